@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Make .venv and install the pinned requirements and this project in it. Does nothing where that is done already.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+stamp="$venv/.requirements.sha256"
+python="${PYTHON:-python3}"
+
+# What was installed, from which files, and for which folder: a copied or moved .venv is installed anew.
+wanted="$(cd "$root" && { sha256sum requirements.txt setup.py && printf '%s\n' "$root"; } | sha256sum)"
+if [[ -f "$stamp" && -x "$venv/bin/mock-scheduler" && "$(<"$stamp")" == "$wanted" ]]; then
+    exit 0
+fi
+
+if [[ ! -x "$venv/bin/python" ]]; then
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "Python 3.11 or newer is needed, found $("$python" --version); set PYTHON=/path/to/python3.11" >&2
+        exit 5
+    fi
+    echo "making $venv"
+    "$python" -m venv "$venv"
+fi
+
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+echo "installing requirements.txt (a few minutes the first time)"
+
+# PyPI's torch for Linux brings several GB of CUDA libraries, of no use without a GPU. Where the index of CPU builds
+# cannot be reached, PyPI's works as well.
+cpu_index="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
+if ! command -v nvidia-smi >/dev/null 2>&1 \
+    && ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1 \
+    && "$venv/bin/python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$cpu_index/" 2>/dev/null; then
+    "${pip[@]}" --extra-index-url "$cpu_index" "$(grep '^torch==' "$root/requirements.txt")"
+fi
+"${pip[@]}" -r "$root/requirements.txt"
+"${pip[@]}" --no-deps --no-build-isolation -e "$root"
+printf '%s\n' "$wanted" >"$stamp"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The gate: format, lint, strict types, import layers, tests with a coverage floor.
+#   launch/test.sh            the fast tests
+#   launch/test.sh --all      and the long proofs (marker "all")
+#   launch/test.sh ARGS...    other arguments go to pytest; a selection of tests has no coverage floor
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup_venv.sh
+
+marker=()
+selection=()
+for argument in "$@"; do
+    if [[ "$argument" == "--all" ]]; then
+        if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+            marker=(-m "all or not all")
+        else
+            marker=(-m "not gpu")
+        fi
+    else
+        selection+=("$argument")
+    fi
+done
+
+coverage=()
+if [[ ${#selection[@]} -eq 0 ]]; then
+    coverage=(--cov --cov-report=term:skip-covered --cov-fail-under=80)
+fi
+
+.venv/bin/ruff format --check .
+.venv/bin/ruff check .
+.venv/bin/mypy
+.venv/bin/lint-imports
+exec .venv/bin/python -m pytest "${marker[@]}" "${coverage[@]}" "${selection[@]}"

@@ -1,0 +1,64 @@
+"""``mock-scheduler align``: plan, run, compare, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.folder import RESULT_NAME, prepare_folder
+from mock_scheduler.align.plan import PlannedRun, plan_alignment
+from mock_scheduler.align.runs import LaunchRun, run_alignment
+from mock_scheduler.compare.verdict import worst_exit_code
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.launcher import plan_launch, run_plan
+from mock_scheduler.report.json_file import save_result
+from mock_scheduler.report.terminal import build_console, print_report
+
+#: Given a config's name and folder, what starts one of its runs.
+MakeLaunch = Callable[[str, Path], LaunchRun]
+
+
+def make_process_launch(config_name: str, config_path: Path) -> LaunchRun:
+    """Runs as processes, through the launcher; their terminal output goes to each run's log."""
+
+    def launch(run: PlannedRun) -> int:
+        plan = plan_launch(run.config, config_name=config_name, config_path=str(config_path), overrides=run.overrides)
+        return run_plan(plan, log_path=run.log_path)
+
+    return launch
+
+
+def run_align(
+    *,
+    config_name: str,
+    config_path: Path,
+    overrides: Sequence[str],
+    output_dir: Path | None,
+    overwrite: bool,
+    json_path: Path | None,
+    make_launch: MakeLaunch = make_process_launch,
+    console: Console | None = None,
+) -> int:
+    """Run an alignment, print its report, and return the exit code of the gravest verdict.
+
+    ``{output_dir}/align.json`` holds the result; a second copy goes to ``json_path``. Raises ``ConfigError`` before
+    anything runs, and ``AlignmentError`` where the baseline fails. ``console``: ``None`` is this terminal.
+    """
+    console = console or build_console()
+    load = partial(_load, config_name, config_path)
+    plan = plan_alignment(load, overrides=overrides, output_dir=output_dir)
+    prepare_folder(plan.output_dir, overwrite=overwrite)
+    launch = make_launch(config_name, config_path)
+    result = run_alignment(plan, config_name=config_name, launch=launch, console=console)
+    for path in filter(None, (plan.output_dir / RESULT_NAME, json_path)):
+        save_result(result, path)
+    print_report(result, console)
+    return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
+
+
+def _load(config_name: str, config_path: Path, overrides: Sequence[str]) -> PipelineConfig:
+    return load_config(config_name, config_path=config_path, overrides=overrides)

@@ -1,0 +1,146 @@
+"""Carrying out an alignment: baseline, candidates one after another, and a verdict for each.
+
+A baseline that fails ends it; a candidate that fails is ``incomparable`` (``unverified`` where it could not show that
+it is deterministic), with its own error as the reason, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from mock_scheduler.align.plan import AlignPlan, PlannedRun
+from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary, compare_runs
+from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
+
+LaunchRun = Callable[[PlannedRun], int]
+
+_NUM_LOG_LINES = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailure:
+    """How a run failed: its own error in words, and its exit code."""
+
+    exit_code: int
+    message: str
+
+
+def run_alignment(plan: AlignPlan, *, config_name: str, launch: LaunchRun, console: Console) -> AlignmentResult:
+    """Run everything that is planned; ``launch`` starts one run and returns its exit code when it has ended.
+
+    ``console`` shows which run is going and how long each took. Raises ``AlignmentError`` where the baseline fails.
+    """
+    baseline = _execute(plan.baseline, launch=launch, console=console)
+    if isinstance(baseline, RunFailure):
+        raise AlignmentError(
+            f"the baseline failed (exit code {baseline.exit_code}), so no candidate was run: {baseline.message}\n"
+            f"its whole output is in {plan.baseline.log_path}"
+        )
+    candidates = tuple(
+        _judge_candidate(plan, candidate, baseline, launch=launch, console=console) for candidate in plan.candidates
+    )
+    return AlignmentResult(
+        config_name=config_name,
+        output_dir=plan.output_dir,
+        recording_dir=plan.recording_dir,
+        tolerance=plan.tolerance,
+        baseline=baseline,
+        candidates=candidates,
+    )
+
+
+def load_summary(run: PlannedRun, *, elapsed_s: float) -> RunSummary:
+    """What a finished run says about itself in ``run.json`` and ``ledger.json``; raises ``AlignmentError``."""
+    stated = _read_object(run.output_dir / "run.json")
+    if stated.get("status") != "completed":
+        raise AlignmentError(f"{run.output_dir / 'run.json'}: status is {stated.get('status')!r}, expected 'completed'")
+    ledger = _read_object(run.output_dir / "ledger.json")
+    try:
+        return RunSummary(
+            name=run.name,
+            output_dir=run.output_dir,
+            layout=str(stated["layout"]),
+            wall_s=float(stated["wall_s"]),
+            rollout_s=float(stated["rollout_s"]),
+            elapsed_s=elapsed_s,
+            built={str(what): int(count) for what, count in ledger["built"].items()},
+        )
+    except KeyError as error:
+        raise AlignmentError(f"{run.output_dir}: key {error} is missing in run.json or ledger.json") from error
+
+
+def describe_failure(run: PlannedRun, exit_code: int) -> RunFailure:
+    """A failed run's own error: its ``error.json``, or the last lines of its log where it wrote none."""
+    error_path = run.output_dir / "error.json"
+    if error_path.is_file():
+        stated = _read_object(error_path)
+        return RunFailure(exit_code=int(stated["exit_code"]), message=f"{stated['type']}: {stated['message']}")
+    lines = run.log_path.read_text(errors="replace").splitlines() if run.log_path.is_file() else []
+    tail = "\n".join(lines[-_NUM_LOG_LINES:]) or "(it wrote nothing)"
+    return RunFailure(exit_code=exit_code, message=f"no error.json; the last lines of its output:\n{tail}")
+
+
+def _execute(run: PlannedRun, *, launch: LaunchRun, console: Console) -> RunSummary | RunFailure:
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    console.print(f"[bold]{escape(run.name)}[/bold]  {run.layout}  {run.config.rollout_mock.effective_mode} …")
+    started_s = time.perf_counter()
+    with console.status(f"{escape(run.name)}: {run.config.max_steps} steps under {run.layout}"):
+        exit_code = launch(run)
+    elapsed_s = time.perf_counter() - started_s
+    if exit_code != 0:
+        console.print(f"  [red]failed[/red] with exit code {exit_code} after {elapsed_s:.1f} s")
+        return describe_failure(run, exit_code)
+    console.print(f"  done in {elapsed_s:.1f} s")
+    try:
+        return load_summary(run, elapsed_s=elapsed_s)
+    except AlignmentError as error:
+        return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
+
+
+def _judge_candidate(
+    plan: AlignPlan, candidate: PlannedRun, baseline: RunSummary, *, launch: LaunchRun, console: Console
+) -> CandidateResult:
+    outcome = _execute(candidate, launch=launch, console=console)
+    if isinstance(outcome, RunFailure):
+        is_unverified = outcome.exit_code == ExitCode.UNVERIFIED
+        verdict = Verdict.UNVERIFIED if is_unverified else Verdict.INCOMPARABLE
+        alignment = failed_run(verdict, f"the run failed (exit code {outcome.exit_code}): {outcome.message}")
+    else:
+        with console.status(f"{escape(candidate.name)}: comparing metrics, gradients and parameters"):
+            alignment = _compare(baseline, outcome, plan)
+    return CandidateResult(
+        name=candidate.name,
+        overrides=candidate.own_overrides,
+        layout=candidate.layout,
+        log_path=candidate.log_path,
+        run=outcome if isinstance(outcome, RunSummary) else None,
+        alignment=alignment,
+    )
+
+
+def _compare(baseline: RunSummary, candidate: RunSummary, plan: AlignPlan) -> Alignment:
+    try:
+        return compare_runs(baseline.output_dir, candidate.output_dir, tolerance=plan.tolerance)
+    except (AlignmentError, TraceError) as error:
+        return failed_run(Verdict.INCOMPARABLE, str(error))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AlignmentError(f"{path} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise AlignmentError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise AlignmentError(f"{path}: expected an object, found {type(content).__name__}")
+    return content

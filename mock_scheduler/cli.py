@@ -1,0 +1,150 @@
+"""The command line: ``mock-scheduler``.
+
+Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports what it
+needs in its own body. A failure that the user can act on is one message on stderr and the exit code of
+``errors.ExitCode``; a usage error exits with 5.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.exceptions import TyperException
+
+from mock_scheduler import __version__
+from mock_scheduler.errors import ExitCode, MockSchedulerError
+
+if TYPE_CHECKING:
+    from mock_scheduler.config.loading import ConfigSource
+
+app = typer.Typer(
+    name="mock-scheduler",
+    help="Record rollouts once, replay them under any layout, and prove whether training numerics moved.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigName = Annotated[str, typer.Argument(help="YAML file in the config path, without .yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
+ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
+
+_INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
+
+
+def _source(config_name: str, config_path: str, overrides: list[str] | None) -> ConfigSource:
+    from mock_scheduler.config.loading import ConfigSource  # imports Hydra: not for --help
+
+    return ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
+
+
+@app.command()
+def launch(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
+    node_rank: Annotated[int, typer.Option("--node-rank", "--node_rank", help="this machine, from 0")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT on machine 0")
+    ] = None,
+) -> None:
+    """Run a configuration on as many processes as its layout needs."""
+    from mock_scheduler.determinism.environment import check_settings
+    from mock_scheduler.launcher import plan_launch, run_plan  # imports pydantic: not for --help
+
+    source = _source(config_name, config_path, overrides)
+    config = source.load()
+    check_settings(config.system_envs)
+    plan = plan_launch(
+        config,
+        config_name=source.config_name,
+        config_path=source.config_path,
+        overrides=source.overrides,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+    )
+    raise typer.Exit(run_plan(plan))
+
+
+@app.command()
+def align(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "--output_dir", help="where runs and verdicts go")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier alignment run there")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdicts to this file")] = None,
+) -> None:
+    """Record a baseline, replay it under every candidate, and give a verdict for each."""
+    from mock_scheduler.align.command import run_align  # imports torch: not for --help
+
+    source = _source(config_name, config_path, overrides)
+    code = run_align(
+        config_name=source.config_name,
+        config_path=Path(source.config_path),
+        overrides=source.overrides,
+        output_dir=output_dir,
+        overwrite=overwrite,
+        json_path=json_path,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
+    """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
+    from mock_scheduler.determinism.environment import launch_environment  # kept beside the heavier loading
+
+    config = _source(config_name, config_path, overrides).load()
+    for name, value in sorted(launch_environment(config.system_envs).items()):
+        typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+@app.command()
+def config(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
+    """Print the whole checked configuration as YAML."""
+    from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
+
+    typer.echo(dump_config(_source(config_name, config_path, overrides).load()), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def print_error(message: str) -> None:
+    """Write one failure to stderr, as it is: no markup is read from it and no line is broken."""
+    console = Console(stderr=True)
+    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code; ``None``: the process's own arguments; none at all: ``--help``."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code: object = app(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
+    except MockSchedulerError as error:
+        print_error(str(error))
+        return int(error.exit_code)
+    except TyperException as error:
+        print_error(f"{error.format_message()}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.")
+        return int(ExitCode.USAGE)
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return _INTERRUPTED
+    return code if isinstance(code, int) else int(ExitCode.ALIGNED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

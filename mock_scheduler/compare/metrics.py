@@ -1,0 +1,188 @@
+"""Logged metrics of two runs, compared step by step and in both directions.
+
+Contract: ``metrics.jsonl`` has one object per global step, ``{"step": int, "metrics": {name: number}}``, with floats in
+full precision (NaN and Infinity as Python's ``json`` writes them). A step or metric on one side only is a finding.
+NaN equals NaN and differs infinitely from every number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.errors import AlignmentError
+
+#: Wall-clock values, and values that come from a recording rather than from this run.
+NON_COMPARABLE_PREFIXES = ("time/", "recorded/")
+#: Metrics outside these prefixes that describe the machine and not the computation.
+NON_COMPARABLE_METRICS = frozenset({"tokens_per_second", "peak_memory_bytes"})
+
+MetricLog = Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricDifference:
+    """One metric over all steps that both runs logged.
+
+    ``max_relative``: largest |a - b| / max(|a|, |b|, ``metric_floor``). Steps are ``None`` where there is none such.
+    """
+
+    name: str
+    num_steps: int
+    bit_equal: bool
+    max_abs: float
+    max_abs_step: int
+    max_relative: float
+    max_relative_step: int
+    first_different_step: int | None
+    first_exceeding_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricComparison:
+    """All metrics, by name; ``steps`` are those that both runs logged."""
+
+    steps: tuple[int, ...]
+    differences: tuple[MetricDifference, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def exceeding(self) -> tuple[MetricDifference, ...]:
+        """Metrics beyond tolerance, in the order in which they first are, then by name."""
+        found = [(diff.first_exceeding_step, diff.name, diff) for diff in self.differences]
+        return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
+
+    @property
+    def worst(self) -> MetricDifference | None:
+        """The metric with the largest relative difference; ``None`` where nothing was compared."""
+        return max(self.differences, key=lambda diff: diff.max_relative, default=None)
+
+
+def load_metrics(path: Path) -> MetricLog:
+    """Read a ``metrics.jsonl``. Raises ``AlignmentError`` with path and line for anything but the format."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise AlignmentError(f"{path}: metrics cannot be read: {error.strerror}") from error
+    log: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(lines, start=1):
+        step, metrics = _parse_line(line, where=f"{path}:{number}")
+        if step in log:
+            raise AlignmentError(f"{path}:{number}: step {step} is logged twice")
+        log[step] = metrics
+    return log
+
+
+def is_comparable(name: str) -> bool:
+    """Whether a metric must be the same in both runs."""
+    return not name.startswith(NON_COMPARABLE_PREFIXES) and name not in NON_COMPARABLE_METRICS
+
+
+def compare_metrics(baseline: MetricLog, candidate: MetricLog, *, tolerance: ToleranceConfig) -> MetricComparison:
+    """Compare every comparable metric at every step; nothing that is on one side only is skipped."""
+    steps = tuple(sorted(baseline.keys() & candidate.keys()))
+    names = sorted({name for log in (baseline, candidate) for step in log.values() for name in step})
+    findings = _find_missing_steps(baseline, candidate)
+    differences = []
+    for name in filter(is_comparable, names):
+        findings += _find_missing_values(name, baseline, candidate, steps)
+        shared = [step for step in steps if name in baseline[step] and name in candidate[step]]
+        if shared:
+            pairs = [(step, baseline[step][name], candidate[step][name]) for step in shared]
+            differences.append(compare_values(name, pairs, tolerance=tolerance))
+    return MetricComparison(steps=steps, differences=tuple(differences), findings=tuple(findings))
+
+
+def compare_values(
+    name: str, pairs: Sequence[tuple[int, float, float]], *, tolerance: ToleranceConfig
+) -> MetricDifference:
+    """Compare one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
+    rows = [
+        (step, *differ(mine, other, floor=tolerance.metric_floor), _is_bit_equal(mine, other))
+        for step, mine, other in pairs
+    ]
+    max_abs_step, max_abs, _, _ = max(rows, key=lambda row: row[1])
+    max_relative_step, _, max_relative, _ = max(rows, key=lambda row: row[2])
+    return MetricDifference(
+        name=name,
+        num_steps=len(rows),
+        bit_equal=all(equal for _, _, _, equal in rows),
+        max_abs=max_abs,
+        max_abs_step=max_abs_step,
+        max_relative=max_relative,
+        max_relative_step=max_relative_step,
+        first_different_step=next((step for step, _, _, equal in rows if not equal), None),
+        first_exceeding_step=next((step for step, _, relative, _ in rows if relative > tolerance.metric), None),
+    )
+
+
+def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
+    """Absolute and relative difference of two values; both inf where only one is NaN or infinities are not the same."""
+    if mine == other or (math.isnan(mine) and math.isnan(other)):
+        return 0.0, 0.0
+    if not (math.isfinite(mine) and math.isfinite(other)):
+        return math.inf, math.inf
+    absolute = abs(mine - other)
+    scale = max(abs(mine), abs(other), floor)
+    return absolute, absolute / scale
+
+
+def _is_bit_equal(mine: float, other: float) -> bool:
+    if math.isnan(mine) and math.isnan(other):
+        return True
+    return struct.pack("<d", mine) == struct.pack("<d", other)
+
+
+def _by_step(row: tuple[int | None, str, MetricDifference]) -> tuple[float, str]:
+    step, name, _ = row
+    return (math.inf if step is None else step, name)
+
+
+def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise AlignmentError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
+        raise AlignmentError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {line[:80]}')
+    for name, value in row["metrics"].items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise AlignmentError(f"{where}: metric {name} is {value!r}, expected a number")
+    return row["step"], {name: float(value) for name, value in row["metrics"].items()}
+
+
+def _find_missing_steps(baseline: MetricLog, candidate: MetricLog) -> list[Finding]:
+    return [
+        _finding(step, f"step {step}", f"step {step} was logged by the {present} but not by the {absent}")
+        for step, present, absent in sorted(
+            [(step, "baseline", "candidate") for step in baseline.keys() - candidate.keys()]
+            + [(step, "candidate", "baseline") for step in candidate.keys() - baseline.keys()]
+        )
+    ]
+
+
+def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, steps: Sequence[int]) -> list[Finding]:
+    """At most one finding per side: the first step at which the metric is missing there, and at how many."""
+    findings = []
+    for present, absent, have, lack in (
+        ("baseline", "candidate", baseline, candidate),
+        ("candidate", "baseline", candidate, baseline),
+    ):
+        missing = [step for step in steps if name in have[step] and name not in lack[step]]
+        if missing:
+            message = (
+                f"metric {name} was logged by the {present} but not by the {absent} at {len(missing)} of "
+                f"{len(steps)} steps, first at step {missing[0]}"
+            )
+            findings.append(_finding(missing[0], name, message))
+    return findings
+
+
+def _finding(step: int, name: str, message: str) -> Finding:
+    return Finding(kind="metric", step=step, update=None, name=name, message=message)

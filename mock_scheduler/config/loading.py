@@ -1,0 +1,276 @@
+"""Loading of a run's configuration: Hydra composes, OmegaConf resolves, pydantic checks.
+
+Contract: imports no torch; creates no folder, changes no working directory and configures no logging; may be called
+any number of times in one process. Every failure is a ConfigError that lists all problems found at that stage:
+the files, then interpolations, then keys and values, then the combinations that the schema refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import NoReturn, get_args, get_origin
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.errors import ConfigError
+
+DEFAULT_CONFIG_PATH = "configs"
+
+_KeyPath = tuple[str | int, ...]
+_Problem = tuple[str, str]  # dotted key, what is wrong with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigSource:
+    """Where a configuration comes from: a folder, a file's name without suffix, and overrides ``a.b=c``."""
+
+    config_name: str
+    config_path: str = DEFAULT_CONFIG_PATH
+    overrides: tuple[str, ...] = ()
+
+    def load(self) -> PipelineConfig:
+        """The checked configuration; raises ConfigError as ``load_config`` does."""
+        return load_config(self.config_name, config_path=self.config_path, overrides=self.overrides)
+
+    def arguments(self) -> list[str]:
+        """The command line that ``parse_config_arguments`` reads back to this source."""
+        return ["--config_path", self.config_path, "--config_name", self.config_name, *self.overrides]
+
+
+class _ConfigArgumentParser(argparse.ArgumentParser):
+    """argparse whose usage errors are ConfigErrors, so that they exit as every other bad input does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
+
+
+def parse_config_arguments(arguments: Sequence[str], *, prog: str) -> ConfigSource:
+    """Read ``--config_path DIR --config_name NAME a.b=c ...`` (ROLL's spelling; dashes work too), in any order.
+
+    ``arguments``: without the program's name. Raises ConfigError for a missing name or an unknown option.
+    """
+    parser = _ConfigArgumentParser(prog=prog, allow_abbrev=False)
+    parser.add_argument("--config_path", "--config-path", default=DEFAULT_CONFIG_PATH, help="folder of YAML files")
+    parser.add_argument("--config_name", "--config-name", required=True, help="file in it, without .yaml")
+    parser.add_argument("overrides", nargs="*", help="a.b=c, in Hydra's grammar")
+    parsed = parser.parse_intermixed_args(list(arguments))
+    return ConfigSource(
+        config_name=parsed.config_name, config_path=parsed.config_path, overrides=tuple(parsed.overrides)
+    )
+
+
+def load_config(
+    config_name: str, *, config_path: str | Path = DEFAULT_CONFIG_PATH, overrides: Sequence[str] = ()
+) -> PipelineConfig:
+    """Compose ``{config_path}/{config_name}.yaml``, apply the overrides, resolve interpolations and check the result.
+
+    A plain override ``a.b=c`` sets any key of the schema, whether or not the YAML has it; where its key names a folder
+    under ``config_path`` it selects from that config group, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
+    Integers in ``system_envs`` become strings. Raises ConfigError.
+    """
+    folder = Path(config_path).absolute()
+    name = config_name.removesuffix(".yaml")
+    _check_file_exists(folder, name)
+    parsed = _parse_overrides(overrides)
+    origin = f"configuration '{name}' ({folder / name}.yaml)"
+    composed = _compose(folder, name, [_as_hydra_override(override, folder) for override in parsed], origin)
+    _raise_problems(origin, list(_interpolation_problems(composed)), parsed)
+    values = OmegaConf.to_container(composed, resolve=True)
+    try:
+        return PipelineConfig.model_validate(_with_string_envs(values))
+    except ValidationError as error:
+        problems = [_describe(details) for details in error.errors(include_url=False)]
+        _raise_problems(origin, problems, parsed)
+        raise
+
+
+def dump_config(config: PipelineConfig) -> str:
+    """The whole configuration as YAML that ``load_config`` loads back equal; the same text for equal configs."""
+    values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
+    return OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def _escape_interpolations(value: object) -> object:
+    """Values were resolved already: a ``${`` that is left is text, and must be loaded as text."""
+    if isinstance(value, dict):
+        return {key: _escape_interpolations(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape_interpolations(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _check_file_exists(folder: Path, name: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"config path is not a folder: {folder}; give the folder of YAML files as --config_path")
+    if (folder / f"{name}.yaml").is_file():
+        return
+    present = sorted(path.stem for path in folder.glob("*.yaml"))
+    nearest = get_close_matches(name, present, n=1, cutoff=0.5)
+    hint = f"; nearest: {nearest[0]}" if nearest else ""
+    raise ConfigError(f"no configuration '{name}' in {folder}{hint}; there are: {', '.join(present) or 'none'}")
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed, problems = [], []
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException as error:
+            problems.append(f"\n  - {text!r}: {str(error).splitlines()[0]}")
+    if problems:
+        raise ConfigError(
+            f"overrides that cannot be read:{''.join(problems)}\n"
+            "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
+        )
+    return parsed
+
+
+def _as_hydra_override(override: Override, folder: Path) -> str:
+    """Hydra changes only keys that the YAML has; ours may set every key of the schema, hence its ``++``."""
+    text = override.input_line
+    assert text is not None  # Hydra's parser keeps the line of every override that it reads
+    is_group = override.package is not None or (folder / override.key_or_group).is_dir()
+    return text if is_group or override.type is not OverrideType.CHANGE else f"++{text}"
+
+
+def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> DictConfig:
+    try:
+        # Hydra only warns of a defaults list without _self_, whose order it then guesses.
+        with warnings.catch_warnings(), initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            warnings.simplefilter("error", UserWarning)
+            return compose(config_name=name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning) as error:
+        raise ConfigError(f"{origin} cannot be composed: {error}") from error
+
+
+def _interpolation_problems(composed: DictConfig) -> Iterator[_Problem]:
+    """Every value that stays open: an interpolation that does not resolve, or ``???``."""
+    for path, text in _texts(OmegaConf.to_container(composed, resolve=False), ""):
+        if text == "???":
+            yield path, f"has no value yet; give it as {path}=VALUE"
+        elif "${" in text:
+            yield from _resolution_problems(composed, path, text)
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Every string in a container with its path as ``OmegaConf.select`` takes it: ``a.b[0]``."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{path}[{index}]")
+    elif isinstance(value, str):
+        yield path, value
+
+
+def _resolution_problems(composed: DictConfig, path: str, text: str) -> Iterator[_Problem]:
+    try:
+        OmegaConf.select(composed, path)
+    except InterpolationKeyError as error:
+        yield path, f"{text!r} refers to a key that is not there: {str(error).splitlines()[0]}"
+    except (InterpolationResolutionError, GrammarParseError) as error:
+        cause = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ").strip('"')
+        advice = "; export it, or give a default: ${oc.env:NAME,default}" if "Environment variable" in cause else ""
+        yield path, f"{text!r} cannot be resolved: {cause}{advice}"
+
+
+def _with_string_envs(values: object) -> object:
+    """``system_envs`` as the environment takes them: YAML's ``0`` means ``'0'``; a bool stays, and is refused."""
+    if not isinstance(values, dict) or not isinstance(values.get("system_envs"), dict):
+        return values
+    envs = {
+        name: str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        for name, value in values["system_envs"].items()
+    }
+    return {**values, "system_envs": envs}
+
+
+def _raise_problems(origin: str, problems: list[_Problem], overrides: list[Override]) -> None:
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"{origin} has {count}:"]
+    for key, text in problems:
+        given = next((o.input_line for o in overrides if key and _covers(o.key_or_group, key)), None)
+        source = f" (given as {given!r})" if given else ""
+        lines.append(f"  - {f'{key}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
+    raise ConfigError("\n".join(lines))
+
+
+def _covers(override_key: str, key: str) -> bool:
+    """Whether an override of one key set the other, at any depth."""
+    return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")
+
+
+def _describe(details: ErrorDetails) -> _Problem:
+    path: _KeyPath = details["loc"]
+    key, found = ".".join(str(part) for part in path), details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            return key, _describe_unknown_key(path)
+        case "literal_error":
+            known = ", ".join(str(value) for value in get_args(_annotation_at(path)))
+            kind = "mode" if path[-1] == "mode" else "value"
+            return key, f"unknown {kind} {found!r}; known {kind}s: {known}"
+        case "missing":
+            return key, "is required and not given"
+        case "value_error":
+            return key, details["msg"].removeprefix("Value error, ")
+        case _ if path[0] == "system_envs":
+            return key, f"is {found!r}, should be a string; quote the variable's text, for example '1'"
+        case _:
+            return key, f"is {found!r}, {details['msg'].removeprefix('Input ')}"
+
+
+def _describe_unknown_key(path: _KeyPath) -> str:
+    section, name = ".".join(str(part) for part in path[:-1]), str(path[-1])
+    known = sorted(_section_fields(path[:-1]))
+    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; nearest known key: {'.'.join(filter(None, (section, nearest[0])))}" if nearest else ""
+    return f"unknown key{hint}; known keys of {section or 'the top level'}: {', '.join(known)}"
+
+
+def _section_fields(path: _KeyPath) -> list[str]:
+    section = _annotation_at(path)
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def _annotation_at(path: _KeyPath) -> object:
+    """The schema's type of the value at a path; fields by name, dict and list items by any key."""
+    annotation: object = PipelineConfig
+    for part in path:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[str(part)].annotation
+        else:
+            annotation = get_args(annotation)[-1]
+        annotation = _without_none(annotation)
+    return annotation
+
+
+def _without_none(annotation: object) -> object:
+    """``X`` of ``X | None``; dicts, lists and literals as they are."""
+    if get_origin(annotation) in (dict, list) or NoneType not in get_args(annotation):
+        return annotation
+    return next(item for item in get_args(annotation) if item is not NoneType)

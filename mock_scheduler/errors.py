@@ -1,0 +1,100 @@
+"""The error tree: every failure that a user can cause or must act on.
+
+::
+
+    MockSchedulerError
+    ├── ConfigError(ValueError)               a key, value or combination in the configuration
+    │   └── LayoutError                       parallel sizes that do not fit the model or the processes
+    ├── BatchError(ValueError)                a rollout batch that contradicts itself
+    ├── RecordingError(OSError)               a recording that cannot be written or read
+    │   ├── StepNotFoundError(FileNotFoundError)   a step that was never recorded here
+    │   ├── StepExistsError(FileExistsError)       a step that would be overwritten
+    │   └── CorruptRecordingError                  bytes that are not what was written
+    ├── ContractError(ValueError)             the replaying run differs from the recording one
+    ├── SchedulerError(RuntimeError)          a scheduler that was used out of order
+    ├── DeterminismError(RuntimeError)        a setting that is missing, late or did not take effect
+    │   └── RankDisagreementError             ranks of one run that differ
+    ├── TraceError(OSError)                   a trace that cannot be written, read or merged
+    └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
+
+Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What every command of this project exits with."""
+
+    ALIGNED = 0
+    DIVERGED = 1
+    SUSPECT = 2
+    INCOMPARABLE = 3
+    UNVERIFIED = 4
+    USAGE = 5
+
+
+class MockSchedulerError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.USAGE
+
+
+class ConfigError(MockSchedulerError, ValueError):
+    """A key, a value or a combination in the configuration cannot be used."""
+
+
+class LayoutError(ConfigError):
+    """Parallel sizes that do not fit the model, the batch or the number of processes."""
+
+
+class BatchError(MockSchedulerError, ValueError):
+    """A rollout batch contradicts itself or the request it answers."""
+
+
+class RecordingError(MockSchedulerError, OSError):
+    """A recording cannot be written or read."""
+
+
+class StepNotFoundError(RecordingError, FileNotFoundError):
+    """The recording does not hold a step that was asked for."""
+
+
+class StepExistsError(RecordingError, FileExistsError):
+    """Writing would replace a step that is already recorded."""
+
+
+class CorruptRecordingError(RecordingError):
+    """The bytes on disk are not the bytes that were written."""
+
+
+class ContractError(MockSchedulerError, ValueError):
+    """The run that replays differs from the run that recorded in what must match."""
+
+    exit_code = ExitCode.INCOMPARABLE
+
+
+class SchedulerError(MockSchedulerError, RuntimeError):
+    """A rollout scheduler was used out of order or answered wrongly."""
+
+
+class DeterminismError(MockSchedulerError, RuntimeError):
+    """A determinism setting is missing, was applied too late or did not take effect."""
+
+    exit_code = ExitCode.UNVERIFIED
+
+
+class RankDisagreementError(DeterminismError):
+    """Ranks of one run hold different values where they must agree."""
+
+
+class TraceError(MockSchedulerError, OSError):
+    """A trace cannot be written, read or merged."""
+
+
+class AlignmentError(MockSchedulerError, RuntimeError):
+    """An alignment run could not be carried out."""
+
+    exit_code = ExitCode.INCOMPARABLE

@@ -1,0 +1,59 @@
+"""What a run built, called, answered from a recording and suppressed, counted where it happens.
+
+Contract: counts only grow; an engine or environment that is built says so itself, so that a 0 here was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, get_args
+
+from mock_scheduler.errors import SchedulerError
+
+Category = Literal["built", "called", "answered", "suppressed"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+#: Always present among what was built, so that a zero is shown.
+BUILT_NAMES = ("engine", "environment", "scheduler")
+
+
+class Ledger:
+    """Counts of events by category and name.
+
+    ``built``: a costly object was made (``engine``, ``environment``, ``scheduler``); ``called``: a call reached the
+    real scheduler; ``answered``: a call was answered from the recording; ``suppressed``: a call had no effect.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Category, dict[str, int]] = {category: {} for category in CATEGORIES}
+        self._counts["built"] = dict.fromkeys(BUILT_NAMES, 0)
+
+    def count(self, category: Category, name: str, n: int = 1) -> None:
+        """Add ``n`` events; raises ``SchedulerError`` for an unknown category or a negative ``n``."""
+        if category not in CATEGORIES:
+            raise SchedulerError(f"ledger: unknown category {category!r}; known: {', '.join(CATEGORIES)}")
+        if n < 0:
+            raise SchedulerError(f"ledger: {category} {name} cannot be counted {n} times")
+        self._counts[category][name] = self._counts[category].get(name, 0) + n
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """A copy of the counts: category -> name -> count."""
+        return {category: dict(names) for category, names in self._counts.items()}
+
+    def render(self) -> str:
+        """A short plain-text table: what was built, one line each, then the calls of each category."""
+        lines = ["Ledger"]
+        lines += [f"  {name}s built: {count}" for name, count in sorted(self._counts["built"].items())]
+        for category, title in (
+            ("called", "calls to the real scheduler"),
+            ("answered", "calls answered from the recording"),
+            ("suppressed", "calls suppressed"),
+        ):
+            names = self.as_dict()[category]
+            listed = ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
+            lines.append(f"  {title}: {listed or 'none'}")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the counts as JSON, replacing an older file."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Reports of an alignment run: for the terminal, and as JSON."""

@@ -1,0 +1,192 @@
+"""The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
+from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
+from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.compare.verdict import Divergence, Verdict
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.trace.files import TRACE_KINDS, TraceKind
+
+_PLAIN_WIDTH = 120
+_NUM_FINDINGS = 5
+_NAME_WIDTH = 21
+_STYLES: Mapping[Verdict, str] = {
+    Verdict.IDENTICAL: "bold green",
+    Verdict.ROUNDING: "green",
+    Verdict.DIVERGED: "bold red",
+    Verdict.INCOMPARABLE: "bold yellow",
+    Verdict.UNVERIFIED: "bold yellow",
+}
+_LEGEND: Mapping[Verdict, str] = {
+    Verdict.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
+    Verdict.ROUNDING: "differs, and nothing is beyond the tolerance below",
+    Verdict.DIVERGED: "something is beyond tolerance or missing, or replicas disagree",
+    Verdict.INCOMPARABLE: "the run failed, or nothing could be compared",
+    Verdict.UNVERIFIED: "the run could not show that it is deterministic",
+}
+
+
+def build_console() -> Console:
+    """A console on stdout; as wide as the terminal, or 120 columns where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+
+
+def print_report(result: AlignmentResult, console: Console) -> None:
+    """Print the candidates, then each one's metrics, then the legend and where the files are."""
+    console.print()
+    console.print(_candidates_table(result))
+    for candidate in result.candidates:
+        _print_candidate(candidate, result.tolerance, console)
+    _print_legend(result, console)
+
+
+def _candidates_table(result: AlignmentResult) -> Table:
+    table = Table(title=f"Alignment of {escape(result.config_name)}", title_justify="left", show_lines=True)
+    for header in ("candidate", "verdict", "first divergence", "worst relF", "rollout\n/ total"):
+        table.add_column(header, no_wrap=header == "verdict")
+    baseline = result.baseline
+    table.add_row(_stack("baseline", baseline.layout), "", "", "", _describe_times(baseline))
+    for candidate in result.candidates:
+        alignment = candidate.alignment
+        table.add_row(
+            _stack(candidate.name, candidate.layout, *candidate.overrides),
+            Text(alignment.verdict.value, style=_STYLES[alignment.verdict]),
+            _describe_first(alignment.first_divergence),
+            Text("\n").join(_describe_worst(alignment.tensors, kind) for kind in TRACE_KINDS),
+            _describe_times(candidate.run) if candidate.run else "failed",
+        )
+    return table
+
+
+def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, console: Console) -> None:
+    alignment = candidate.alignment
+    console.print()
+    console.print(Text.assemble((candidate.name, "bold"), ": ", (alignment.verdict.value, _STYLES[alignment.verdict])))
+    console.print(Padding(Text(alignment.reason), (0, 0, 0, 2)))
+    if candidate.run is not None:
+        console.print(f"  in this run: {describe_built(candidate.run.built)}", highlight=False)
+    if alignment.metrics is not None:
+        console.print(_metrics_table(alignment.metrics, tolerance))
+        _print_findings(alignment.metrics.findings, console)
+    if alignment.tensors is not None:
+        _print_findings(alignment.tensors.findings, console)
+        for conflict in alignment.tensors.new_conflicts[:_NUM_FINDINGS]:
+            console.print(Text(f"  replicas: {conflict.describe()}", style="red"))
+
+
+def describe_built(built: Mapping[str, int]) -> str:
+    """What a run built, out of its ledger: ``engines built 0, environments built 0``."""
+    return ", ".join(f"{what}s built {count}" for what, count in built.items()) or "nothing counted in its ledger"
+
+
+def _metrics_table(metrics: MetricComparison, tolerance: ToleranceConfig) -> Table:
+    table = Table(title_justify="left", box=None, padding=(0, 2))
+    table.add_column("metric", overflow="fold")
+    table.add_column("max |a-b|", justify="right", no_wrap=True)
+    table.add_column("max relative", justify="right", no_wrap=True)
+    table.add_column("at step", justify="right", no_wrap=True)
+    table.add_column("first differs", justify="right", no_wrap=True)
+    table.add_column("tolerance", justify="right", no_wrap=True)
+    for difference in metrics.differences:
+        table.add_row(*_metric_cells(difference, tolerance), style=_metric_style(difference))
+    return table
+
+
+def _metric_cells(difference: MetricDifference, tolerance: ToleranceConfig) -> tuple[str, ...]:
+    differs = not difference.bit_equal
+    return (
+        escape(difference.name),
+        f"{difference.max_abs:.2e}" if differs else "0",
+        f"{difference.max_relative:.2e}" if differs else "0",
+        str(difference.max_relative_step) if differs else "-",
+        str(difference.first_different_step) if differs else "never",
+        f"{tolerance.metric:g}",
+    )
+
+
+def _metric_style(difference: MetricDifference) -> str:
+    if difference.first_exceeding_step is not None:
+        return "red"
+    return "dim" if difference.bit_equal else ""
+
+
+def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
+    for finding in findings[:_NUM_FINDINGS]:
+        console.print(Text(f"  {finding.message}", style="red"))
+    if len(findings) > _NUM_FINDINGS:
+        console.print(f"  and {len(findings) - _NUM_FINDINGS} more, all in align.json", style="red", highlight=False)
+
+
+def _print_legend(result: AlignmentResult, console: Console) -> None:
+    tolerance = result.tolerance
+    console.print()
+    for verdict, meaning in _LEGEND.items():
+        console.print(Text.assemble((f"{verdict.value:<13}", _STYLES[verdict]), meaning))
+    console.print()
+    console.print(
+        f"Tolerance: metric |a-b| / max(|a|, |b|, {tolerance.metric_floor:g}) at most {tolerance.metric:g}; "
+        f"relF = ||a-b|| / ||a||: gradient at most {tolerance.gradient:g}, parameter at most {tolerance.parameter:g}",
+        highlight=False,
+    )
+    console.print("a is the baseline, b the candidate; NaN equals NaN only.", highlight=False)
+    for what, path in (
+        ("result", result.output_dir / "align.json"),
+        ("recording", result.recording_dir),
+        ("runs", result.output_dir / "{name}" / "run.log"),
+    ):
+        _print_path(what, path, console)
+
+
+def _print_path(what: str, path: Path, console: Console) -> None:
+    console.print(Text(f"{what:<13}{path}"), soft_wrap=True)
+
+
+def _stack(name: str, *lines: str) -> Text:
+    return Text.assemble((name, "bold"), *(("\n" + _wrap_name(line), "dim") for line in lines))
+
+
+def _describe_first(divergence: Divergence | None) -> Text:
+    if divergence is None:
+        return Text("-")
+    update = f" update {divergence.update}" if divergence.update else ""
+    value = "" if divergence.value is None else f"\n{divergence.value:.2e} > {divergence.tolerance:g}"
+    return Text(f"step {divergence.step}{update}: {divergence.kind}\n{_wrap_name(divergence.name)}{value}")
+
+
+def _describe_worst(tensors: TensorComparison | None, kind: TraceKind) -> Text:
+    group = tensors.group(kind) if tensors is not None else None
+    if group is None:
+        return Text(f"{kind} -")
+    if group.num_bit_equal == group.num_compared:
+        return Text(f"{kind} 0")
+    worst = group.worst
+    style = "red" if worst.exceeds else ""
+    return Text(f"{kind} {worst.relative:.1e}\n{_wrap_name(worst.key.name)}", style=style)
+
+
+def _describe_times(run: RunSummary) -> str:
+    return f"{run.rollout_s:.1f} s\n{run.elapsed_s:.1f} s"
+
+
+def _wrap_name(name: str) -> str:
+    """Break a dotted name or override after separators, so that it fits a column and its parts stay whole."""
+    lines = [""]
+    for part in re.findall(r"[^._=/]*[._=/]|[^._=/]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > _NAME_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)

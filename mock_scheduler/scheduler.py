@@ -1,0 +1,129 @@
+"""The seam: what the training loop asks a rollout scheduler for, in every mode.
+
+Contract: the loop sees only ``RolloutScheduler``. Any object with ``get_batch`` can stand behind it: what such an
+object lacks is answered here, in ``adapt_scheduler``, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from mock_scheduler.batch import JSON as JSON
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.errors import SchedulerError
+
+Mode = Literal["train", "val"]
+DEFAULT_SCHEDULER_ID = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRequest:
+    """One batch that the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
+
+    ``policy_version`` is the number of optimizer updates in the weights that are to play.
+    """
+
+    global_step: int
+    batch_size: int
+    mode: Mode = "train"
+    scheduler_id: str = DEFAULT_SCHEDULER_ID
+    policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        if self.global_step < 0 or self.batch_size <= 0:
+            raise SchedulerError(
+                f"request: global_step {self.global_step} must be at least 0, batch_size {self.batch_size} at least 1"
+            )
+        if self.mode not in ("train", "val"):
+            raise SchedulerError(f"request: mode is {self.mode!r}; expected 'train' or 'val'")
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """The least that a rollout scheduler must have."""
+
+    def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+        """The batch for this request."""
+
+
+@runtime_checkable
+class RolloutScheduler(BatchSource, Protocol):
+    """Gives the pipeline one batch per step. Every rank calls the same methods in the same order."""
+
+    def suspend(self) -> None:
+        """Stop generating: the weights are about to change."""
+
+    def resume(self) -> None:
+        """Go on generating."""
+
+    def update_weights(self, policy_version: int) -> None:
+        """The policy now is version ``policy_version``."""
+
+    def collect_metrics(self) -> dict[str, float]:
+        """What the scheduler measured about its last batch."""
+
+    def state_dict(self) -> dict[str, JSON]:
+        """What a checkpoint must keep, as JSON."""
+
+    def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        """Go on from a ``state_dict``."""
+
+    def close(self) -> None:
+        """Release everything; a second call does nothing."""
+
+
+def adapt_scheduler(real: object) -> RolloutScheduler:
+    """``real`` itself where it has all methods, else wrapped so that it has.
+
+    Raises ``SchedulerError`` where it has no ``get_batch``.
+    """
+    if isinstance(real, RolloutScheduler):
+        return real
+    if isinstance(real, BatchSource):
+        return _CompletedScheduler(real)
+    raise SchedulerError(f"{type(real).__name__} is no rollout scheduler: it has no method get_batch(request)")
+
+
+class _CompletedScheduler:
+    """Answers what a partial scheduler lacks: nothing to suspend, measure, store or release."""
+
+    def __init__(self, real: BatchSource) -> None:
+        self._real = real
+        optional = ("suspend", "resume", "update_weights", "collect_metrics", "state_dict", "load_state_dict", "close")
+        self._methods = {name: getattr(real, name) for name in optional if hasattr(real, name)}
+
+    def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+        return self._real.get_batch(request)
+
+    def suspend(self) -> None:
+        if "suspend" in self._methods:
+            self._methods["suspend"]()
+
+    def resume(self) -> None:
+        if "resume" in self._methods:
+            self._methods["resume"]()
+
+    def update_weights(self, policy_version: int) -> None:
+        if "update_weights" in self._methods:
+            self._methods["update_weights"](policy_version)
+
+    def collect_metrics(self) -> dict[str, float]:
+        return dict(self._methods["collect_metrics"]()) if "collect_metrics" in self._methods else {}
+
+    def state_dict(self) -> dict[str, JSON]:
+        return dict(self._methods["state_dict"]()) if "state_dict" in self._methods else {}
+
+    def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        if "load_state_dict" in self._methods:
+            self._methods["load_state_dict"](state)
+        elif state:
+            raise SchedulerError(
+                f"{type(self._real).__name__} has no load_state_dict, but the checkpoint holds its state "
+                f"{sorted(state)}: it would be lost"
+            )
+
+    def close(self) -> None:
+        if "close" in self._methods:
+            self._methods["close"]()

@@ -1,0 +1,77 @@
+"""Entry of the agentic pipeline: ``python -m pipelines.agentic --config_path configs --config_name NAME a.b=c ...``.
+
+Every process of a run starts here. The configuration is loaded and its environment applied before torch, NCCL or
+TransformerEngine can read it; only then is the rest imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from mock_scheduler.config.loading import parse_config_arguments
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.environment import apply_system_envs, check_settings
+from mock_scheduler.errors import DeterminismError
+from pipelines.tracking import report_failure
+
+
+def check_replay_is_deterministic(config: PipelineConfig) -> None:
+    """Refuse to record or replay without deterministic settings, unless the configuration says so.
+
+    Raises:
+        DeterminismError: settings are missing or conflict; the message has the lines to add.
+    """
+    check_settings(config.system_envs)
+    mock = config.rollout_mock
+    if mock.effective_mode == "real" or mock.allow_nondeterministic:
+        return
+    if config.system_envs.get("DETERMINISTIC_MODE") != "1":
+        raise DeterminismError(
+            f"rollout_mock.mode {mock.mode} without deterministic settings proves nothing: two runs would differ by "
+            "themselves. Add to the configuration:\n"
+            "  system_envs:\n"
+            "    NCCL_ALGO: Ring\n"
+            "    NVTE_ALLOW_NONDETERMINISTIC_ALGO: '0'\n"
+            "    CUBLAS_WORKSPACE_CONFIG: ':4096:8'\n"
+            "    DETERMINISTIC_MODE: '1'\n"
+            "or set rollout_mock.allow_nondeterministic=true to go on without them."
+        )
+
+
+def _silence_megatron_imports() -> None:
+    """Megatron-core (0.16.1 to 0.19.2) warns on import, once per module and rank, of each optional package it lacks.
+
+    What is in use is in the run's provenance, so these say nothing that a user could act on.
+    """
+    for message in (".*(Transformer Engine|Apex).*not installed.*", "full scope is deprecated.*"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the pipeline in this process; returns its exit code."""
+    started_s = time.time()
+    global_rank = int(os.environ.get("RANK", "0"))
+    output_dir: Path | None = None
+    try:
+        source = parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog="pipelines.agentic")
+        config = source.load()
+        output_dir = Path(config.output_dir)
+        check_replay_is_deterministic(config)
+        apply_system_envs(config.system_envs, environ=os.environ, modules=sys.modules)
+        _silence_megatron_imports()
+        # Imported here, since torch and Megatron read the environment when they are imported.
+        from pipelines.run import run_pipeline
+
+        run_pipeline(config)
+    except Exception as error:
+        return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Boards and actions as tokens of a small vocabulary; token in, token out, nothing is ever re-tokenised.
+
+A cell's token carries both its place and its content, which does the service of a position within the turn: a small
+policy finds "what is below me" without having to count. The vocabulary is the list of these tokens, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PAD_ID = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridTokenizer:
+    """Tokens for boards of up to ``num_cells`` cells with the given glyphs and actions."""
+
+    num_cells: int
+    glyphs: str
+    actions: tuple[str, ...]
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token's text, by id."""
+        cells = (f"{cell}:{glyph}" for cell in range(self.num_cells) for glyph in self.glyphs)
+        return ("<pad>", "<bos>", "<act>", *self.actions, *cells)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return 3 + len(self.actions) + self.num_cells * len(self.glyphs)
+
+    @property
+    def bos_id(self) -> int:
+        """The token that opens an episode."""
+        return 1
+
+    @property
+    def query_id(self) -> int:
+        """The token that asks for an action."""
+        return 2
+
+    def action_of(self, token: int) -> int | None:
+        """Index of the action that ``token`` names; ``None`` where it names none."""
+        action = token - 3
+        return action if 0 <= action < len(self.actions) else None
+
+    def encode_board(self, board: str) -> list[int]:
+        """One token per cell of a board given row by row, then the query."""
+        first_cell = 3 + len(self.actions)
+        cells = [first_cell + cell * len(self.glyphs) + self.glyphs.index(glyph) for cell, glyph in enumerate(board)]
+        return [*cells, self.query_id]
+
+    def decode(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        vocabulary = self.vocabulary
+        return [vocabulary[token] for token in tokens]
+
+    def digest(self) -> str:
+        """SHA-256 of the vocabulary, in hexadecimal."""
+        return hashlib.sha256("\n".join(self.vocabulary).encode()).hexdigest()

@@ -1,0 +1,91 @@
+"""Distributed checkpoints: written under one layout, read under any other.
+
+Contract: ``{folder}`` holds Megatron's distributed checkpoint (model, optimizer, schedule) and ``run_state.json``
+(step, policy version, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.scheduler import JSON
+from pipelines.megatron.model import unwrapped
+from pipelines.megatron.trainer import PolicyTrainer
+
+RUN_STATE_FILE = "run_state.json"
+
+# Gathers the optimizer's buffers into tensors of the parameters' own shapes, which any layout can read
+# (DistributedOptimizer.sharded_state_dict, megatron-core 0.16.1 and 0.19.2).
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """Where a run stands: ``next_step`` is the first step that has not been trained."""
+
+    next_step: int
+    mode: str
+    scheduler: Mapping[str, JSON]
+
+
+def checkpoint_folder(root: Path, next_step: int) -> Path:
+    """The folder of the checkpoint from which ``next_step`` would be run."""
+    return root / f"step_{next_step:06d}"
+
+
+def _sharded_state(trainer: PolicyTrainer, *, is_loading: bool) -> dict[str, Any]:
+    model_state = unwrapped(trainer.policy).sharded_state_dict()
+    optimizer_state = trainer.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_RESHARDABLE)
+    return {"model": model_state, "optimizer": optimizer_state, "lr_schedule": trainer.lr_schedule.state_dict()}
+
+
+def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> None:
+    """Write a checkpoint. Every rank must call it.
+
+    Raises:
+        ConfigError: there is one in that folder already.
+    """
+    if (folder / RUN_STATE_FILE).exists():
+        raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
+    dist.barrier()
+    if trainer.runtime.is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(folder))
+    dist.barrier()
+    if trainer.runtime.is_writer:
+        content = {"next_step": state.next_step, "mode": state.mode, "scheduler": dict(state.scheduler)}
+        (folder / RUN_STATE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    dist.barrier()
+
+
+def read_run_state(folder: Path) -> RunState:
+    """Where the checkpointed run stood; reads one small file and builds nothing.
+
+    Raises:
+        ConfigError: the folder is no checkpoint.
+    """
+    path = folder / RUN_STATE_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is not a checkpoint ({RUN_STATE_FILE} is missing); give a folder such "
+            f"as {{output_dir}}/checkpoints/step_000010"
+        )
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return RunState(next_step=content["next_step"], mode=content["mode"], scheduler=content["scheduler"])
+
+
+def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
+    """Set model, optimizer and schedule from a checkpoint of any layout. Every rank must call it."""
+    loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
+    unwrapped(trainer.policy).load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])

@@ -1,0 +1,118 @@
+"""Process groups, ranks and seeds of one run: started once, before any model is built."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from mock_scheduler.config.schema import ParallelConfig
+from mock_scheduler.errors import LayoutError
+from pipelines.megatron.host_device import compute_device, has_cuda, use_host_device
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """Where this process stands in the layout, and the device it computes on."""
+
+    global_rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the output layer, and so logits and losses."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks for its model-parallel group (tp × pp)."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the run's files."""
+        return self.global_rank == 0
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Rank on each axis, for messages and trace files."""
+        return {"tp": self.tp_rank, "pp": self.pp_rank, "dp": self.dp_rank}
+
+
+def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a number of processes that the layout does not use up exactly.
+
+    Raises:
+        LayoutError: with every degree and both numbers.
+    """
+    if parallel.world_size != world_size:
+        raise LayoutError(
+            f"layout {parallel.describe()} needs {parallel.tensor_model_parallel_size} × "
+            f"{parallel.pipeline_model_parallel_size} × {parallel.data_parallel_size} = {parallel.world_size} "
+            f"processes, but {world_size} were started. Start the run with launch/train.sh, which takes the number "
+            f"from the configuration, or set parallel.data_parallel_size."
+        )
+
+
+def _init_process_group() -> None:
+    backend = "nccl" if has_cuda() else "gloo"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+
+
+def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
+    """Join the process group, build Megatron's groups and seed its random states. Every rank must call it.
+
+    Raises:
+        LayoutError: the number of processes does not fit the layout; raised before anything communicates.
+    """
+    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    if has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    use_host_device()
+    _init_process_group()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Runtime(
+        global_rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=compute_device(),
+    )
+
+
+def stop_runtime() -> None:
+    """Leave the process group; safe to call when it was never joined."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

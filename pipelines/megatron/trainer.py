@@ -1,0 +1,294 @@
+"""Trains the policy on micro-batches with Megatron's schedules, optimizer and gradient reduction.
+
+The same calls run every layout: a pipeline stage that holds no logits simply contributes none. Metrics are summed
+per micro-batch in float64, exchanged, and then added in the micro-batches' canonical order, so that pp and dp change
+no bit of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.trace.files import TraceKind
+from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
+from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
+from pipelines.megatron.model import DTYPES, build_policy, build_transformer_config, wrap_data_parallel
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.weights import ModelShape, load_initial_weights
+from pipelines.micro_batches import MicroBatch
+
+UpdateProbe = Callable[[int, TraceKind], None]
+"""Called with (update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
+
+
+def _no_probe(update: int, kind: TraceKind) -> None:
+    """The probe of a run that traces nothing."""
+
+
+class PolicyTrainer:
+    """The policy under training: model, gradient buffers, optimizer and schedule of this rank.
+
+    Every method must be called by every rank, with the same micro-batches.
+    """
+
+    def __init__(self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int) -> None:
+        self.config = config
+        self.runtime = runtime
+        self.shape = ModelShape(model=config.model, vocab_size=vocab_size)
+        self.transformer_config = build_transformer_config(config)
+        self.policy = build_policy(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime)
+        load_initial_weights(self.policy, self.shape, runtime, seed=config.seed)
+        self.data_parallel: DistributedDataParallel = wrap_data_parallel(
+            self.policy,
+            self.transformer_config,
+            use_distributed_optimizer=config.training.use_distributed_optimizer,
+        )
+        self.optimizer = _build_optimizer(config, self.data_parallel)
+        self.lr_schedule = _build_lr_schedule(config, self.optimizer)
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        self._loss_config = PolicyLossConfig(
+            pg_clip=config.pg_clip,
+            entropy_loss_coef=config.entropy_loss_coef,
+            kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
+        )
+        self.reference = self._build_reference() if config.use_kl_loss else None
+
+    @property
+    def optimizers(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers one by one, whether it chained several or not."""
+        is_chained = isinstance(self.optimizer, ChainedOptimizer)
+        return list(self.optimizer.chained_optimizers) if is_chained else [self.optimizer]
+
+    def _build_reference(self) -> torch.nn.Module:
+        """A frozen policy with the canonical initial weights, for the KL term."""
+        reference = build_policy(
+            self.config, self.transformer_config, vocab_size=self.shape.vocab_size, runtime=self.runtime
+        )
+        load_initial_weights(reference, self.shape, self.runtime, seed=self.config.seed)
+        return reference.requires_grad_(False)
+
+    def owned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches that this data-parallel rank computes."""
+        return [batch for batch in micro_batches if batch.index % self.runtime.dp_size == self.runtime.dp_rank]
+
+    def vocab_shard(self, width: int) -> VocabShard:
+        """This rank's columns of logits that are ``width`` wide."""
+        return VocabShard(
+            start=self.runtime.tp_rank * width,
+            width=width,
+            vocab_size=self.shape.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def forward_only(self, model: torch.nn.Module, token_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Logits of each ``[b, T]`` batch, ``[b, T, V / tp]`` without graph; an empty list off the last stage.
+
+        All batches must have one shape. Every rank of the model-parallel group must call it.
+        """
+        model.eval()
+        try:
+            with torch.no_grad():
+                return get_forward_backward_func()(
+                    forward_step_func=_logits_step,
+                    data_iterator=iter(token_batches),
+                    model=[model],
+                    num_microbatches=len(token_batches),
+                    seq_length=token_batches[0].shape[1],
+                    micro_batch_size=token_batches[0].shape[0],
+                    forward_only=True,
+                    collect_non_loss_data=True,
+                )
+        finally:
+            model.train()
+
+    def compute_logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, model: torch.nn.Module | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The trainer's own log-probability of each target, ``[b, T]`` by micro-batch index, for owned ones.
+
+        At the sampling temperature, as the policy that is optimised is the one that samples. Empty off the last stage.
+        """
+        owned = self.owned(micro_batches)
+        logits = self.forward_only(model or self.data_parallel, [batch.tokens for batch in owned])
+        if not self.runtime.is_last_stage:
+            return {}
+        return {
+            batch.index: self._logprobs(batch_logits, batch.targets)[0]
+            for batch, batch_logits in zip(owned, logits, strict=True)
+        }
+
+    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        temperature = self.config.actor_infer.generating_args.temperature
+        return vocab_parallel_logprobs(logits, targets, self.vocab_shard(logits.shape[-1]), temperature=temperature)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *, probe: UpdateProbe = _no_probe) -> dict[str, float]:
+        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
+        old_logprobs = self.compute_logprobs(micro_batches)
+        ref_logprobs = self.compute_logprobs(micro_batches, model=self.reference) if self.reference else None
+        per_update = self.config.training.global_batch_size // self.config.training.micro_batch_size
+        results: list[dict[str, float]] = []
+        for _ in range(self.config.ppo_epochs):
+            for start in range(0, len(micro_batches), per_update):
+                part = micro_batches[start : start + per_update]
+                results.append(self._update(part, old_logprobs, ref_logprobs, update=len(results), probe=probe))
+        means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+        return means | {"lr": results[-1]["lr"], "num_updates": float(len(results))}
+
+    def _update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old_logprobs: dict[int, torch.Tensor],
+        ref_logprobs: dict[int, torch.Tensor] | None,
+        *,
+        update: int,
+        probe: UpdateProbe,
+    ) -> dict[str, float]:
+        owned = self.owned(micro_batches)
+        self.data_parallel.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = get_forward_backward_func()(
+            forward_step_func=_LossStep(self, old_logprobs, ref_logprobs, self._loss_config),
+            data_iterator=iter(owned),
+            model=[self.data_parallel],
+            num_microbatches=len(owned),
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=micro_batches[0].tokens.shape[0],
+            forward_only=False,
+        )
+        probe(update, "gradient")
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        succeeded, grad_norm, _ = self.optimizer.step()
+        self.lr_schedule.step(increment=1)
+        probe(update, "parameter")
+        metrics = self._merge_metrics(micro_batches, owned, sums)
+        return metrics | {
+            "grad_norm": float(grad_norm),
+            "lr": learning_rate,
+            "skipped_updates": 0.0 if succeeded else 1.0,
+        }
+
+    def _merge_metrics(
+        self, micro_batches: Sequence[MicroBatch], owned: Sequence[MicroBatch], sums: Sequence[torch.Tensor]
+    ) -> dict[str, float]:
+        first = micro_batches[0].index
+        table = torch.zeros(len(micro_batches), len(METRIC_SUMS), dtype=torch.float64, device=self.runtime.device)
+        if self.runtime.is_last_stage and self.runtime.tp_rank == 0:
+            for batch, batch_sums in zip(owned, sums, strict=True):
+                table[batch.index - first] = batch_sums
+        dist.all_reduce(table)
+        totals = table.cpu().numpy().sum(axis=0)
+        named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
+        num_tokens = named.pop("num_tokens")
+        if not self.config.use_kl_loss:
+            del named["kl_loss"]
+        means = {name: total / max(num_tokens, 1.0) for name, total in named.items()}
+        return means | {"num_response_tokens": num_tokens}
+
+
+def _model_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Token ids and positions; the causal mask is the layers' own."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return tokens, positions, None
+
+
+def _logits_step(
+    data_iterator: Iterator[torch.Tensor], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+    def collect(logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+        return logits
+
+    return model(*_model_inputs(next(data_iterator))), collect
+
+
+class _LossStep:
+    """Megatron's forward step: the model's output, and the function that makes it a loss."""
+
+    def __init__(
+        self,
+        trainer: PolicyTrainer,
+        old_logprobs: dict[int, torch.Tensor],
+        ref_logprobs: dict[int, torch.Tensor] | None,
+        loss_config: PolicyLossConfig,
+    ) -> None:
+        self._trainer = trainer
+        self._old_logprobs = old_logprobs
+        self._ref_logprobs = ref_logprobs
+        self._loss_config = loss_config
+
+    def __call__(
+        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        batch = next(data_iterator)
+
+        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            new_logprobs, entropy = self._trainer._logprobs(logits, batch.targets)
+            output = compute_policy_loss(
+                PolicyLossInputs(
+                    new_logprobs=new_logprobs,
+                    entropy=entropy,
+                    old_logprobs=self._old_logprobs[batch.index],
+                    ref_logprobs=None if self._ref_logprobs is None else self._ref_logprobs[batch.index],
+                    advantages=batch.advantages,
+                    mask=batch.mask,
+                ),
+                self._loss_config,
+            )
+            return output.total, output.num_tokens.int(), output.metrics
+
+        return model(*_model_inputs(batch.tokens)), loss
+
+
+def _build_optimizer(config: PipelineConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+    training, dtype = config.training, DTYPES[config.precision]
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=training.lr,
+            min_lr=training.min_lr,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_eps,
+            clip_grad=training.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=training.use_distributed_optimizer,
+        ),
+        [model],
+    )
+
+
+def _build_lr_schedule(config: PipelineConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Linear warm-up over ``lr_warmup_iters`` updates, then decay to ``min_lr`` over ``lr_decay_iters`` of them.
+
+    Where ``lr_decay_iters`` is not set, the decay ends with the run's last update.
+
+    The rate is set before each update: update k of the run (from 0) uses the schedule's value at k + 1, so that the
+    first update of a warm-up is not lost to a rate of 0.
+    """
+    training = config.training
+    decay_updates = training.lr_decay_iters or config.max_steps * config.updates_per_step
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters,
+        lr_decay_steps=max(decay_updates, training.lr_warmup_iters + 1),
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    schedule.step(increment=1)
+    return schedule

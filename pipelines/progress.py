@@ -1,0 +1,66 @@
+"""What a run shows on the terminal: a progress bar, or one line per step where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from mock_scheduler.config.schema import PipelineConfig
+
+_SHOWN = ("reward", "success", "pg_loss", "entropy", "grad_norm")
+
+
+class StepProgress:
+    """Shows steps on one rank; on all others it does nothing."""
+
+    def __init__(self, config: PipelineConfig, *, first_step: int, enabled: bool) -> None:
+        self._enabled = enabled
+        self._max_steps = config.max_steps
+        self._console = Console(highlight=False)
+        self._bar: Progress | None = None
+        if enabled and sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(config.exp_name, total=config.max_steps, completed=first_step)
+
+    def __enter__(self) -> StepProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step of training has ended."""
+        if not self._enabled:
+            return
+        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN)
+        seconds = metrics["time/rollout"] + metrics["time/train"]
+        self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {seconds:.2f} s")
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A validation has ended."""
+        if self._enabled:
+            self._console.print(
+                f"validation before step {step + 1}: success {metrics['val/success']:.3f}  "
+                f"reward {metrics['val/reward']:.3f}"
+                if step < self._max_steps
+                else f"validation after {step} steps: success {metrics['val/success']:.3f}  "
+                f"reward {metrics['val/reward']:.3f}"
+            )

@@ -1,0 +1,161 @@
+"""The real rollout scheduler: plays whole groups of episodes with the policy under training.
+
+Groups are dealt to data-parallel replicas; within a replica the leader of each model-parallel group owns the
+environments, and all of its ranks compute the policy. Which episodes are played, their seeds and the numbers that
+decide each token depend on the configuration's seed and on identities only, never on the layout or on timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
+from mock_scheduler.config.schema import EnvManagerConfig, GeneratingArgs, PipelineConfig
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.recording.container import StepInfo
+from mock_scheduler.scheduler import JSON, RolloutRequest
+from pipelines.environments.base import TokenEnvironment
+from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import build_environment
+from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.rollout.engine import PolicyEngine
+from pipelines.rollout.episodes import Episode, play_episodes
+from pipelines.rollout.exchange import gather_rows
+from pipelines.seeds import derive_seed, derive_uniform
+
+
+class AgenticRolloutScheduler:
+    """Every rank holds one and calls it alike; all get the same batch."""
+
+    def __init__(
+        self, config: PipelineConfig, trainer: PolicyTrainer, tokenizer: GridTokenizer, ledger: Ledger
+    ) -> None:
+        self._config = config
+        self._runtime = trainer.runtime
+        self._tokenizer = tokenizer
+        self._ledger = ledger
+        self._engine = PolicyEngine(trainer, ledger)
+        self._environments: dict[tuple[str, int], TokenEnvironment] = {}
+        self._policy_version = 0
+        self._metrics: dict[str, float] = {}
+
+    def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+        """Play ``request.batch_size`` episodes, in whole groups."""
+        started = time.perf_counter()
+        sampled_before = self._engine.num_sampled_tokens
+        manager = self._manager(request)
+        args = manager.generating_args or self._config.actor_infer.generating_args
+        batch = self._play(request, manager, args) if self._runtime.is_leader else None
+        if not self._runtime.is_leader:
+            self._engine.follow(args)
+        info = StepInfo(
+            step=request.global_step,
+            mode=request.mode,
+            scheduler_id=request.scheduler_id,
+            run_id="exchange",
+            policy_version=request.policy_version,
+        )
+        whole = gather_rows(batch, info, device=self._runtime.device)
+        seconds = time.perf_counter() - started
+        self._metrics = {
+            "time/rollout": seconds,
+            "rollout/sampled_tokens": float(whole.response_mask.sum()),
+            "time/rollout_tokens_per_second": float(self._engine.num_sampled_tokens - sampled_before) / seconds,
+        }
+        return whole
+
+    def _manager(self, request: RolloutRequest) -> EnvManagerConfig:
+        return self._config.train_env_manager if request.mode == "train" else self._config.val_env_manager
+
+    def _play(self, request: RolloutRequest, manager: EnvManagerConfig, args: GeneratingArgs) -> RolloutBatch | None:
+        episodes = self._episodes(request, manager)
+        seed, mode = self._config.seed, request.mode
+
+        def sample(prefixes: Sequence[Sequence[int]], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+            return self._engine.sample(prefixes, uniforms, args)
+
+        def uniform(identity: SampleIdentity, turn: int) -> float:
+            return derive_uniform(
+                seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
+                turn,
+            )  # fmt: skip
+
+        trajectories = play_episodes(
+            episodes,
+            sample,
+            uniform,
+            sequence_length=self._config.sequence_length,
+            policy_version=self._policy_version,
+        )
+        self._engine.finish()
+        if not trajectories:
+            return None
+        sampling = SamplingParams(
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode="processed"
+        )
+        return RolloutBatch.from_trajectories(trajectories, sampling=sampling, group_size=manager.group_size)
+
+    def _episodes(self, request: RolloutRequest, manager: EnvManagerConfig) -> list[Episode]:
+        """This replica's share of the request: whole groups, dealt in turn.
+
+        Training episodes are numbered through the run; validation plays the same episodes every time.
+        """
+        per_group = request.batch_size // (manager.num_env_groups * manager.group_size)
+        first = request.global_step * per_group if request.mode == "train" else 0
+        groups = [
+            (group_id, first + offset) for offset in range(per_group) for group_id in range(manager.num_env_groups)
+        ]
+        episodes: list[Episode] = []
+        for group_id, episode_id in groups[self._runtime.dp_rank :: self._runtime.dp_size]:
+            tag = manager.tags[group_id % len(manager.tags)]
+            seed = derive_seed(
+                self._config.seed, "environment", tag, request.mode, request.scheduler_id, group_id, episode_id
+            )
+            for member in range(manager.group_size):
+                identity = SampleIdentity(
+                    scheduler_id=request.scheduler_id,
+                    group_id=group_id,
+                    episode_id=episode_id,
+                    env_id=group_id * manager.group_size + member,
+                    turn=0,
+                )
+                environment = self._environment(tag, len(episodes))
+                episodes.append(Episode(identity=identity, tag=tag, environment=environment, seed=seed))
+        return episodes
+
+    def _environment(self, tag: str, slot: int) -> TokenEnvironment:
+        """One environment per tag and concurrent episode, built on first use and kept."""
+        key = (tag, slot)
+        if key not in self._environments:
+            self._ledger.count("built", "environment")
+            self._environments[key] = build_environment(self._config.custom_envs[tag], self._tokenizer)
+        return self._environments[key]
+
+    def suspend(self) -> None:
+        """Nothing to stop: episodes are played within ``get_batch``."""
+
+    def resume(self) -> None:
+        """Nothing to start: episodes are played within ``get_batch``."""
+
+    def update_weights(self, policy_version: int) -> None:
+        """The engine computes with the trainer's own weights; only their version is noted."""
+        self._policy_version = policy_version
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Seconds and tokens of the last batch."""
+        return dict(self._metrics)
+
+    def state_dict(self) -> dict[str, JSON]:
+        """The policy version; which episodes come next follows from the global step."""
+        return {"policy_version": self._policy_version}
+
+    def load_state_dict(self, state: dict[str, JSON]) -> None:
+        """Continue from ``state_dict``."""
+        self._policy_version = int(str(state["policy_version"]))
+
+    def close(self) -> None:
+        """Close all environments."""
+        for environment in self._environments.values():
+            environment.close()
+        self._environments.clear()

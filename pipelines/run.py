@@ -1,0 +1,272 @@
+"""Composition root and training loop of the agentic pipeline.
+
+The loop asks the rollout scheduler for one batch per step and trains on it; it never asks which mode it is in. What
+can be refused is refused in this order: layout, settings, contract and recording, and only then is a model built.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.loading import dump_config
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.agreement import SingleRank, TorchRankGroup, check_agreement
+from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.proxy import build_scheduler
+from mock_scheduler.scheduler import RolloutRequest
+from pipelines.algorithm.advantages import compute_grpo_advantages
+from pipelines.batch_metrics import compute_batch_metrics
+from pipelines.contract import build_contract
+from pipelines.environments.registry import build_tokenizer
+from pipelines.megatron.checkpoint import (
+    RunState,
+    checkpoint_folder,
+    load_checkpoint,
+    read_run_state,
+    save_checkpoint,
+)
+from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.micro_batches import MicroBatch, build_micro_batches
+from pipelines.progress import StepProgress
+from pipelines.rollout.scheduler import AgenticRolloutScheduler
+from pipelines.tracking import RUN_FILE, MetricsWriter, prepare_output_dir, write_json
+
+logger = logging.getLogger("pipelines.run")
+
+
+def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
+    """Every request that the run will make, in order; known before anything is built.
+
+    Validation comes before the training of every step that ``eval_steps`` divides, and once after the last step.
+    """
+    requests: list[RolloutRequest] = []
+    for step in range(first_step, config.max_steps + 1):
+        is_last = step == config.max_steps
+        if config.eval_steps and (is_last or step % config.eval_steps == 0):
+            requests.append(_request(config, "val", step))
+        if not is_last:
+            requests.append(_request(config, "train", step))
+    return requests
+
+
+def _request(config: PipelineConfig, mode: str, step: int) -> RolloutRequest:
+    batch_size = config.rollout_batch_size if mode == "train" else config.val_batch_size
+    return RolloutRequest(
+        global_step=step, batch_size=batch_size, mode="train" if mode == "train" else "val", policy_version=step
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Clock:
+    """Seconds by name, for one step and for the run."""
+
+    step: dict[str, float] = field(default_factory=dict)
+    total: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to ``time/{name}``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            for table in (self.step, self.total):
+                table[name] = table.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """This step's seconds as metrics, and start the next step's."""
+        metrics = {f"time/{name}": seconds for name, seconds in self.step.items()}
+        self.step = {}
+        return metrics
+
+
+class AgenticPipeline:
+    """The run in this process's place of the layout: builds what it needs, then trains step by step.
+
+    Every rank must build one and run it. ``settings``: the determinism settings read back in this process.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, runtime: Runtime, settings: Mapping[str, str], *, resumed: RunState | None
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._output_dir = Path(config.output_dir)
+        self._is_resumed = resumed is not None
+        self._first_step = resumed.next_step if resumed else 0
+        self._tokenizer = build_tokenizer(config)
+        self._ranks = TorchRankGroup(runtime.device) if runtime.world_size > 1 else SingleRank()
+        check_agreement(settings, self._ranks)
+        self._ledger = Ledger()
+        self._clock = _Clock()
+        if runtime.is_writer:
+            prepare_output_dir(self._output_dir, resume=self._is_resumed)
+        self._scheduler = build_scheduler(
+            config.rollout_mock,
+            self._make_real,
+            build_contract(config, self._tokenizer, settings),
+            ledger=self._ledger,
+            plan=planned_requests(config, first_step=self._first_step),
+            is_writer=runtime.is_writer,
+            provenance={"settings": dict(settings)},
+            resume=self._is_resumed,
+        )
+        vocab_size = config.model.vocab_size or self._tokenizer.vocab_size
+        self._trainer = PolicyTrainer(config, runtime, vocab_size=vocab_size)
+        if resumed is not None:
+            load_checkpoint(Path(str(config.resume_from_checkpoint)), self._trainer)
+            self._scheduler.load_state_dict(dict(resumed.scheduler))
+
+    def _make_real(self) -> AgenticRolloutScheduler:
+        """The real scheduler; called by the proxy at its first use, and never in mock."""
+        return AgenticRolloutScheduler(self._config, self._trainer, self._tokenizer, self._ledger)
+
+    def run(self) -> None:
+        """All steps from the first to ``max_steps``, and the files that a run leaves."""
+        config, is_writer = self._config, self._runtime.is_writer
+        started = time.perf_counter()
+        if is_writer:
+            (self._output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        use_tensorboard = config.track_with == "tensorboard"
+        with (
+            MetricsWriter(
+                self._output_dir, enabled=is_writer, tensorboard=use_tensorboard, append=self._is_resumed
+            ) as writer,
+            StepProgress(config, first_step=self._first_step, enabled=is_writer) as progress,
+        ):
+            self._run_steps(writer, progress)
+        self._scheduler.close()
+        if is_writer:
+            self._finish(time.perf_counter() - started)
+
+    def _run_steps(self, writer: MetricsWriter, progress: StepProgress) -> None:
+        metrics: dict[str, float] = {}
+        for request in planned_requests(self._config, first_step=self._first_step):
+            if request.mode == "val":
+                metrics = self._validate(request)
+                progress.validated(request.global_step, metrics)
+                continue
+            metrics |= self._train(request)
+            progress.trained(request.global_step, metrics)
+            writer.write(request.global_step, metrics)
+            metrics = {}
+            self._save_if_due(request.global_step + 1)
+        if metrics:  # the validation after the last step
+            writer.write(self._config.max_steps, metrics)
+
+    def _get_batch(self, request: RolloutRequest) -> RolloutBatch:
+        """One batch of the scheduler, checked to be the same on every rank."""
+        self._scheduler.update_weights(request.policy_version)
+        self._scheduler.resume()
+        batch = self._scheduler.get_batch(request)
+        self._scheduler.suspend()
+        check_agreement({f"{request.mode} batch of step {request.global_step}": batch.digest()}, self._ranks)
+        return batch
+
+    def _validate(self, request: RolloutRequest) -> dict[str, float]:
+        with self._clock.measure("validation"):
+            batch = self._get_batch(request)
+        return {f"val/{name}": value for name, value in compute_batch_metrics(batch).items()}
+
+    def _train(self, request: RolloutRequest) -> dict[str, float]:
+        with self._clock.measure("rollout"):
+            batch = self._get_batch(request)
+        rollout_metrics = self._scheduler.collect_metrics()
+        with self._clock.measure("train"):
+            train_metrics = self._train_step(request.global_step, self._micro_batches(batch))
+        return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
+
+    def _micro_batches(self, batch: RolloutBatch) -> list[MicroBatch]:
+        advantages = compute_grpo_advantages(
+            batch.rewards, batch.group_index, method=self._config.reward_normalization.method
+        )
+        return build_micro_batches(
+            batch,
+            advantages,
+            micro_batch_size=self._config.training.micro_batch_size,
+            multiple_of=self._config.training.sequence_multiple_of,
+            device=self._runtime.device,
+        )
+
+    def _train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        if self._config.trace.level == "off":
+            return self._trainer.train_step(micro_batches)
+        probe = StepProbe(self._trainer, self._output_dir / "trace", step=step)
+        metrics = self._trainer.train_step(micro_batches, probe=probe)
+        with self._clock.measure("trace"):
+            probe.save()
+        return metrics
+
+    def _save_if_due(self, next_step: int) -> None:
+        config = self._config
+        if not config.save_steps or next_step % config.save_steps:
+            return
+        root = Path(config.checkpoint_config.output_dir or self._output_dir / "checkpoints")
+        mode = config.rollout_mock.effective_mode
+        state = RunState(next_step=next_step, mode=mode, scheduler=self._scheduler.state_dict())
+        with self._clock.measure("checkpoint"):
+            save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
+
+    def _finish(self, wall_s: float) -> None:
+        """Store and print what the run did, and what it did not do."""
+        total = self._clock.total
+        seconds = {f"{name}_s": total.get(name, 0.0) for name in ("rollout", "train", "validation")}
+        self._ledger.save(self._output_dir / "ledger.json")
+        write_json(
+            self._output_dir / RUN_FILE,
+            {
+                "status": "completed",
+                "mode": self._config.rollout_mock.effective_mode,
+                "layout": self._config.parallel.describe(),
+                "world_size": self._runtime.world_size,
+                "num_steps": self._config.max_steps - self._first_step,
+                "wall_s": wall_s,
+                **seconds,
+            },
+        )
+        logger.info("\n%s", self._ledger.render())
+        logger.info(
+            "\n%d steps in %.1f s: rollout %.1f s, training %.1f s, validation %.1f s. Files in %s",
+            self._config.max_steps - self._first_step,
+            wall_s,
+            *seconds.values(),
+            self._output_dir,
+        )
+
+
+def run_pipeline(config: PipelineConfig) -> None:
+    """One run in this process's place of the layout. Every rank must call it, after its environment was applied.
+
+    Raises:
+        MockSchedulerError: of any kind, where the run cannot start or a step cannot be carried out.
+    """
+    apply_deterministic_mode(os.environ)
+    is_deterministic = config.system_envs.get("DETERMINISTIC_MODE") == "1"
+    settings = read_back(os.environ)
+    check_took_effect(settings, deterministic=is_deterministic)
+    resumed = read_run_state(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
+    runtime = start_runtime(config.parallel, seed=config.seed)
+    try:
+        _configure_logging(runtime)
+        AgenticPipeline(config, runtime, settings, resumed=resumed).run()
+        check_took_effect(read_back(os.environ), deterministic=is_deterministic)
+    finally:
+        stop_runtime()
+
+
+def _configure_logging(runtime: Runtime) -> None:
+    """Messages of ours on the writer's terminal; other libraries only when they warn."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    for name in ("mock_scheduler", "pipelines"):
+        logging.getLogger(name).setLevel(logging.INFO if runtime.is_writer else logging.ERROR)

@@ -1,0 +1,115 @@
+"""A run's metrics and files: one JSON object per step, TensorBoard, and what is left when the run ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+ERROR_FILE = "error.json"
+
+
+class MetricsWriter:
+    """Writes metrics on one rank; on all others it does nothing."""
+
+    def __init__(self, output_dir: Path, *, enabled: bool, tensorboard: bool, append: bool) -> None:
+        self._file = None
+        self._board = None
+        if not enabled:
+            return
+        # Closed in __exit__, which the run's with-statement guarantees.
+        self._file = (output_dir / METRICS_FILE).open("a" if append else "w", encoding="utf-8")
+        if tensorboard:
+            # Imported here because it takes a second and other ranks do not need it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(output_dir / "tensorboard"))
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line per step, floats at full precision; a NaN or infinity is written as text, which JSON has none of."""
+        if self._file is None:
+            return
+        values = {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
+        self._file.write(json.dumps({"step": step, "metrics": values}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+
+def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
+    """Refuse to mix two runs in one folder; files of a failed start are replaced. One rank calls it.
+
+    Raises:
+        ConfigError: the folder holds the metrics of another run.
+    """
+    if (output_dir / METRICS_FILE).exists() and not resume:
+        raise ConfigError(
+            f"output_dir {output_dir} holds the metrics of another run; choose another output_dir, remove the folder, "
+            f"or continue that run with resume_from_checkpoint"
+        )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / RUN_FILE).unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write one JSON object, indented, sorted and valid."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:
+    """Say on the terminal and in ``error.json`` why the run ended; returns the process's exit code.
+
+    An error of ours is printed as its message; anything else with its traceback. Of several ranks that fail, the
+    first writes the file and prints the message; the others print one line. ``started_s``: when this process started,
+    in seconds since the epoch; an older file is of an earlier run.
+    """
+    known = isinstance(error, MockSchedulerError)
+    exit_code = int(error.exit_code if isinstance(error, MockSchedulerError) else ExitCode.USAGE)
+    content = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "exit_code": exit_code,
+        "global_rank": global_rank,
+    }
+    prefix = f"[rank {global_rank}] {type(error).__name__}"
+    if output_dir is not None and not _claim_error_file(output_dir / ERROR_FILE, content, started_s=started_s):
+        print(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr, flush=True)
+        return exit_code
+    text = str(error) if known else "".join(traceback.format_exception(error))
+    print(f"{prefix}: {text}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _claim_error_file(path: Path, content: Mapping[str, Any], *, started_s: float) -> bool:
+    """Write the file unless another rank of this run has; returns whether this one did."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and path.stat().st_mtime < started_s:
+        path.unlink(missing_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""Packaging. Ranges live here; the exact versions that the tests run on are in requirements.txt.
+
+NVIDIA's apex is deliberately not listed: it is not on PyPI, where ``apex`` is another project. It is detected at run
+time, and everything runs without it.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="mock-scheduler",
+    version="0.1.0",
+    description="Record RL rollouts once, replay them under any layout, and prove whether training numerics moved",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["mock_scheduler", "mock_scheduler.*", "pipelines", "pipelines.*"]),
+    package_data={"mock_scheduler": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6",
+        # The release that was tried on each Python.
+        'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
+        'megatron-core>=0.19.2,<0.20; python_version >= "3.12"',
+        "gymnasium>=1.0,<2",
+        "hydra-core>=1.3,<1.4",
+        "numpy>=1.26",
+        "omegaconf>=2.3,<2.4",
+        "plotly>=6,<8",
+        "psutil>=5.9",
+        "pydantic>=2.8,<3",
+        "pyyaml>=6.0",
+        "rich>=13",
+        "safetensors>=0.4.5",
+        "tensorboard>=2.17",
+        "typer>=0.29",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.8"],
+        "dev": [
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mypy>=1.13",
+            "pytest>=8",
+            "pytest-cov>=5",
+            "pytest-timeout>=2.3",
+            "ruff>=0.8",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["mock-scheduler = mock_scheduler.cli:main"]},
+)

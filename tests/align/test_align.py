@@ -1,0 +1,252 @@
+"""Alignment runs against a fake launcher that writes what a run would write."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
+
+from mock_scheduler.align.command import run_align
+from mock_scheduler.align.plan import PlannedRun, quote_override
+from mock_scheduler.align.runs import LaunchRun
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, save_rank_trace
+from mock_scheduler.trace.shards import whole
+
+CONFIG = """
+exp_name: lake
+output_dir: {output_dir}
+max_steps: 2
+align:
+  baseline: [seed=7]
+  candidates:
+    - {{name: same}}
+    - {{name: tp2, overrides: [parallel.tensor_model_parallel_size=2]}}
+"""
+NORM = "decoder.final_layernorm.weight"
+
+
+def write_results(run: PlannedRun, *, gradient: float = 1.0) -> int:
+    """What a completed run leaves behind, and its exit code."""
+    for step in range(2):
+        entries = [
+            TraceEntry(update=0, kind=kind, spec=whole(NORM, (2,)), tensor=torch.full((2,), value))
+            for kind, value in zip(TRACE_KINDS, (gradient, 1.0), strict=True)
+        ]
+        save_rank_trace(
+            run.output_dir / "trace", step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries
+        )
+    rows = [json.dumps({"step": step, "metrics": {"pg_loss": 0.5}}) for step in range(2)]
+    (run.output_dir / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    stated = {"status": "completed", "layout": run.layout, "wall_s": 10.0, "rollout_s": 4.0}
+    (run.output_dir / "run.json").write_text(json.dumps(stated))
+    built = {"engine": 0, "environment": 0}
+    (run.output_dir / "ledger.json").write_text(json.dumps({"built": built}))
+    return 0
+
+
+@dataclass
+class FakeLauncher:
+    """Writes results in place of starting processes; ``behave`` replaces that for runs by name."""
+
+    behave: dict[str, Callable[[PlannedRun], int]] = field(default_factory=dict)
+    started: list[PlannedRun] = field(default_factory=list)
+
+    def make(self, config_name: str, config_path: Path) -> LaunchRun:
+        return self.launch
+
+    def launch(self, run: PlannedRun) -> int:
+        self.started.append(run)
+        return self.behave.get(run.name, write_results)(run)
+
+
+@dataclass
+class Bench:
+    """A configuration folder and a console to read back."""
+
+    folder: Path
+    output: io.StringIO = field(default_factory=io.StringIO)
+
+    def write(self, text: str) -> None:
+        (self.folder / "lake.yaml").write_text(text)
+
+    def align(
+        self, launcher: FakeLauncher, *overrides: str, overwrite: bool = False, json_path: Path | None = None
+    ) -> int:
+        return run_align(
+            config_name="lake",
+            config_path=self.folder,
+            overrides=overrides,
+            output_dir=None,
+            overwrite=overwrite,
+            json_path=json_path,
+            make_launch=launcher.make,
+            console=Console(file=self.output, width=100),
+        )
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "out dir=1" / "align"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    bench.write(CONFIG.format(output_dir=tmp_path / "out dir=1"))
+    return bench
+
+
+def fail_with_error_json(exit_code: int, name: str) -> Callable[[PlannedRun], int]:
+    def behave(run: PlannedRun) -> int:
+        error = {"type": name, "message": "it went wrong", "exit_code": exit_code, "global_rank": 0}
+        (run.output_dir / "error.json").write_text(json.dumps(error))
+        return exit_code
+
+    return behave
+
+
+def test_the_baseline_dumps_then_each_candidate_mocks_its_recording(bench: Bench) -> None:
+    launcher = FakeLauncher()
+    assert bench.align(launcher, "max_steps=3") == 0
+    configs = [load_config("lake", config_path=bench.folder, overrides=run.overrides) for run in launcher.started]
+    assert [run.name for run in launcher.started] == ["baseline", "same", "tp2"]
+    assert [config.rollout_mock.effective_mode for config in configs] == ["dump", "mock", "mock"]
+    assert {config.rollout_mock.dump_dir for config in configs} == {str(bench.root / "recording")}
+    assert [config.output_dir for config in configs] == [str(bench.root / name) for name in ("baseline", "same", "tp2")]
+    assert [config.exp_name for config in configs] == ["lake-baseline", "lake-same", "lake-tp2"]
+    assert {(config.trace.level, config.seed, config.max_steps) for config in configs} == {("full", 7, 3)}
+    assert [config.parallel.world_size for config in configs] == [1, 1, 2]
+
+
+def test_equal_runs_are_identical_in_report_and_json(bench: Bench, tmp_path: Path) -> None:
+    copy = tmp_path / "results" / "copy.json"
+    assert bench.align(FakeLauncher(), json_path=copy) == 0
+    result = json.loads((bench.root / "align.json").read_text())
+    assert [candidate["verdict"] for candidate in result["candidates"]] == ["identical", "identical"]
+    assert result["candidates"][1]["run"]["built"] == {"engine": 0, "environment": 0}
+    assert json.loads(copy.read_text()) == result
+    assert "engines built 0, environments built 0" in bench.output.getvalue()
+
+
+def test_a_corrupt_gradient_is_diverged_with_exit_code_1(bench: Bench) -> None:
+    launcher = FakeLauncher({"tp2": lambda run: write_results(run, gradient=1.5)})
+    assert bench.align(launcher) == 1
+    candidate = json.loads((bench.root / "align.json").read_text())["candidates"][1]
+    assert candidate["verdict"] == "diverged"
+    assert candidate["first_divergence"]["name"] == NORM
+
+
+def test_a_candidate_that_fails_is_incomparable_with_its_own_error_and_the_next_one_runs(bench: Bench) -> None:
+    launcher = FakeLauncher({"same": fail_with_error_json(3, "ContractError")})
+    assert bench.align(launcher) == 3
+    failed, passed = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert failed["verdict"] == "incomparable"
+    assert failed["reason"] == "the run failed (exit code 3): ContractError: it went wrong"
+    assert passed["verdict"] == "identical"
+
+
+def test_a_candidate_without_determinism_is_unverified(bench: Bench) -> None:
+    assert bench.align(FakeLauncher({"same": fail_with_error_json(4, "DeterminismError")})) == 4
+
+
+def test_a_candidate_that_died_is_explained_by_the_end_of_its_log(bench: Bench) -> None:
+    def die(run: PlannedRun) -> int:
+        run.log_path.write_text("started\nSegmentation fault\n")
+        return -11
+
+    assert bench.align(FakeLauncher({"same": die})) == 3
+    failed = json.loads((bench.root / "align.json").read_text())["candidates"][0]
+    assert failed["reason"] == (
+        "the run failed (exit code -11): no error.json; the last lines of its output:\nstarted\nSegmentation fault"
+    )
+
+
+def test_a_candidate_without_a_trace_is_incomparable(bench: Bench) -> None:
+    def forget(run: PlannedRun) -> int:
+        write_results(run)
+        (run.output_dir / "trace").rename(run.output_dir / "elsewhere")
+        return 0
+
+    assert bench.align(FakeLauncher({"same": forget})) == 3
+
+
+def test_a_baseline_that_fails_ends_the_alignment(bench: Bench) -> None:
+    launcher = FakeLauncher({"baseline": fail_with_error_json(5, "ConfigError")})
+    with pytest.raises(AlignmentError) as caught:
+        bench.align(launcher)
+    assert str(caught.value) == (
+        "the baseline failed (exit code 5), so no candidate was run: ConfigError: it went wrong\n"
+        f"its whole output is in {bench.root / 'baseline' / 'run.log'}"
+    )
+    assert [run.name for run in launcher.started] == ["baseline"]
+
+
+def test_a_candidate_with_a_bad_layout_is_named_before_anything_runs(bench: Bench) -> None:
+    bench.write(
+        CONFIG.format(output_dir="out") + "    - {name: odd, overrides: [parallel.tensor_model_parallel_size=3]}\n"
+    )
+    launcher = FakeLauncher()
+    with pytest.raises(ConfigError, match=r"(?s)^nothing was run:\ncandidate 'odd': .*layout tp3 pp1 dp1"):
+        bench.align(launcher)
+    assert launcher.started == []
+
+
+def test_no_candidate_is_an_error(bench: Bench) -> None:
+    bench.write("exp_name: lake\n")
+    with pytest.raises(ConfigError) as caught:
+        bench.align(FakeLauncher())
+    assert str(caught.value) == ("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "message"),
+    [
+        ("{name: baseline}", "align.candidates: 'baseline' cannot be a candidate's name"),
+        ("{name: tp2}", "align.candidates: more than one is named 'tp2'"),
+        (
+            "{name: x, overrides: [rollout_mock.mode=dump]}",
+            "nothing was run:\ncandidate 'x': an alignment run sets rollout_mock.mode itself; remove it from its "
+            "overrides",
+        ),
+    ],
+)
+def test_an_impossible_candidate_is_refused(bench: Bench, candidate: str, message: str) -> None:
+    bench.write(CONFIG.format(output_dir="out") + f"    - {candidate}\n")
+    with pytest.raises(ConfigError) as caught:
+        bench.align(FakeLauncher())
+    assert str(caught.value) == message
+
+
+def test_an_earlier_alignment_is_replaced_only_with_overwrite(bench: Bench) -> None:
+    bench.align(FakeLauncher())
+    left_over = bench.root / "left_over"
+    left_over.touch()
+    with pytest.raises(ConfigError) as caught:
+        bench.align(FakeLauncher())
+    assert str(caught.value) == (
+        f"{bench.root} exists and is not empty; give --overwrite or choose another --output-dir"
+    )
+    assert bench.align(FakeLauncher(), overwrite=True) == 0
+    assert not left_over.exists()
+
+
+def test_a_folder_that_no_alignment_made_is_never_removed(bench: Bench) -> None:
+    bench.root.mkdir(parents=True)
+    precious = bench.root / "thesis.txt"
+    precious.write_text("years of work")
+    with pytest.raises(ConfigError, match="was not made by an alignment run"):
+        bench.align(FakeLauncher(), overwrite=True)
+    assert precious.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("value", ["a b", "a=b", "it's", "back\\slash", "end\\", "\\'", "a,b [c] {d}", "ünï", "${x}"])
+def test_quoted_overrides_arrive_as_written(bench: Bench, value: str) -> None:
+    override = quote_override("exp_name", value)
+    OverridesParser.create().parse_overrides([override])
+    assert load_config("lake", config_path=bench.folder, overrides=[override]).exp_name == value

@@ -1,0 +1,141 @@
+"""Tensors of two traces: figures worked out by hand, execution order, and every planted difference named."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.tensors import (
+    TensorComparison,
+    TensorDifference,
+    compare_tensors,
+    compare_traces,
+    compute_difference,
+    execution_order,
+    order_keys,
+)
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKey, open_trace, save_rank_trace
+from mock_scheduler.trace.shards import whole
+
+TOLERANCE = ToleranceConfig(gradient=1e-3, parameter=1e-4)
+KEY = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
+
+
+def save(trace_dir: Path, tensors: dict[str, torch.Tensor], *, step: int = 0) -> None:
+    entries = [
+        TraceEntry(update=0, kind=kind, spec=whole(name, tuple(tensor.shape)), tensor=tensor)
+        for kind in TRACE_KINDS
+        for name, tensor in tensors.items()
+    ]
+    save_rank_trace(trace_dir, step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries)
+
+
+def compare(tmp_path: Path) -> TensorComparison:
+    with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "b") as candidate:
+        return compare_traces(baseline, candidate, tolerance=TOLERANCE)
+
+
+def test_execution_order_runs_from_embedding_to_output() -> None:
+    expected = [
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc2.weight",
+        "decoder.layers.2.mlp.linear_fc2.weight",
+        "decoder.layers.10.input_layernorm.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+    assert execution_order(sorted(expected)) == expected
+
+
+def test_keys_are_walked_by_step_then_update_then_gradients_before_parameters() -> None:
+    expected = [
+        TraceKey(step=step, update=update, kind=kind, name=name)
+        for step in range(2)
+        for update in range(2)
+        for kind in TRACE_KINDS
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    ]
+    assert order_keys(set(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.5], (0.5, 0.1)),
+        ([0.0, 0.0], [0.0, 1.0], (1.0, math.inf)),
+        ([0.0], [-0.0], (0.0, 0.0)),
+        ([], [], (0.0, 0.0)),
+    ],
+)
+def test_compute_difference(baseline: list[float], candidate: list[float], expected: tuple[float, float]) -> None:
+    assert compute_difference(torch.tensor(baseline), torch.tensor(candidate)) == expected
+
+
+def test_one_bit_is_a_difference_with_its_size() -> None:
+    flipped = torch.ones(4)
+    flipped.view(torch.int32)[0] ^= 1
+    difference = compare_tensors(KEY, torch.ones(4), flipped, tolerance=TOLERANCE)
+    assert isinstance(difference, TensorDifference)
+    assert (difference.bit_equal, difference.max_abs, difference.relative) == (False, 2**-23, 2**-24)
+    assert (difference.exceeds, difference.margin) == (False, 1e-3 * 2**24)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "message"),
+    [
+        (
+            torch.ones(2, dtype=torch.float64),
+            "has dtype torch.float32 in the baseline and torch.float64 in the candidate",
+        ),
+        (torch.ones(3), "has shape [2] in the baseline and [3] in the candidate"),
+        (torch.tensor([math.nan, 1.0]), "has NaN in 1 of 2 elements in the candidate"),
+        (torch.tensor([math.inf, 1.0]), "has infinity in 1 of 2 elements in the candidate"),
+    ],
+)
+def test_what_cannot_be_subtracted_is_a_finding(candidate: torch.Tensor, message: str) -> None:
+    finding = compare_tensors(KEY, torch.ones(2), candidate, tolerance=TOLERANCE)
+    assert isinstance(finding, Finding)
+    assert finding.message == f"gradient of output_layer.weight at step 0, update 0 {message}"
+
+
+def test_infinity_in_the_baseline_hides_nothing() -> None:
+    baseline, candidate = torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 2.0])
+    assert isinstance(compare_tensors(KEY, baseline, candidate, tolerance=TOLERANCE), Finding)
+
+
+def test_a_tensor_on_one_side_only_is_found_on_either_side(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"output_layer.weight": torch.ones(1), "decoder.a": torch.ones(1)})
+    save(tmp_path / "b", {"output_layer.weight": torch.ones(1), "decoder.b": torch.ones(1)})
+    comparison = compare(tmp_path)
+    assert [finding.message for finding in comparison.findings] == [
+        "gradient of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
+        "gradient of decoder.b at step 0, update 0 was traced by the candidate but not by the baseline",
+        "parameter of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
+        "parameter of decoder.b at step 0, update 0 was traced by the candidate but not by the baseline",
+    ]
+
+
+def test_a_step_on_one_side_only_is_found(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"w": torch.ones(1)})
+    for step in range(2):
+        save(tmp_path / "b", {"w": torch.ones(1)}, step=step)
+    (finding,) = compare(tmp_path).findings
+    assert finding.message == "step 1 was traced by the candidate but not by the baseline"
+
+
+def test_groups_count_and_name_the_worst(tmp_path: Path) -> None:
+    save(tmp_path / "a", {"same": torch.ones(1), "small": torch.ones(4), "large": torch.ones(4)})
+    save(tmp_path / "b", {"same": torch.ones(1), "small": torch.full((4,), 1.0625), "large": torch.full((4,), 1.5)})
+    group = compare(tmp_path).group("gradient", step=0)
+    assert group is not None
+    assert (group.num_compared, group.num_bit_equal) == (3, 1)
+    assert (group.worst.key.name, group.worst.relative, group.worst.max_abs) == ("large", 0.5, 0.5)
+    assert group.worst.exceeds

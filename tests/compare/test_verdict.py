@@ -1,0 +1,153 @@
+"""The verdict and its reason, from finished runs on disk."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from mock_scheduler.compare.results import compare_runs
+from mock_scheduler.compare.verdict import Alignment, Verdict, worst_exit_code
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKind, save_rank_trace
+from mock_scheduler.trace.shards import whole
+
+TOLERANCE = ToleranceConfig()
+NORM = "decoder.layers.0.input_layernorm.weight"
+Tensors = Mapping[TraceKind, torch.Tensor]
+SAME: Tensors = {"gradient": torch.ones(4), "parameter": torch.ones(4)}
+
+
+def write_run(run_dir: Path, *, ranks: tuple[Tensors, ...] = (SAME,), losses: tuple[float, ...] = (1.0,)) -> Path:
+    """A run whose every rank holds the same norm weight whole; one value of pg_loss per step."""
+    for step in range(len(losses)):
+        for rank, tensors in enumerate(ranks):
+            entries = [
+                TraceEntry(update=0, kind=kind, spec=whole(NORM, (4,)), tensor=tensors[kind])
+                for kind in TRACE_KINDS
+                if kind in tensors
+            ]
+            save_rank_trace(
+                run_dir / "trace",
+                step=step,
+                global_rank=rank,
+                world_size=len(ranks),
+                coordinates={"tp": rank, "pp": 0, "dp": 0},
+                entries=entries,
+            )
+    rows = [json.dumps({"step": step, "metrics": {"pg_loss": loss}}) for step, loss in enumerate(losses)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    return run_dir
+
+
+def align(baseline: Path, candidate: Path) -> Alignment:
+    return compare_runs(baseline, candidate, tolerance=TOLERANCE)
+
+
+def test_bit_equal_runs_are_identical(tmp_path: Path) -> None:
+    alignment = align(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
+    assert alignment.verdict is Verdict.IDENTICAL
+    assert alignment.reason == "bit-equal: 1 metric over 1 step, 1 gradient, 1 parameter"
+
+
+def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> None:
+    flipped = torch.ones(4)
+    flipped.view(torch.int32)[1] ^= 1
+    candidate = write_run(tmp_path / "b", ranks=({**SAME, "parameter": flipped},))
+    alignment = align(write_run(tmp_path / "a"), candidate)
+    assert alignment.verdict is Verdict.ROUNDING
+    assert alignment.reason == (
+        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
+        "decoder.layers.0.input_layernorm.weight at step 0: relF 5.96e-08, 1,678 times below 0.0001)"
+    )
+
+
+def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Path) -> None:
+    candidate = write_run(tmp_path / "b", ranks=({**SAME, "gradient": torch.full((4,), 1.5)},))
+    alignment = align(write_run(tmp_path / "a"), candidate)
+    assert alignment.verdict is Verdict.DIVERGED
+    assert alignment.reason == (
+        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relF 0.5 > 0.001; "
+        "beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
+    )
+    first = alignment.first_divergence
+    assert first is not None
+    assert (first.step, first.update, first.kind, first.name, first.value) == (0, 0, "gradient", NORM, 0.5)
+
+
+def test_replicas_that_disagree_make_it_diverged_and_name_axis_and_ranks(tmp_path: Path) -> None:
+    other = torch.ones(4)
+    other.view(torch.int32)[0] ^= 1
+    candidate = write_run(tmp_path / "b", ranks=(SAME, {**SAME, "gradient": other}))
+    alignment = align(write_run(tmp_path / "a"), candidate)
+    assert alignment.verdict is Verdict.DIVERGED
+    assert alignment.first_divergence is not None
+    assert alignment.first_divergence.message == (
+        "decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1 hold different gradients at step 0 "
+        "(1 element, by up to 1.19e-07)"
+    )
+
+
+def test_replicas_that_disagree_in_both_runs_are_not_identical(tmp_path: Path) -> None:
+    ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
+    alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b", ranks=ranks))
+    assert alignment.verdict is Verdict.ROUNDING
+    assert "but replicas disagree in the baseline too: " in alignment.reason
+
+
+def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_path: Path) -> None:
+    baseline = write_run(tmp_path / "a", losses=(1.0, 1.0, 1.0))
+    alignment = align(baseline, write_run(tmp_path / "b", losses=(1.0, 1.5, 3.0)))
+    assert alignment.verdict is Verdict.DIVERGED
+    assert alignment.reason == (
+        "first divergence: pg_loss from step 1 on: relative difference up to 0.667 > 0.001; "
+        "beyond tolerance: 1 of 1 metric, 0 of 6 tensors"
+    )
+
+
+def test_within_a_step_gradients_come_before_metrics_and_metrics_before_parameters(tmp_path: Path) -> None:
+    wrong: Tensors = {"gradient": torch.full((4,), 2.0), "parameter": torch.full((4,), 2.0)}
+    baseline = write_run(tmp_path / "a")
+    both = align(baseline, write_run(tmp_path / "b", ranks=(wrong,), losses=(2.0,)))
+    late = align(baseline, write_run(tmp_path / "c", ranks=({**wrong, "gradient": torch.ones(4)},), losses=(2.0,)))
+    assert [alignment.first_divergence and alignment.first_divergence.kind for alignment in (both, late)] == [
+        "gradient",
+        "metric",
+    ]
+    assert "first metric: pg_loss from step 0 on: relative difference up to 0.5 > 0.001" in both.reason
+
+
+def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:
+    alignment = align(write_run(tmp_path / "a"), write_run(tmp_path / "b", losses=(float("nan"),)))
+    assert alignment.verdict is Verdict.DIVERGED
+
+
+def test_equal_metrics_without_gradients_prove_nothing(tmp_path: Path) -> None:
+    only: tuple[Tensors, ...] = ({"parameter": torch.ones(4)},)
+    alignment = align(write_run(tmp_path / "a", ranks=only), write_run(tmp_path / "b", ranks=only))
+    assert alignment.verdict is Verdict.INCOMPARABLE
+    assert alignment.reason == "no gradient was compared: the rest proves nothing"
+
+
+def test_nothing_compared_at_all_is_incomparable(tmp_path: Path) -> None:
+    baseline = write_run(tmp_path / "a", ranks=({},))
+    candidate = write_run(tmp_path / "b", ranks=({},))
+    for run_dir in (baseline, candidate):
+        (run_dir / "metrics.jsonl").write_text("")
+    alignment = align(baseline, candidate)
+    assert alignment.verdict is Verdict.INCOMPARABLE
+    assert alignment.reason == "no metric and no gradient and no parameter was compared: the rest proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ([Verdict.IDENTICAL, Verdict.ROUNDING], 0),
+        ([Verdict.UNVERIFIED, Verdict.ROUNDING], 4),
+        ([Verdict.UNVERIFIED, Verdict.INCOMPARABLE], 3),
+        ([Verdict.INCOMPARABLE, Verdict.DIVERGED, Verdict.UNVERIFIED], 1),
+    ],
+)
+def test_the_gravest_verdict_decides_the_exit_code(verdicts: list[Verdict], code: int) -> None:
+    assert worst_exit_code(verdicts) == code

@@ -1,0 +1,131 @@
+"""Reports of an alignment run: nothing is lost at 100 columns, and the JSON is strict."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.compare.metrics import compare_metrics
+from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.report.json_file import save_result, to_json
+from mock_scheduler.report.terminal import print_report
+from mock_scheduler.trace.files import TRACE_KINDS, TraceKey
+
+TOLERANCE = ToleranceConfig()
+NAME = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def make_run(name: str) -> RunSummary:
+    return RunSummary(
+        name=name,
+        output_dir=Path("/runs") / name,
+        layout="tp1 pp1 dp1",
+        wall_s=10.0,
+        rollout_s=4.2,
+        elapsed_s=12.3,
+        built={"engine": 0, "environment": 0},
+    )
+
+
+def make_alignment(relative: float) -> Alignment:
+    differences = tuple(
+        TensorDifference(
+            key=TraceKey(step=0, update=0, kind=kind, name=NAME),
+            num_elements=4,
+            bit_equal=relative == 0,
+            max_abs=relative,
+            relative=relative,
+            tolerance=1e-3,
+        )
+        for kind in TRACE_KINDS
+    )
+    tensors = TensorComparison(
+        steps=(0,), differences=differences, findings=(), baseline_conflicts=(), candidate_conflicts=()
+    )
+    baseline, candidate = {0: {"pg_loss": 1.0, "gone": 1.0}}, {0: {"pg_loss": math.nan if relative else 1.0}}
+    if not relative:
+        candidate[0]["gone"] = 1.0
+    return decide(compare_metrics(baseline, candidate, tolerance=TOLERANCE), tensors, tolerance=TOLERANCE)
+
+
+def make_result() -> AlignmentResult:
+    def candidate(name: str, alignment: Alignment, *overrides: str) -> CandidateResult:
+        is_failed = alignment.metrics is None
+        return CandidateResult(
+            name=name,
+            overrides=overrides,
+            layout="tp1 pp1 dp1",
+            log_path=Path("/runs") / name / "run.log",
+            run=None if is_failed else make_run(name),
+            alignment=alignment,
+        )
+
+    return AlignmentResult(
+        config_name="lake",
+        output_dir=Path("/runs"),
+        recording_dir=Path("/runs/recording"),
+        tolerance=TOLERANCE,
+        baseline=make_run("baseline"),
+        candidates=(
+            candidate("same", make_alignment(0.0)),
+            candidate("wrong", make_alignment(math.inf), "training.lr=0.002"),
+            candidate("broken", failed_run(Verdict.INCOMPARABLE, "the run failed [exit]")),
+        ),
+    )
+
+
+def render(width: int) -> str:
+    output = io.StringIO()
+    print_report(make_result(), Console(file=output, width=width))
+    return output.getvalue()
+
+
+def test_the_report_fits_100_columns_and_cuts_nothing_off() -> None:
+    text = render(100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+
+
+def test_the_report_names_verdicts_reasons_tolerance_and_files() -> None:
+    text = render(160)
+    for expected in (
+        "same: identical",
+        "bit-equal: 2 metrics over 1 step, 1 gradient, 1 parameter",
+        "in this run: engines built 0, environments built 0",
+        "wrong: diverged",
+        "metric gone was logged by the baseline but not by the candidate at 1 of 1 steps, first at step 0",
+        "the run failed [exit]",
+        "Tolerance: metric |a-b| / max(|a|, |b|, 0.001) at most 0.001;",
+        "/runs/align.json",
+    ):
+        assert expected in text
+
+
+def test_the_report_is_plain_text_without_a_terminal() -> None:
+    assert "\x1b" not in render(100)
+
+
+def test_the_json_is_strict_and_keeps_what_json_cannot_say(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "align.json"
+    save_result(make_result(), path)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    result = json.loads(path.read_text(), parse_constant=refuse)
+    assert result["exit_code"] == 1
+    same, wrong, broken = result["candidates"]
+    assert same["tensors"]["groups"]["gradient"]["worst"]["margin"] == "inf"
+    assert wrong["first_divergence"]["value"] == "inf"
+    assert wrong["first_divergence"]["name"] == NAME
+    assert (broken["verdict"], broken["metrics"], broken["run"]) == ("incomparable", None, None)
+    assert [item.name for item in path.parent.iterdir()] == ["align.json"]
+
+
+def test_to_json_says_nan_and_infinity_in_words() -> None:
+    assert to_json({"a": [math.nan, -math.inf, 0.1, True, None]}) == {"a": ["nan", "-inf", 0.1, True, None]}

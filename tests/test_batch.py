@@ -1,0 +1,226 @@
+import dataclasses
+import hashlib
+import random
+import struct
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory, canonical_json
+from mock_scheduler.errors import BatchError
+from tests.recording.builders import SAMPLING, make_batch, make_row, make_rows
+
+
+def build(rows: Sequence[Trajectory], group_size: int | None = None) -> RolloutBatch:
+    return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=group_size)
+
+
+def test_rows_are_in_identity_order_whatever_their_arrival_order() -> None:
+    rows = make_rows(3, 2)
+    shuffled = rows.copy()
+    random.Random(1).shuffle(shuffled)
+    assert [row.identity for row in shuffled] != [row.identity for row in rows]
+    assert build(shuffled, 2).is_identical(build(rows, 2))
+    assert [(i.group_id, i.env_id) for i in build(shuffled).identities] == [(g, e) for g in range(3) for e in range(2)]
+
+
+def test_jagged_content_is_the_rows_one_after_another() -> None:
+    batch = build(
+        [
+            make_row(
+                0, 1, tokens=(7, 8, 9), response=(False, False, True), rollout_logprobs=(-2.0,), turn_rewards=(0.5,)
+            ),
+            make_row(0, 0),
+        ]
+    )
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 7, 8, 9]
+    assert batch.row_offsets.tolist() == [0, 4, 7]
+    assert batch.lengths.tolist() == [4, 3]
+    assert batch.response_mask.tolist() == [False, False, True, True, False, False, True]
+    assert batch.rollout_logprobs.tolist() == [-0.5, -0.25, -2.0]
+    assert batch.response_offsets.tolist() == [0, 2, 3]
+    assert batch.turn_rewards.tolist() == [0.0, 1.0, 0.5]
+    assert batch.turn_offsets.tolist() == [0, 2, 3]
+    assert batch.rewards.tolist() == [1.0, 0.5]
+    assert batch.prompt_digests[1] == hashlib.sha256(struct.pack("<2i", 7, 8)).hexdigest()
+    assert len(batch) == 2
+
+
+def test_total_reward_does_not_depend_on_the_order_of_the_turns() -> None:
+    # Added one after another in float32 these give 0; the exact sum is 1.
+    batch = build([make_row(turn_rewards=(1e8, 1.0, -1e8)), make_row(0, 1, turn_rewards=(1.0, 1e8, -1e8))])
+    assert batch.rewards.tolist() == [1.0, 1.0]
+
+
+def test_a_total_reward_that_was_given_is_kept_through_select_and_concat() -> None:
+    rows = [dataclasses.replace(make_row(0, env), reward=0.1 * env) for env in range(3)]
+    batch = build(rows)
+    expected = torch.tensor([0.0, 0.1, 0.2], dtype=torch.float32)
+    assert torch.equal(batch.rewards, expected)
+    parts = [batch.select([2]), batch.select([0, 1])]
+    assert torch.equal(RolloutBatch.concat(parts).rewards, expected)
+
+
+def test_all_problems_of_a_batch_are_listed_at_once() -> None:
+    rows = [
+        make_row(0, 0),
+        make_row(0, 0),
+        make_row(1, 0, rollout_logprobs=(-0.5,)),
+        make_row(1, 1, turn_rewards=(float("nan"),)),
+        make_row(2, 0, response=(False, True, True, False)),
+    ]
+    with pytest.raises(BatchError) as caught:
+        build(rows, 2)
+    assert str(caught.value) == (
+        "rollout batch has 6 problems:\n"
+        "  - default/group 1/episode 0/env 0/turn 0: rollout_logprobs has 1 entries, response_mask marks 2 tokens\n"
+        "  - default/group 1/episode 0/env 1/turn 0: turn_rewards is not finite: [nan]\n"
+        "  - default/group 2/episode 0/env 0/turn 0: response_mask is True inside the prompt of 2 tokens\n"
+        "  - default/group 0/episode 0/env 0/turn 0: duplicated identity\n"
+        "  - default/group 0/episode 0: group has 1 trajectories; expected group_size 2\n"
+        "  - default/group 2/episode 0: group has 1 trajectories; expected group_size 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tokens": torch.tensor([1, 2, 3, 4])}, "tokens is torch.int64 [4]; expected torch.int32 with one dimension"),
+        ({"response_mask": torch.ones(5, dtype=torch.bool)}, "response_mask has 5 entries, the row has 4 tokens"),
+        ({"policy_versions": torch.zeros(3, dtype=torch.int32)}, "turn_rewards has 2 turns, policy_versions has 3"),
+        ({"prompt_length": 5}, "prompt_length is 5, the row has 4 tokens"),
+        ({"tokens": torch.tensor([1, -2, 3, 4], dtype=torch.int32)}, "token id -2 is negative"),
+        ({"rollout_logprobs": torch.tensor([0.0, float("-inf")])}, "rollout_logprobs is not finite: [-inf]"),
+        ({"reward": float("inf")}, "reward is not finite: inf"),
+        ({"tokens": torch.tensor([], dtype=torch.int32)}, "it has no tokens"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        build([dataclasses.replace(make_row(), **changes)])
+    assert f"  - default/group 0/episode 0/env 0/turn 0: {problem}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rewards": torch.tensor([0.0, float("nan")])}, "rewards has 1 values that are not finite"),
+        (
+            {"rewards": torch.zeros(2, dtype=torch.float64)},
+            "rewards is torch.float64 [2] on cpu; expected torch.float32",
+        ),
+        ({"row_offsets": torch.tensor([0, 8, 4])}, "row_offsets must rise from 0 to 8 by at least 1 per row"),
+        ({"row_offsets": torch.tensor([0, 8])}, "row_offsets has 2 entries; expected 3"),
+        ({"terminations": torch.tensor([0, 3], dtype=torch.uint8)}, "terminations holds 3; expected 0 to 2"),
+        ({"prompt_lengths": torch.tensor([2, 5], dtype=torch.int32)}, "prompt_lengths are not all within their rows"),
+        ({"prompt_lengths": torch.tensor([2, 3], dtype=torch.int32)}, "response_mask is True inside a prompt"),
+        ({"tags": ("a",)}, "tags has 1 entries; expected 2"),
+        ({"group_size": 3}, "default/group 0/episode 0: group has 2 trajectories; expected group_size 3"),
+    ],
+)
+def test_a_batch_made_by_its_constructor_is_checked_too(changes: dict[str, object], problem: str) -> None:
+    batch = build([make_row(0, 0), make_row(0, 1)], 2)
+    with pytest.raises(BatchError, match="problem") as caught:
+        dataclasses.replace(batch, **changes)
+    assert problem in str(caught.value)
+
+
+def test_identities_out_of_order_are_refused() -> None:
+    batch = build([make_row(0, 0), make_row(0, 1)])
+    with pytest.raises(BatchError, match="identities are not in increasing order"):
+        dataclasses.replace(batch, identities=batch.identities[::-1])
+
+
+def test_an_identity_number_must_be_an_int() -> None:
+    with pytest.raises(BatchError) as caught:
+        SampleIdentity(scheduler_id="a", group_id=0, episode_id=-1, env_id=0, turn=0)
+    assert str(caught.value) == "sample identity: episode_id is -1; expected an int of 0 to 2**63 - 1"
+
+
+def test_groups_are_numbered_in_row_order() -> None:
+    batch = build(make_rows(3, 2))
+    assert batch.group_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.num_groups == 3
+    assert batch.select([2, 5]).group_index.tolist() == [0, 1]
+
+
+def test_rows_without_response_are_allowed_and_counted() -> None:
+    row = make_row(0, 1, response=(False,) * 4, rollout_logprobs=(), turn_rewards=(), prompt_length=4)
+    batch = build([make_row(0, 0), row])
+    assert batch.num_rows_without_response == 1
+    assert batch.response_lengths.tolist() == [2, 0]
+    assert batch.rewards.tolist() == [1.0, 0.0]
+
+
+def test_rows_of_identical_content_are_counted() -> None:
+    assert build([make_row(0, 0), make_row(0, 1), make_row(0, 2, tag="other")]).num_duplicate_rows == 1
+
+
+def test_concat_of_any_split_is_the_whole() -> None:
+    batch = make_batch(3, 2)
+    whole_groups = [batch.select([4, 5]), batch.select([0, 1, 2, 3])]
+    assert RolloutBatch.concat(whole_groups).is_identical(dataclasses.replace(batch, group_size=None))
+
+
+def test_concat_checks_groups_and_identities_anew() -> None:
+    batch = make_batch(1, 2)
+    with pytest.raises(BatchError, match="group 0/episode 0/env 1/turn 0: duplicated identity"):
+        RolloutBatch.concat([batch, batch])
+    with pytest.raises(BatchError, match=r"batch 1 has .* group_size None, batch 0 has .* group_size 2"):
+        RolloutBatch.concat([batch, dataclasses.replace(batch, group_size=None)])
+    with pytest.raises(BatchError, match="no batches were given"):
+        RolloutBatch.concat([])
+
+
+def test_select_refuses_other_orders() -> None:
+    with pytest.raises(BatchError) as caught:
+        make_batch().select([1, 0])
+    assert str(caught.value) == "select: rows [1, 0] are not strictly increasing numbers of 0 to 3"
+
+
+def test_pad_places_every_value_and_fills_the_rest() -> None:
+    row = make_row(0, 1, tokens=(7, 8, 9), response=(False, True, False), rollout_logprobs=(-2.0,), prompt_length=1)
+    padded = build([make_row(0, 0), row]).pad(5, pad_id=99)
+    assert padded.tokens.dtype == torch.int64
+    assert padded.tokens.tolist() == [[1, 2, 3, 4, 99], [7, 8, 9, 99, 99]]
+    assert padded.response_mask.tolist() == [[False, False, True, True, False], [False, True, False, False, False]]
+    assert padded.rollout_logprobs.tolist() == [[0.0, 0.0, -0.5, -0.25, 0.0], [0.0, -2.0, 0.0, 0.0, 0.0]]
+    assert padded.lengths.tolist() == [4, 3]
+
+
+def test_pad_names_rows_that_are_too_long() -> None:
+    with pytest.raises(BatchError) as caught:
+        build([make_row(3, 1)]).pad(3)
+    assert str(caught.value) == ("pad: 1 rows are longer than 3: default/group 3/episode 0/env 1/turn 0: 4 tokens")
+
+
+def test_negative_zero_is_a_difference() -> None:
+    plus, minus = build([make_row(rollout_logprobs=(0.0, -0.25))]), build([make_row(rollout_logprobs=(-0.0, -0.25))])
+    assert torch.equal(plus.rollout_logprobs, minus.rollout_logprobs)
+    assert not plus.is_identical(minus)
+
+
+def test_an_empty_batch_is_a_batch() -> None:
+    batch = build([], 2)
+    assert (len(batch), batch.num_groups, batch.num_duplicate_rows) == (0, 0, 0)
+    assert batch.pad(4).tokens.shape == (0, 4)
+    assert RolloutBatch.concat([batch, make_batch(1, 2)]).is_identical(make_batch(1, 2))
+
+
+def test_canonical_json_refuses_nan() -> None:
+    assert canonical_json({"b": 0.1, "a": [1, None]}) == '{"a":[1,null],"b":0.1}'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json(float("nan"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(list(range(6))), st.sets(st.integers(0, 5), min_size=1))
+def test_any_arrival_order_and_any_split_give_the_same_batch(order: list[int], first: set[int]) -> None:
+    rows = make_rows(3, 2)
+    batch = build([rows[i] for i in order])
+    rest = [i for i in range(6) if i not in first]
+    parts = [batch.select(rest), batch.select(sorted(first))]
+    assert RolloutBatch.concat(parts).digest() == build(rows).digest()

@@ -1,0 +1,83 @@
+"""What is installed, and that setting up twice does the work once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from mock_scheduler import __version__
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch", ROOT / ".ci/run"])
+
+
+def pinned_requirements() -> list[Requirement]:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_versions_agree() -> None:
+    assert f'version="{__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_pin_is_what_the_tests_run_on() -> None:
+    pins = [pin for pin in pinned_requirements() if pin.marker is None or pin.marker.evaluate()]
+    assert [str(pin) for pin in pins if version(pin.name) not in pin.specifier] == []
+
+
+def test_every_pin_lies_in_its_range_and_every_range_has_a_pin() -> None:
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    quoted = re.findall(r"""^\s+(?:"([\w.-]+[^"]*)"|'([\w.-]+[^']*)'),$""", text, flags=re.MULTILINE)
+    ranges = [Requirement(double or single) for double, single in quoted]
+    pins = [(pin.name.lower(), str(pin.marker), next(iter(pin.specifier)).version) for pin in pinned_requirements()]
+    assert len(ranges) > 15
+    for wanted in ranges:
+        found = [v for name, marker, v in pins if (name, marker) == (wanted.name.lower(), str(wanted.marker))]
+        assert len(found) == 1, wanted
+        assert found[0] in wanted.specifier, wanted
+
+
+def test_apex_is_never_required() -> None:
+    assert "apex" not in {pin.name for pin in pinned_requirements()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.name))
+def test_scripts_stop_at_errors_and_are_executable(script: Path) -> None:
+    assert "set -euo pipefail" in script.read_text(encoding="utf-8")
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_setting_up_installs_once_and_again_when_requirements_change(tmp_path: Path) -> None:
+    venv_bin = tmp_path / ".venv/bin"
+    for folder in (tmp_path / "launch", venv_bin):
+        folder.mkdir(parents=True)
+    for name in ("launch/setup_venv.sh", "requirements.txt", "setup.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    calls = tmp_path / "calls"
+    for name in ("python", "mock-scheduler"):
+        (venv_bin / name).write_text(f'#!/usr/bin/env bash\necho "$@" >>"{calls}"\n', encoding="utf-8")
+        (venv_bin / name).chmod(0o755)
+
+    def installations() -> int:
+        subprocess.run(["bash", str(tmp_path / "launch/setup_venv.sh")], check=True, cwd="/", capture_output=True)
+        return len(re.findall("--no-deps --no-build-isolation -e", calls.read_text(encoding="utf-8")))
+
+    assert [installations(), installations()] == [1, 1]
+    with (tmp_path / "requirements.txt").open("a", encoding="utf-8") as requirements:
+        requirements.write("einops==0.8.1\n")
+    assert installations() == 2
+
+
+def test_multi_node_names_what_is_missing() -> None:
+    command = ["bash", str(ROOT / "launch/multi_node.sh"), "run", "--nnodes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr.startswith("usage: launch/multi_node.sh CONFIG_NAME --nnodes N")
