@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mock_scheduler.config.loading import parse_config_arguments
@@ -52,8 +52,12 @@ def _silence_megatron_imports() -> None:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the pipeline in this process; returns its exit code."""
+def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run the pipeline in this process; returns its exit code.
+
+    ``prepare`` is called after the environment was applied and before the pipeline is imported: the place for an
+    entry module of one's own to put another kernel or a patch in (``align.candidates``, key ``entry``).
+    """
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None
@@ -64,11 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_replay_is_deterministic(config)
         apply_system_envs(config.system_envs, environ=os.environ, modules=sys.modules)
         _silence_megatron_imports()
+        prepare()
         # Imported here, since torch and Megatron read the environment when they are imported.
         from pipelines.run import run_pipeline
 
         run_pipeline(config)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the edge of the process
         return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
     return 0
 

@@ -44,8 +44,8 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
             "Set val_env_manager and custom_envs as in the recording run.",
         ),
         "sampling": (
-            config.actor_infer.generating_args.model_dump(mode="json"),
-            "Set actor_infer.generating_args as in the recording run: rollout logprobs depend on it.",
+            config.actor_infer.model_dump(mode="json"),
+            "Set actor_infer as in the recording run: rollout logprobs depend on it.",
         ),
     }
     must_match |= {

@@ -123,7 +123,13 @@ class AgenticPipeline:
             resume=self._is_resumed,
         )
         vocab_size = config.model.vocab_size or self._tokenizer.vocab_size
-        self._trainer = PolicyTrainer(config, runtime, vocab_size=vocab_size)
+        only_actions = config.actor_infer.only_action_tokens
+        self._trainer = PolicyTrainer(
+            config,
+            runtime,
+            vocab_size=vocab_size,
+            allowed_tokens=self._tokenizer.action_ids if only_actions else None,
+        )
         if resumed is not None:
             load_checkpoint(Path(str(config.resume_from_checkpoint)), self._trainer)
             self._scheduler.load_state_dict(dict(resumed.scheduler))

@@ -26,7 +26,13 @@ def make_process_launch(config_name: str, config_path: Path) -> LaunchRun:
     """Runs as processes, through the launcher; their terminal output goes to each run's log."""
 
     def launch(run: PlannedRun) -> int:
-        plan = plan_launch(run.config, config_name=config_name, config_path=str(config_path), overrides=run.overrides)
+        plan = plan_launch(
+            run.config,
+            config_name=config_name,
+            config_path=str(config_path),
+            overrides=run.overrides,
+            entry=run.entry,
+        )
         return run_plan(plan, log_path=run.log_path)
 
     return launch

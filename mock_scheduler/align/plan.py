@@ -15,6 +15,7 @@ from typing import Literal
 from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError
+from mock_scheduler.launcher import DEFAULT_ENTRY
 
 BASELINE_NAME = "baseline"
 RECORDING_NAME = "recording"
@@ -27,9 +28,13 @@ _SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with."""
+    """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with.
+
+    ``entry``: the Python module that its processes run.
+    """
 
     name: str
+    entry: str
     own_overrides: tuple[str, ...]
     overrides: tuple[str, ...]
     config: PipelineConfig
@@ -69,13 +74,18 @@ def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: 
     _check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
     shared = (*overrides, *config.align.baseline)
-    baseline = _plan_run(load, BASELINE_NAME, shared, own=tuple(config.align.baseline), mode="dump", root=root)
+    baseline = _plan_run(
+        load, BASELINE_NAME, shared, own=tuple(config.align.baseline), entry=DEFAULT_ENTRY, mode="dump", root=root
+    )
     candidates, problems = [], []
     for candidate in config.align.candidates:
         own = tuple(candidate.overrides)
         try:
             _check_free("its overrides", own, _SET_BY_ALIGN + _SET_PER_RUN)
-            candidates.append(_plan_run(load, candidate.name, (*shared, *own), own=own, mode="mock", root=root))
+            planned = _plan_run(
+                load, candidate.name, (*shared, *own), own=own, entry=candidate.entry, mode="mock", root=root
+            )
+            candidates.append(planned)
         except (ConfigError, DeterminismError) as error:
             problems.append(f"candidate {candidate.name!r}: {error}")
     if problems:
@@ -111,6 +121,7 @@ def _plan_run(
     overrides: Sequence[str],
     *,
     own: tuple[str, ...],
+    entry: str,
     mode: Literal["dump", "mock"],
     root: Path,
 ) -> PlannedRun:
@@ -128,7 +139,7 @@ def _plan_run(
     )
     config = load(complete)
     check_settings(config.system_envs)
-    return PlannedRun(name=name, own_overrides=own, overrides=complete, config=config, output_dir=run_dir)
+    return PlannedRun(name=name, entry=entry, own_overrides=own, overrides=complete, config=config, output_dir=run_dir)
 
 
 def _check_candidates(config: PipelineConfig) -> None:

@@ -1,8 +1,8 @@
 """Logged metrics of two runs, compared step by step and in both directions.
 
 Contract: ``metrics.jsonl`` has one object per global step, ``{"step": int, "metrics": {name: number}}``, with floats in
-full precision (NaN and Infinity as Python's ``json`` writes them). A step or metric on one side only is a finding.
-NaN equals NaN and differs infinitely from every number.
+full precision; JSON has no NaN or infinity, so those are the texts ``nan``, ``inf`` and ``-inf``. A step or metric on
+one side only is a finding. NaN equals NaN and differs infinitely from every number.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
 
 #: Wall-clock values, and values that come from a recording rather than from this run.
-NON_COMPARABLE_PREFIXES = ("time/", "recorded/")
-#: Metrics outside these prefixes that describe the machine and not the computation.
-NON_COMPARABLE_METRICS = frozenset({"tokens_per_second", "peak_memory_bytes"})
+NON_COMPARABLE_PREFIXES = ("time/", "rollout/", "recorded/")
+
+_NON_FINITE = ("nan", "inf", "-inf")
 
 MetricLog = Mapping[int, Mapping[str, float]]
 
@@ -81,7 +81,7 @@ def load_metrics(path: Path) -> MetricLog:
 
 def is_comparable(name: str) -> bool:
     """Whether a metric must be the same in both runs."""
-    return not name.startswith(NON_COMPARABLE_PREFIXES) and name not in NON_COMPARABLE_METRICS
+    return not name.startswith(NON_COMPARABLE_PREFIXES)
 
 
 def compare_metrics(baseline: MetricLog, candidate: MetricLog, *, tolerance: ToleranceConfig) -> MetricComparison:
@@ -152,7 +152,8 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
         raise AlignmentError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {line[:80]}')
     for name, value in row["metrics"].items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and value not in _NON_FINITE:
             raise AlignmentError(f"{where}: metric {name} is {value!r}, expected a number")
     return row["step"], {name: float(value) for name, value in row["metrics"].items()}
 

@@ -134,8 +134,13 @@ class GeneratingArgs(ConfigSection):
 
 
 class ActorInferConfig(ConfigSection):
-    """The rollout engine."""
+    """The rollout engine.
 
+    ``only_action_tokens``: the policy chooses among the environment's action tokens alone; its log-probabilities, in
+    sampling and in training, are those of the softmax over them.
+    """
+
+    only_action_tokens: bool = False
     generating_args: GeneratingArgs = GeneratingArgs()
 
 
@@ -193,10 +198,15 @@ class ToleranceConfig(ConfigSection):
 
 
 class CandidateConfig(ConfigSection):
-    """One candidate of an alignment run: a name and the overrides that make it differ from the baseline."""
+    """One candidate of an alignment run: what makes it differ from the baseline.
+
+    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the pipeline's place, for a
+    change that is code: one that puts another kernel in, say, and then calls ``pipelines.agentic.main``.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     overrides: list[str] = []
+    entry: str = "pipelines.agentic"
 
 
 class AlignConfig(ConfigSection):

@@ -46,11 +46,11 @@ def build_console() -> Console:
 
 
 def print_report(result: AlignmentResult, console: Console) -> None:
-    """Print the candidates, then each one's metrics, then the legend and where the files are."""
-    console.print()
-    console.print(_candidates_table(result))
+    """Print each candidate's metrics, then the verdicts, where the eye ends up, the legend and where the files are."""
     for candidate in result.candidates:
         _print_candidate(candidate, result.tolerance, console)
+    console.print()
+    console.print(_candidates_table(result))
     _print_legend(result, console)
 
 

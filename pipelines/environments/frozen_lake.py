@@ -71,4 +71,4 @@ class FrozenLakeEnvironment:
         cells = (
             (_UNDER_PLAYER if cell == self._state else _PLAIN)[content] for cell, content in enumerate(self._board)
         )
-        return self._tokenizer.encode_board("".join(cells))
+        return self._tokenizer.encode_board("".join(cells), self._state)

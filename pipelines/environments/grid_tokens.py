@@ -1,7 +1,8 @@
 """Boards and actions as tokens of a small vocabulary; token in, token out, nothing is ever re-tokenised.
 
 A cell's token carries both its place and its content, which does the service of a position within the turn: a small
-policy finds "what is below me" without having to count. The vocabulary is the list of these tokens, in order.
+policy finds "what is below me" without having to count. The query that ends a turn names the player's cell, which is
+gymnasium's own integer observation. The vocabulary is the list of these tokens, in order.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class GridTokenizer:
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """Every token's text, by id."""
+        queries = (f"<act@{cell}>" for cell in range(self.num_cells))
         cells = (f"{cell}:{glyph}" for cell in range(self.num_cells) for glyph in self.glyphs)
-        return ("<pad>", "<bos>", "<act>", *self.actions, *cells)
+        return ("<pad>", "<bos>", *self.actions, *queries, *cells)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens."""
-        return 3 + len(self.actions) + self.num_cells * len(self.glyphs)
+        return self._first_cell_id + self.num_cells * len(self.glyphs)
 
     @property
     def bos_id(self) -> int:
@@ -38,20 +40,29 @@ class GridTokenizer:
         return 1
 
     @property
-    def query_id(self) -> int:
-        """The token that asks for an action."""
-        return 2
+    def action_ids(self) -> list[int]:
+        """The tokens that name actions."""
+        return list(range(2, 2 + len(self.actions)))
+
+    @property
+    def _first_query_id(self) -> int:
+        return 2 + len(self.actions)
+
+    @property
+    def _first_cell_id(self) -> int:
+        return self._first_query_id + self.num_cells
 
     def action_of(self, token: int) -> int | None:
         """Index of the action that ``token`` names; ``None`` where it names none."""
-        action = token - 3
+        action = token - 2
         return action if 0 <= action < len(self.actions) else None
 
-    def encode_board(self, board: str) -> list[int]:
-        """One token per cell of a board given row by row, then the query."""
-        first_cell = 3 + len(self.actions)
-        cells = [first_cell + cell * len(self.glyphs) + self.glyphs.index(glyph) for cell, glyph in enumerate(board)]
-        return [*cells, self.query_id]
+    def encode_board(self, board: str, player_cell: int) -> list[int]:
+        """One token per cell of a board given row by row, then the query, which asks for an action."""
+        cells = [
+            self._first_cell_id + cell * len(self.glyphs) + self.glyphs.index(glyph) for cell, glyph in enumerate(board)
+        ]
+        return [*cells, self._first_query_id + player_cell]
 
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""

@@ -7,25 +7,24 @@ alignment can be repeated in float64. Megatron's own cross-entropy narrows to fl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """This rank's columns of the vocabulary: ``[start, start + width)``, of which those below ``vocab_size`` exist."""
+    """This rank's columns of the vocabulary: ``[start, start + width)``.
+
+    allowed: bool ``[width]``, True on tokens that can be drawn; vocabulary padding never can, and neither can tokens
+    that sampling excludes. All others have probability 0. ``None``: all columns are allowed.
+    """
 
     start: int
     width: int
-    vocab_size: int
+    allowed: torch.Tensor | None = None
     group: dist.ProcessGroup | None = None
-
-    @property
-    def num_valid(self) -> int:
-        """Columns of this shard that are not vocabulary padding."""
-        return max(0, min(self.width, self.vocab_size - self.start))
 
 
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -44,18 +43,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard
+        ctx: FunctionCtx, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if shard.num_valid < shard.width:
-            logits = logits.clone()
-            logits[..., shard.num_valid :] = torch.finfo(logits.dtype).min
+        if shard.allowed is not None:
+            logits = logits.masked_fill(~shard.allowed, torch.finfo(logits.dtype).min)
         maximum = _all_reduce(logits.amax(dim=-1), dist.ReduceOp.MAX, shard.group)
         shifted = logits - maximum.unsqueeze(-1)
         exponentials = shifted.exp()
-        if shard.num_valid < shard.width:
-            shifted[..., shard.num_valid :] = 0.0
+        if shard.allowed is not None:
+            # 0 · anything finite is 0: excluded columns then add nothing to entropy or gradient.
+            exponentials = exponentials.masked_fill(~shard.allowed, 0.0)
+            shifted = shifted.masked_fill(~shard.allowed, 0.0)
         local_targets = targets - shard.start
-        is_local = (local_targets >= 0) & (local_targets < shard.num_valid)
+        is_local = (local_targets >= 0) & (local_targets < shard.width)
         local_targets = torch.where(is_local, local_targets, 0)
         target_logits = shifted.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1)
         sums = torch.stack(
@@ -73,7 +73,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return target - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(
+        ctx: FunctionCtx, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         probabilities, shifted, log_total, entropy, local_targets, is_local = ctx.saved_tensors
         log_p_plus_entropy = shifted - (log_total - entropy).unsqueeze(-1)
         grad = -probabilities * (grad_logprobs.unsqueeze(-1) + grad_entropy.unsqueeze(-1) * log_p_plus_entropy)

@@ -37,11 +37,13 @@ class StepProbe:
             self._entries.append(entry)
 
     def _gradient_spec(self, local: LocalParameter) -> ShardSpec | None:
-        """The local shard, or the range of it in which the distributed optimizer holds a reduced gradient."""
-        for optimizer in self._trainer.optimizers:
-            if isinstance(optimizer, DistributedOptimizer) and local.parameter in optimizer.model_param_gbuf_map:
-                return _owned_range(optimizer, local)
-        return local.spec
+        """The local shard; with the distributed optimizer the range of it that this rank has reduced, or ``None``."""
+        distributed = [item for item in self._trainer.optimizers if isinstance(item, DistributedOptimizer)]
+        if not distributed:
+            return local.spec
+        # Each parameter is in the map of its optimizer, and there only on ranks that own a part of its bucket.
+        ranges = (_owned_range(optimizer, local) for optimizer in distributed)
+        return next((owned for owned in ranges if owned is not None), None)
 
     def save(self) -> None:
         """Write this rank's file of the step."""
@@ -57,7 +59,10 @@ class StepProbe:
 
 
 def _owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:
-    index, dtype, bucket = optimizer.model_param_gbuf_map[local.parameter]
+    place = optimizer.model_param_gbuf_map.get(local.parameter)
+    if place is None:
+        return None
+    index, dtype, bucket = place
     ranges = optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(local.parameter)
     if ranges is None:
         return None

@@ -37,12 +37,18 @@ def _no_probe(update: int, kind: TraceKind) -> None:
 class PolicyTrainer:
     """The policy under training: model, gradient buffers, optimizer and schedule of this rank.
 
+    ``allowed_tokens``: the tokens that the policy can choose; the softmax runs over these alone, here as in sampling.
+    ``None`` means the whole vocabulary.
     Every method must be called by every rank, with the same micro-batches.
     """
 
-    def __init__(self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int, allowed_tokens: Sequence[int] | None = None
+    ) -> None:
         self.config = config
         self.runtime = runtime
+        self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=runtime.device)
+        self.allowed[slice(None) if allowed_tokens is None else torch.tensor(allowed_tokens)] = True
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size)
         self.transformer_config = build_transformer_config(config)
         self.policy = build_policy(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime)
@@ -82,10 +88,13 @@ class PolicyTrainer:
 
     def vocab_shard(self, width: int) -> VocabShard:
         """This rank's columns of logits that are ``width`` wide."""
+        start = self.runtime.tp_rank * width
+        allowed = self.allowed[start : start + width]
+        allowed = torch.nn.functional.pad(allowed, (0, width - len(allowed)))
         return VocabShard(
-            start=self.runtime.tp_rank * width,
+            start=start,
             width=width,
-            vocab_size=self.shape.vocab_size,
+            allowed=None if bool(allowed.all()) else allowed,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 

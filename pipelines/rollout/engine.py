@@ -88,9 +88,10 @@ class PolicyEngine:
         return result[0].long(), result[1].float()
 
     def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[n, V]`` from this rank's ``[n, V / tp]`` columns, without vocabulary padding."""
+        """``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on tokens that cannot be chosen."""
         if self._runtime.tp_size > 1:
             parts = [torch.empty_like(logits) for _ in range(self._runtime.tp_size)]
             dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             logits = torch.cat(parts, dim=-1)
-        return logits[:, : self._trainer.shape.vocab_size]
+        allowed = self._trainer.allowed
+        return logits[:, : len(allowed)].masked_fill(~allowed, -torch.inf)

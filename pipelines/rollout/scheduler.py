@@ -59,9 +59,9 @@ class AgenticRolloutScheduler:
         whole = gather_rows(batch, info, device=self._runtime.device)
         seconds = time.perf_counter() - started
         self._metrics = {
-            "time/rollout": seconds,
+            "rollout/seconds": seconds,
             "rollout/sampled_tokens": float(whole.response_mask.sum()),
-            "time/rollout_tokens_per_second": float(self._engine.num_sampled_tokens - sampled_before) / seconds,
+            "rollout/tokens_per_second": float(self._engine.num_sampled_tokens - sampled_before) / seconds,
         }
         return whole
 

@@ -64,7 +64,7 @@ def test_what_is_missing_on_either_side_is_found_and_named() -> None:
 
 
 def test_wall_clock_and_recorded_values_are_not_compared() -> None:
-    baseline = {0: {"time/step_s": 1.0, "recorded/time": 2.0, "tokens_per_second": 3.0, "timeouts": 1.0}}
+    baseline = {0: {"time/step_s": 1.0, "recorded/time": 2.0, "rollout/tokens_per_second": 3.0, "timeouts": 1.0}}
     comparison = compare_metrics(baseline, {0: {"timeouts": 1.0}}, tolerance=TOLERANCE)
     assert [difference.name for difference in comparison.differences] == ["timeouts"]
     assert comparison.findings == ()
