@@ -22,16 +22,9 @@ if [[ ! -x "$venv/bin/python" ]]; then
 fi
 
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# pip reads its own settings: PIP_EXTRA_INDEX_URL can name an index of CPU builds of torch, which are far smaller.
 echo "installing requirements.txt (a few minutes the first time)"
 
-# PyPI's torch for Linux brings several GB of CUDA libraries, of no use without a GPU. Where the index of CPU builds
-# cannot be reached, PyPI's works as well.
-cpu_index="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
-if ! command -v nvidia-smi >/dev/null 2>&1 \
-    && ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1 \
-    && "$venv/bin/python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$cpu_index/" 2>/dev/null; then
-    "${pip[@]}" --extra-index-url "$cpu_index" "$(grep '^torch==' "$root/requirements.txt")"
-fi
 "${pip[@]}" -r "$root/requirements.txt"
 "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 printf '%s\n' "$wanted" >"$stamp"

@@ -118,6 +118,19 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 
 
 @app.command()
+def plot(
+    run_dirs: Annotated[list[Path], typer.Argument(help="output_dir of each run", show_default=False)],
+    metric: Annotated[list[str] | None, typer.Option("--metric", help="may be given several times")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write")] = Path("curves.html"),
+) -> None:
+    """Plot logged metrics of one or several runs as an HTML page that opens offline."""
+    from mock_scheduler.report.curves import plot_runs  # imports plotly: not for --help
+
+    plot_runs(run_dirs, metric or ["success", "val/success", "entropy", "grad_norm"], output)
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

@@ -227,7 +227,9 @@ class AgenticPipeline:
     def _finish(self, wall_s: float) -> None:
         """Store and print what the run did, and what it did not do."""
         total = self._clock.total
-        seconds = {f"{name}_s": total.get(name, 0.0) for name in ("rollout", "train", "validation")}
+        validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
+        rollout_s = total.get("rollout", 0.0) + validation_s
+        num_steps = self._config.max_steps - self._first_step
         self._ledger.save(self._output_dir / "ledger.json")
         write_json(
             self._output_dir / RUN_FILE,
@@ -236,17 +238,21 @@ class AgenticPipeline:
                 "mode": self._config.rollout_mock.effective_mode,
                 "layout": self._config.parallel.describe(),
                 "world_size": self._runtime.world_size,
-                "num_steps": self._config.max_steps - self._first_step,
+                "num_steps": num_steps,
                 "wall_s": wall_s,
-                **seconds,
+                "rollout_s": rollout_s,
+                "validation_s": validation_s,
+                "train_s": train_s,
             },
         )
         logger.info("\n%s", self._ledger.render())
         logger.info(
-            "\n%d steps in %.1f s: rollout %.1f s, training %.1f s, validation %.1f s. Files in %s",
-            self._config.max_steps - self._first_step,
+            "\n%d steps in %.1f s: rollout %.1f s (validation %.1f s of it), training %.1f s. Files in %s",
+            num_steps,
             wall_s,
-            *seconds.values(),
+            rollout_s,
+            validation_s,
+            train_s,
             self._output_dir,
         )
 

@@ -185,16 +185,16 @@ class TraceConfig(ConfigSection):
 
 
 class ToleranceConfig(ConfigSection):
-    """How far a candidate may be from the baseline and still be called ``rounding``.
+    """How far a candidate may be from the baseline and still be called ``rounding``; the defaults are for float32.
 
     ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric.
     ``gradient``, ``parameter``: largest ||a - b||_F / ||a||_F of one tensor.
     """
 
-    metric: NonNegativeFloat = 1e-3
+    metric: NonNegativeFloat = 1e-4
     metric_floor: NonNegativeFloat = 1e-3
-    gradient: NonNegativeFloat = 1e-3
-    parameter: NonNegativeFloat = 1e-4
+    gradient: NonNegativeFloat = 1e-4
+    parameter: NonNegativeFloat = 5e-5
 
 
 class CandidateConfig(ConfigSection):
@@ -210,12 +210,15 @@ class CandidateConfig(ConfigSection):
 
 
 class AlignConfig(ConfigSection):
-    """``mock-scheduler align``: what the baseline and each candidate override, and the stated tolerance."""
+    """``mock-scheduler align``: what the baseline and each candidate override, and the stated tolerance.
+
+    ``tolerance``: ``None`` is ``ToleranceConfig``'s own for float32; bfloat16 has no default, so it must be stated.
+    """
 
     output_dir: str | None = None
     baseline: list[str] = []
     candidates: list[CandidateConfig] = []
-    tolerance: ToleranceConfig = ToleranceConfig()
+    tolerance: ToleranceConfig | None = None
 
 
 class CheckpointConfig(ConfigSection):

@@ -10,6 +10,7 @@ Installed once per process, before the model is built, and left on: Megatron ask
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -135,10 +136,11 @@ def _install_random_tracker() -> None:
     megatron_random._set_cuda_rng_state = set_state
 
 
+@functools.cache
 def use_host_device() -> None:
     """Make Megatron-core run on the host where there is no CUDA device; does nothing where there is one.
 
-    Must run before the model is built, once per process. Every rank calls it; it does not communicate.
+    Must run before the model is built; a second call has no effect. Every rank calls it; it does not communicate.
     """
     if has_cuda():
         return

@@ -59,7 +59,7 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
         "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: relF 5.96e-08, 1,678 times below 0.0001)"
+        "decoder.layers.0.input_layernorm.weight at step 0: relF 5.96e-08, 839 times below 5e-05)"
     )
 
 
@@ -68,7 +68,7 @@ def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Pa
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.reason == (
-        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relF 0.5 > 0.001; "
+        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relF 0.5 > 0.0001; "
         "beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
     )
     first = alignment.first_divergence
@@ -101,7 +101,7 @@ def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_pat
     alignment = align(baseline, write_run(tmp_path / "b", losses=(1.0, 1.5, 3.0)))
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.reason == (
-        "first divergence: pg_loss from step 1 on: relative difference up to 0.667 > 0.001; "
+        "first divergence: pg_loss from step 1 on: relative difference up to 0.667 > 0.0001; "
         "beyond tolerance: 1 of 1 metric, 0 of 6 tensors"
     )
 
@@ -115,7 +115,7 @@ def test_within_a_step_gradients_come_before_metrics_and_metrics_before_paramete
         "gradient",
         "metric",
     ]
-    assert "first metric: pg_loss from step 0 on: relative difference up to 0.5 > 0.001" in both.reason
+    assert "first metric: pg_loss from step 0 on: relative difference up to 0.5 > 0.0001" in both.reason
 
 
 def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:

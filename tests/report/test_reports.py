@@ -100,7 +100,7 @@ def test_the_report_names_verdicts_reasons_tolerance_and_files() -> None:
         "wrong: diverged",
         "metric gone was logged by the baseline but not by the candidate at 1 of 1 steps, first at step 0",
         "the run failed [exit]",
-        "Tolerance: metric |a-b| / max(|a|, |b|, 0.001) at most 0.001;",
+        "Tolerance: metric |a-b| / max(|a|, |b|, 0.001) at most 0.0001;",
         "/runs/align.json",
     ):
         assert expected in text

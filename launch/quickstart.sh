@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The main job, end to end: a language-model policy plays FrozenLake and trains by GRPO while its rollouts are recorded;
+# the same training is replayed under other layouts without any rollout; each replay gets a verdict.
+#   launch/quickstart.sh [a.b=c ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup_venv.sh
+
+output="${MOCK_SCHEDULER_OUTPUT:-./output}/quickstart-align"
+status=0
+.venv/bin/mock-scheduler align quickstart --output-dir "$output" --overwrite "$@" || status=$?
+
+if [[ -f "$output/recording/recording.json" ]]; then
+    echo
+    echo "One recorded episode, as the policy played it:"
+    .venv/bin/python -m pipelines.show_episode "$output/recording" --config "$output/baseline/config.yaml"
+fi
+if [[ -f "$output/tp2-pp2/ledger.json" ]]; then
+    echo
+    echo "What the replay under tp2 pp2 built and called (end of $output/tp2-pp2/run.log):"
+    sed -n '/^Ledger/,$p' "$output/tp2-pp2/run.log"
+fi
+exit "$status"

@@ -1,0 +1,69 @@
+"""Curves of logged metrics over steps, as one HTML page that opens offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from mock_scheduler.compare.metrics import MetricLog, load_metrics
+from mock_scheduler.errors import ConfigError
+
+# Readable on white and on paper, and apart for colour-blind eyes (Okabe and Ito, 2008).
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
+    """Write one panel per metric with a curve per run; ``metrics`` are names as in ``metrics.jsonl``.
+
+    Raises ``AlignmentError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
+    """
+    logs = {run_dir.name or str(run_dir): load_metrics(run_dir / "metrics.jsonl") for run_dir in run_dirs}
+    _check_names(metrics, logs)
+    columns = min(2, len(metrics))
+    rows = -(-len(metrics) // columns)
+    figure = make_subplots(rows=rows, cols=columns, subplot_titles=list(metrics), vertical_spacing=0.32 / rows)
+    for run_index, (run, log) in enumerate(logs.items()):
+        for index, metric in enumerate(metrics):
+            figure.add_trace(
+                _curve(run, log, metric, colour=_COLOURS[run_index % len(_COLOURS)], in_legend=index == 0),
+                row=index // columns + 1,
+                col=index % columns + 1,
+            )
+    figure.update_xaxes(title_text="step")
+    figure.update_layout(
+        template="plotly_white",
+        height=340 * rows,
+        width=960,
+        legend={"orientation": "h", "y": 1.1},
+        margin={"t": 90, "r": 20},
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.write_html(output, include_plotlyjs=True, full_html=True)
+
+
+def _curve(run: str, log: MetricLog, metric: str, *, colour: str, in_legend: bool) -> go.Scatter:
+    points = [(step, values[metric]) for step, values in sorted(log.items()) if metric in values]
+    return go.Scatter(
+        x=[step for step, _ in points],
+        y=[value for _, value in points],
+        name=run,
+        legendgroup=run,
+        showlegend=in_legend,
+        mode="lines+markers" if len(points) < 20 else "lines",
+        line={"color": colour, "width": 2},
+    )
+
+
+def _check_names(metrics: Sequence[str], logs: Mapping[str, MetricLog]) -> None:
+    known = sorted({name for log in logs.values() for values in log.values() for name in values})
+    problems = []
+    for name in metrics:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            problems.append(f"no run logged the metric {name!r}" + (f"; nearest: {nearest[0]}" if nearest else ""))
+    if problems:
+        raise ConfigError("\n".join([*problems, f"logged: {', '.join(known)}"]))

@@ -1,0 +1,36 @@
+"""Every shipped configuration loads, and its run and its alignment can be planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.align.plan import plan_alignment
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.determinism.environment import check_settings
+from pipelines.environments.registry import build_tokenizer
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_configuration_loads_and_is_deterministic(name: str) -> None:
+    config = load_config(name, config_path=CONFIGS)
+    assert config.exp_name == name
+    assert config.system_envs["DETERMINISTIC_MODE"] == "1"
+    check_settings(config.system_envs)
+    assert build_tokenizer(config).vocab_size > 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_config(name, config_path=CONFIGS).align.candidates])
+def test_every_shipped_alignment_can_be_planned(name: str, tmp_path: Path) -> None:
+    """Each candidate's overrides load, and its entry is a module that exists."""
+    plan = plan_alignment(
+        lambda overrides: load_config(name, config_path=CONFIGS, overrides=overrides),
+        overrides=[],
+        output_dir=tmp_path,
+    )
+    for candidate in plan.candidates:
+        assert (CONFIGS.parent / (candidate.entry.replace(".", "/") + ".py")).is_file()

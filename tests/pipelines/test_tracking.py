@@ -1,0 +1,108 @@
+"""A run's files: metrics lines, foreign folders, and error.json of the first rank that failed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.errors import ConfigError, ContractError
+from pipelines.tracking import MetricsWriter, prepare_output_dir, report_failure, write_json
+
+
+def write_metrics(folder: Path, lines: list[tuple[int, dict[str, float]]], *, append: bool = False) -> list[str]:
+    with MetricsWriter(folder, enabled=True, tensorboard=False, append=append) as writer:
+        for step, metrics in lines:
+            writer.write(step, metrics)
+    return (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def test_a_line_has_the_step_and_full_precision_in_name_order(tmp_path: Path) -> None:
+    assert write_metrics(tmp_path, [(0, {"b": 0.1, "a": 1 / 3})]) == [
+        '{"step": 0, "metrics": {"a": 0.3333333333333333, "b": 0.1}}'
+    ]
+
+
+def test_nan_and_infinity_are_text_so_that_a_line_stays_json(tmp_path: Path) -> None:
+    (line,) = write_metrics(tmp_path, [(2, {"a": math.nan, "b": math.inf, "c": -math.inf})])
+    assert line == '{"step": 2, "metrics": {"a": "nan", "b": "inf", "c": "-inf"}}'
+
+
+def test_a_resumed_run_goes_on_in_its_file_and_a_new_one_starts_over(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [(0, {})])
+    assert [json.loads(line)["step"] for line in write_metrics(tmp_path, [(1, {})], append=True)] == [0, 1]
+    assert [json.loads(line)["step"] for line in write_metrics(tmp_path, [(5, {})])] == [5]
+
+
+def test_a_rank_that_does_not_write_leaves_no_file(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, enabled=False, tensorboard=True, append=False) as writer:
+        writer.write(0, {"a": 1.0})
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_metrics_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    prepare_output_dir(folder, resume=False)
+    write_metrics(folder, [(0, {})])
+    write_json(folder / "run.json", {"status": "completed"})
+    with pytest.raises(ConfigError) as caught:
+        prepare_output_dir(folder, resume=False)
+    assert str(caught.value) == (
+        f"output_dir {folder} holds the metrics of another run; choose another output_dir, remove the folder, "
+        "or continue that run with resume_from_checkpoint"
+    )
+    assert (folder / "run.json").is_file()
+    prepare_output_dir(folder, resume=True)
+    assert not (folder / "run.json").exists()
+    assert (folder / "metrics.jsonl").is_file()
+
+
+def test_a_failure_is_written_with_its_type_message_and_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = report_failure(ContractError("seed differs\nset it"), tmp_path, global_rank=1, started_s=time.time())
+    assert code == 3
+    assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8")) == {
+        "type": "ContractError",
+        "message": "seed differs\nset it",
+        "exit_code": 3,
+        "global_rank": 1,
+    }
+    assert capsys.readouterr().err == "[rank 1] ContractError: seed differs\nset it\n"
+
+
+def test_the_first_rank_that_fails_has_the_word_and_others_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_s = time.time() - 5
+    report_failure(ConfigError("the cause"), tmp_path, global_rank=2, started_s=started_s)
+    assert report_failure(RuntimeError("peer lost\nlong"), tmp_path, global_rank=0, started_s=started_s) == 5
+    assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))["message"] == "the cause"
+    assert capsys.readouterr().err == "[rank 2] ConfigError: the cause\n[rank 0] RuntimeError: peer lost\n"
+
+
+def test_the_error_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+    report_failure(ConfigError("old"), tmp_path, global_rank=0, started_s=0.0)
+    os.utime(tmp_path / "error.json", (1000.0, 1000.0))
+    report_failure(ConfigError("new"), tmp_path, global_rank=0, started_s=2000.0)
+    assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))["message"] == "new"
+
+
+def test_an_error_that_is_not_ours_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError) as caught:
+        raise KeyError("lost")
+    assert report_failure(caught.value, None, global_rank=0, started_s=0.0) == 5
+    text = capsys.readouterr().err
+    assert text.startswith("[rank 0] KeyError: Traceback (most recent call last):\n")
+    assert text.endswith("KeyError: 'lost'\n\n")
+
+
+def test_json_files_are_sorted_indented_and_refuse_nan(tmp_path: Path) -> None:
+    write_json(tmp_path / "a" / "x.json", {"b": 1, "a": 2})
+    assert (tmp_path / "a" / "x.json").read_text(encoding="utf-8") == '{\n  "a": 2,\n  "b": 1\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "y.json", {"a": math.nan})

@@ -1,0 +1,81 @@
+"""A tiny configuration on top of the shipped ones, and the real command line on it, for end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+TINY_YAML = """\
+defaults:
+  - quickstart
+  - _self_
+
+exp_name: tiny
+max_steps: 2
+eval_steps: 0
+rollout_batch_size: 16
+track_with: none
+training:
+  micro_batch_size: 4
+  global_batch_size: 8
+  lr: 4.0e-3
+train_env_manager: {num_env_groups: 4, group_size: 4}
+align:
+  candidates:
+    - name: same-layout
+      entry: tests.pipelines.gymnasium_must_not_load
+    - name: tp2-pp2
+      overrides: [parallel.tensor_model_parallel_size=2, parallel.pipeline_model_parallel_size=2]
+    - name: clip-range
+      overrides: [pg_clip=0.1]
+    - name: double-lr
+      overrides: [training.lr=8.0e-3]
+    - name: norm-gradients
+      overrides: [parallel.tensor_model_parallel_size=2, parallel.sequence_parallel=true]
+      entry: tests.faults.norm_gradients_not_reduced
+    - name: other-length
+      overrides: [sequence_length=96]
+"""
+
+
+def write_tiny_config(folder: Path) -> Path:
+    """``{folder}/configs`` with the shipped files and ``tiny.yaml``."""
+    configs = folder / "configs"
+    shutil.copytree(ROOT / "configs", configs)
+    (configs / "tiny.yaml").write_text(TINY_YAML, encoding="utf-8")
+    return configs
+
+
+def run_command(
+    arguments: Sequence[str], *, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS`` in the repository's root, with this process's environment and ``environ`` over it."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200", **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def run_cli(
+    command: str, configs: Path, overrides: Sequence[str], *, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``mock-scheduler COMMAND --config_path CONFIGS tiny OVERRIDES``."""
+    arguments = ["-m", "mock_scheduler.cli", command, "--config_path", str(configs), "tiny", *overrides]
+    return run_command(arguments, environ=environ)
+
+
+def read_json(path: Path) -> dict:
+    """One JSON object."""
+    return json.loads(path.read_text(encoding="utf-8"))
