@@ -18,7 +18,6 @@ from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import ConfigError, MockSchedulerError
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
-
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.scheduler import JSON
@@ -85,7 +88,42 @@ def read_run_state(folder: Path) -> RunState:
 
 def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
     """Set model, optimizer and schedule from a checkpoint of any layout. Every rank must call it."""
+    for optimizer in trainer.optimizers:
+        _allocate_state(optimizer)
     loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
     unwrapped(trainer.policy).load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
+    for optimizer in trainer.optimizers:
+        _separate_steps(optimizer)
     trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])
+
+
+def _allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam, which allocates its state at the first update, a state to load into.
+
+    ``DistributedOptimizer`` on torch's Adam reads the step from there and fails where it is empty (megatron-core
+    0.16.1 without TransformerEngine and apex, whose own Adam keeps the step elsewhere).
+    """
+    inner = optimizer.optimizer
+    if not (isinstance(optimizer, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW)):
+        return
+    for parameter in _inner_parameters(optimizer):
+        if not inner.state[parameter]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+
+def _separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter a step of its own.
+
+    Megatron loads one tensor into all of them (megatron-core 0.16.1, ``DistributedOptimizer.load_state_dict`` without
+    TransformerEngine and apex); torch's Adam would count that one up once per parameter.
+    """
+    for parameter in _inner_parameters(optimizer):
+        state = optimizer.optimizer.state[parameter]
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+
+
+def _inner_parameters(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]

@@ -25,7 +25,7 @@ track_with: none
 training:
   micro_batch_size: 4
   global_batch_size: 8
-  lr: 4.0e-3
+  lr: 2.0e-3
 train_env_manager: {num_env_groups: 4, group_size: 4}
 align:
   candidates:
@@ -36,7 +36,7 @@ align:
     - name: clip-range
       overrides: [pg_clip=0.1]
     - name: double-lr
-      overrides: [training.lr=8.0e-3]
+      overrides: [training.lr=4.0e-3]
     - name: norm-gradients
       overrides: [parallel.tensor_model_parallel_size=2, parallel.sequence_parallel=true]
       entry: tests.faults.norm_gradients_not_reduced

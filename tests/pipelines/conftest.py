@@ -1,0 +1,41 @@
+"""One real alignment run, recorded once and shared by all tests that need real output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.tiny_runs import read_json, run_cli, write_tiny_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinyAlignment:
+    """A finished ``mock-scheduler align``: its configuration folder, output folder, exit code and terminal output."""
+
+    configs: Path
+    folder: Path
+    exit_code: int
+    terminal: str
+
+    def candidate(self, name: str) -> dict:
+        """One candidate's part of ``align.json``."""
+        result = read_json(self.folder / "align.json")
+        return next(candidate for candidate in result["candidates"] if candidate["name"] == name)
+
+    @property
+    def recording(self) -> Path:
+        """What the baseline dumped: training steps 0 and 1."""
+        return self.folder / "recording"
+
+
+@pytest.fixture(scope="session")
+def tiny_alignment(tmp_path_factory: pytest.TempPathFactory) -> TinyAlignment:
+    """A baseline and six candidates through the real command line."""
+    root = tmp_path_factory.mktemp("tiny")
+    configs = write_tiny_config(root)
+    finished = run_cli("align", configs, [f"align.output_dir={root / 'align'}"])
+    terminal = finished.stdout + finished.stderr
+    assert (root / "align" / "align.json").is_file(), terminal
+    return TinyAlignment(configs=configs, folder=root / "align", exit_code=finished.returncode, terminal=terminal)
