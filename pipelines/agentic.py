@@ -43,13 +43,22 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
         )
 
 
-def _silence_megatron_imports() -> None:
-    """Megatron-core (0.16.1 to 0.19.2) warns on import, once per module and rank, of each optional package it lacks.
+# Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in
+# use is in the run's provenance), deprecated calls between the two, a gradient that Megatron reads to test for None.
+_FOREIGN_WARNINGS = (
+    ".*(Transformer Engine|Apex).*not installed.*",
+    "full scope is deprecated.*",
+    ".*(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
+    "`load_state_dict` is deprecated.*",
+    "Please use DTensor instead.*",
+    "The .grad attribute of a Tensor that is not a leaf Tensor.*",
+)
 
-    What is in use is in the run's provenance, so these say nothing that a user could act on.
-    """
-    for message in (".*(Transformer Engine|Apex).*not installed.*", "full scope is deprecated.*"):
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+def _silence_foreign_warnings() -> None:
+    """Keep a run's output to what its user can act on."""
+    for message in _FOREIGN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
@@ -67,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         output_dir = Path(config.output_dir)
         check_replay_is_deterministic(config)
         apply_system_envs(config.system_envs, environ=os.environ, modules=sys.modules)
-        _silence_megatron_imports()
+        _silence_foreign_warnings()
         prepare()
         # Imported here, since torch and Megatron read the environment when they are imported.
         from pipelines.run import run_pipeline

@@ -50,7 +50,7 @@ class StepProgress:
             return
         values = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN)
         seconds = metrics["time/rollout"] + metrics["time/train"]
-        self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {seconds:.2f} s")
+        self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {seconds:.2f} s", soft_wrap=True)
         if self._bar is not None:
             self._bar.advance(self._task)
 

@@ -6,8 +6,10 @@ can be refused is refused in this order: layout, settings, contract and recordin
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,6 +155,7 @@ class AgenticPipeline:
         ):
             self._run_steps(writer, progress)
         self._scheduler.close()
+        self._add_other_ranks()
         if is_writer:
             self._finish(time.perf_counter() - started)
 
@@ -224,6 +227,15 @@ class AgenticPipeline:
         with self._clock.measure("checkpoint"):
             save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
 
+    def _add_other_ranks(self) -> None:
+        """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
+        built = self._ledger.as_dict()["built"]
+        by_rank = [json.loads(text) for text in self._ranks.gather(json.dumps(built))]
+        for rank, counts in enumerate(by_rank):
+            if rank != self._runtime.global_rank:
+                for name, count in counts.items():
+                    self._ledger.count("built", name, count)
+
     def _finish(self, wall_s: float) -> None:
         """Store and print what the run did, and what it did not do."""
         total = self._clock.total
@@ -277,8 +289,16 @@ def run_pipeline(config: PipelineConfig) -> None:
         stop_runtime()
 
 
+class _TerminalHandler(logging.Handler):
+    """Writes to whatever standard error is at that moment: a progress bar takes it over while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def _configure_logging(runtime: Runtime) -> None:
     """Messages of ours on the writer's terminal; other libraries only when they warn."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_TerminalHandler()], force=True)
     for name in ("mock_scheduler", "pipelines"):
         logging.getLogger(name).setLevel(logging.INFO if runtime.is_writer else logging.ERROR)

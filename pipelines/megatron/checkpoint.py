@@ -88,42 +88,55 @@ def read_run_state(folder: Path) -> RunState:
 
 def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
     """Set model, optimizer and schedule from a checkpoint of any layout. Every rank must call it."""
-    for optimizer in trainer.optimizers:
+    on_torch_adam = [optimizer for optimizer in trainer.optimizers if _is_distributed_torch_adam(optimizer)]
+    for optimizer in on_torch_adam:
         _allocate_state(optimizer)
+        _keep_steps_while_loading(optimizer)
     loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
     unwrapped(trainer.policy).load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
-    for optimizer in trainer.optimizers:
+    for optimizer in on_torch_adam:
         _separate_steps(optimizer)
     trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])
 
 
-def _allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam, which allocates its state at the first update, a state to load into.
+# Megatron's distributed optimizer loads into TransformerEngine's and apex's Adam, which keep one step per group. On
+# torch's, with a step per parameter, three things are missing in megatron-core 0.16.1; all that follows can go when
+# ``DistributedOptimizer.load_state_dict`` works on a fresh ``torch.optim.AdamW``.
 
-    ``DistributedOptimizer`` on torch's Adam reads the step from there and fails where it is empty (megatron-core
-    0.16.1 without TransformerEngine and apex, whose own Adam keeps the step elsewhere).
-    """
-    inner = optimizer.optimizer
-    if not (isinstance(optimizer, DistributedOptimizer) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW)):
-        return
+
+def _is_distributed_torch_adam(optimizer: MegatronOptimizer) -> bool:
+    return isinstance(optimizer, DistributedOptimizer) and isinstance(
+        optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
+    )
+
+
+def _inner_parameters(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+
+
+def _allocate_state(optimizer: DistributedOptimizer) -> None:
+    """Make the state that torch's Adam makes at its first update: reading the step of an empty one fails."""
+    state = optimizer.optimizer.state
     for parameter in _inner_parameters(optimizer):
-        if not inner.state[parameter]:
+        if not state[parameter]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
-def _separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter a step of its own.
+def _keep_steps_while_loading(optimizer: DistributedOptimizer) -> None:
+    """Let parameter states be set without a step: it was set before, and the loaded states have none."""
 
-    Megatron loads one tensor into all of them (megatron-core 0.16.1, ``DistributedOptimizer.load_state_dict`` without
-    TransformerEngine and apex); torch's Adam would count that one up once per parameter.
-    """
+    def set_states(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        current = optimizer._get_main_param_and_optimizer_states(model_param)
+        for name, value in tensors.items():
+            current[name].copy_(value)
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _separate_steps(optimizer: DistributedOptimizer) -> None:
+    """Give every parameter a step of its own: loading puts one tensor into all, which each would then count up."""
     for parameter in _inner_parameters(optimizer):
         state = optimizer.optimizer.state[parameter]
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
-
-
-def _inner_parameters(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+        state["step"] = state["step"].clone()

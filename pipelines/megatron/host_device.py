@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -144,6 +145,7 @@ def use_host_device() -> None:
     """
     if has_cuda():
         return
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
     _install_cuda_functions()
     _install_random_tracker()
     HostDeviceMode().__enter__()

@@ -73,6 +73,16 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
+def _own_gpu() -> int:
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise LayoutError(
+            f"local rank {local_rank} has no GPU of its own: {num_gpus} are visible on this machine. Use a layout of "
+            f"at most {num_gpus} processes per machine, or set CUDA_VISIBLE_DEVICES='' to run on the CPU with gloo."
+        )
+    return local_rank
+
+
 def _init_process_group() -> None:
     backend = "nccl" if has_cuda() else "gloo"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -89,7 +99,7 @@ def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
     """
     check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
     if has_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_gpu())
     use_host_device()
     _init_process_group()
     parallel_state.initialize_model_parallel(

@@ -26,9 +26,10 @@ class PolicyEngine:
     """Samples the next token of many rows at once with the trainer's own model."""
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
-        ledger.count("built", "engine")
         self._trainer = trainer
         self._runtime = trainer.runtime
+        if self._runtime.is_leader:
+            ledger.count("built", "engine")  # one engine is one model-parallel group
         self._multiple_of = trainer.config.training.sequence_multiple_of
         self._group = parallel_state.get_model_parallel_group()
         self._leader = dist.get_global_rank(self._group, 0)
@@ -82,8 +83,9 @@ class PolicyEngine:
         result = torch.zeros(2, len(tokens), dtype=torch.float64, device=self._runtime.device)
         if self._runtime.is_last_stage:
             last_logits = logits[0][torch.arange(len(tokens), device=tokens.device), lengths - 1]
-            sampled, logprobs = sample_tokens(self._whole_vocabulary(last_logits), uniforms, args)
-            result = torch.stack((sampled.double(), logprobs.double()))
+            # On the host: a cumulative sum has no deterministic form on CUDA, and every device then draws alike.
+            sampled, logprobs = sample_tokens(self._whole_vocabulary(last_logits).cpu(), uniforms.cpu(), args)
+            result = torch.stack((sampled.double(), logprobs.double())).to(self._runtime.device)
         result = self._broadcast(result, source=self._sampler)
         return result[0].long(), result[1].float()
 
