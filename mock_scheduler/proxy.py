@@ -312,7 +312,8 @@ def _check_answer(batch: object, request: RolloutRequest, real: RolloutScheduler
 
 def _log_dumped(written: WrittenStep, batch: RolloutBatch, request: RolloutRequest) -> None:
     logger.info(
-        "[Rollout Mock] Dumped step %d: %s (samples=%d, size=%.2fMB)",
+        "[Rollout Mock] %s step %d: %s (samples=%d, size=%.2fMB)",
+        "Already dumped, and equal," if written.was_present else "Dumped",
         request.global_step,
         written.path,
         len(batch),

@@ -21,6 +21,7 @@ from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import SingleRank, TorchRankGroup, check_agreement
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import RolloutRequest
@@ -49,12 +50,13 @@ logger = logging.getLogger("pipelines.run")
 def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
     """Every request that the run will make, in order; known before anything is built.
 
-    Validation comes before the training of every step that ``eval_steps`` divides, and once after the last step.
+    Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
+    divides ``max_steps``: so a shorter replay never asks for a validation that a longer recording does not have.
     """
     requests: list[RolloutRequest] = []
     for step in range(first_step, config.max_steps + 1):
         is_last = step == config.max_steps
-        if config.eval_steps and (is_last or step % config.eval_steps == 0):
+        if config.eval_steps and step % config.eval_steps == 0:
             requests.append(_request(config, "val", step))
         if not is_last:
             requests.append(_request(config, "train", step))
@@ -149,7 +151,10 @@ class AgenticPipeline:
         use_tensorboard = config.track_with == "tensorboard"
         with (
             MetricsWriter(
-                self._output_dir, enabled=is_writer, tensorboard=use_tensorboard, append=self._is_resumed
+                self._output_dir,
+                enabled=is_writer,
+                tensorboard=use_tensorboard,
+                resumed_at=self._first_step if self._is_resumed else None,
             ) as writer,
             StepProgress(config, first_step=self._first_step, enabled=is_writer) as progress,
         ):
@@ -223,7 +228,7 @@ class AgenticPipeline:
             return
         root = Path(config.checkpoint_config.output_dir or self._output_dir / "checkpoints")
         mode = config.rollout_mock.effective_mode
-        state = RunState(next_step=next_step, mode=mode, scheduler=self._scheduler.state_dict())
+        state = RunState(next_step=next_step, seed=config.seed, mode=mode, scheduler=self._scheduler.state_dict())
         with self._clock.measure("checkpoint"):
             save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
 
@@ -279,7 +284,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     is_deterministic = config.system_envs.get("DETERMINISTIC_MODE") == "1"
     settings = read_back(os.environ)
     check_took_effect(settings, deterministic=is_deterministic)
-    resumed = read_run_state(Path(config.resume_from_checkpoint)) if config.resume_from_checkpoint else None
+    resumed = _read_resumed_state(config)
     runtime = start_runtime(config.parallel, seed=config.seed)
     try:
         _configure_logging(runtime)
@@ -287,6 +292,24 @@ def run_pipeline(config: PipelineConfig) -> None:
         check_took_effect(read_back(os.environ), deterministic=is_deterministic)
     finally:
         stop_runtime()
+
+
+def _read_resumed_state(config: PipelineConfig) -> RunState | None:
+    """Where the run to resume stood; ``None`` for a new run. Raises ``ConfigError`` where it cannot be continued."""
+    if config.resume_from_checkpoint is None:
+        return None
+    resumed = read_run_state(Path(config.resume_from_checkpoint))
+    if resumed.seed != config.seed:
+        raise ConfigError(
+            f"resume_from_checkpoint: the run was made with seed {resumed.seed}, this one has seed {config.seed}; "
+            "its reference policy, environments and samples follow from the seed, so set it as it was"
+        )
+    if resumed.next_step >= config.max_steps:
+        raise ConfigError(
+            f"resume_from_checkpoint: {config.resume_from_checkpoint} is where step {resumed.next_step} starts, and "
+            f"max_steps is {config.max_steps}: nothing is left to run; raise max_steps"
+        )
+    return resumed
 
 
 class _TerminalHandler(logging.Handler):

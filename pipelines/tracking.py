@@ -19,20 +19,28 @@ ERROR_FILE = "error.json"
 
 
 class MetricsWriter:
-    """Writes metrics on one rank; on all others it does nothing."""
+    """Writes metrics on one rank; on all others it does nothing.
 
-    def __init__(self, output_dir: Path, *, enabled: bool, tensorboard: bool, append: bool) -> None:
+    ``resumed_at``: the first step of a resumed run, whose log goes on from there; what an earlier part logged of that
+    step or later ones is dropped, since this part computes it anew. ``None`` starts a new log.
+    """
+
+    def __init__(self, output_dir: Path, *, enabled: bool, tensorboard: bool, resumed_at: int | None = None) -> None:
         self._file = None
         self._board = None
         if not enabled:
             return
+        path = output_dir / METRICS_FILE
+        kept = [] if resumed_at is None or not path.exists() else _lines_before(path, resumed_at)
         # Closed in __exit__, which the run's with-statement guarantees.
-        self._file = (output_dir / METRICS_FILE).open("a" if append else "w", encoding="utf-8")
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._file.flush()
         if tensorboard:
             # Imported here because it takes a second and other ranks do not need it.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(output_dir / "tensorboard"))
+            self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=resumed_at)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -55,6 +63,11 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if json.loads(line)["step"] < step]
 
 
 def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:

@@ -10,7 +10,7 @@ from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.tensors import compare_traces
 from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import open_trace
+from mock_scheduler.trace.reader import open_trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

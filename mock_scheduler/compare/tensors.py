@@ -16,14 +16,8 @@ import torch
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import (
-    TRACE_KINDS,
-    ReplicaConflict,
-    TraceKey,
-    TraceKind,
-    TraceReader,
-    view_as_bits,
-)
+from mock_scheduler.trace.files import TRACE_KINDS, TraceKey, TraceKind, view_as_bits
+from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
 _CHUNK_ELEMENTS = 1 << 22
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.*)")

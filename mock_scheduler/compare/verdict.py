@@ -20,7 +20,8 @@ from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup, execution_order
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.trace.files import TRACE_KINDS, ReplicaConflict
+from mock_scheduler.trace.files import TRACE_KINDS
+from mock_scheduler.trace.reader import ReplicaConflict
 
 
 class Verdict(StrEnum):

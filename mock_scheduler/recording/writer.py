@@ -25,25 +25,28 @@ from mock_scheduler.recording.paths import (
     request_path,
     step_path,
 )
-from mock_scheduler.recording.reader import read_step_info
+from mock_scheduler.recording.reader import RecordingReader, read_step_info
 from mock_scheduler.scheduler import RolloutRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenStep:
-    """A step that is on disk."""
+    """A step that is on disk. ``was_present``: an earlier part of the run had recorded this very batch."""
 
     path: str
     size_bytes: int
+    was_present: bool = False
 
 
 class RecordingWriter:
     """An opened recording of one run; its run id goes into every step file.
 
     The manifest is written just before the first step, so that a run that fails earlier leaves no recording.
+    ``is_new``: there is no manifest yet; otherwise an earlier part of the run is continued.
     """
 
     def __init__(self, dump_dir: str, manifest: Manifest, *, is_new: bool) -> None:
+        self._is_continued = not is_new
         self.dump_dir = dump_dir
         self.run_id = manifest.run_id
         self._manifest = manifest
@@ -52,7 +55,8 @@ class RecordingWriter:
     def write_step(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
         """Write one step; returns when it is on disk.
 
-        Raises ``StepExistsError`` where the step is already recorded, ``RecordingError`` where it cannot be written
+        A run that continues may play its first steps again: a step that is there with the same batch stays as it is.
+        Raises ``StepExistsError`` where the step is already recorded, and ``RecordingError`` where it cannot be written
         or another run has begun to record here.
         """
         path = step_path(self.dump_dir, mode=info.mode, scheduler_id=info.scheduler_id, step=info.step)
@@ -64,8 +68,20 @@ class RecordingWriter:
         try:
             publish_file(path, data)
         except FileExistsError as error:
+            if self._is_continued and self._is_recorded(batch, info):
+                return WrittenStep(path=path, size_bytes=os.path.getsize(path), was_present=True)
             raise StepExistsError(_exists_text([path])) from error
         return WrittenStep(path=path, size_bytes=len(data))
+
+    def _is_recorded(self, batch: RolloutBatch, info: StepInfo) -> bool:
+        request = RolloutRequest(
+            global_step=info.step,
+            batch_size=batch.num_trajectories,
+            mode=info.mode,
+            scheduler_id=info.scheduler_id,
+            policy_version=info.policy_version,
+        )
+        return RecordingReader(self.dump_dir).load_step(request).batch.is_identical(batch)
 
 
 def open_recording(
@@ -78,12 +94,12 @@ def open_recording(
 ) -> RecordingWriter:
     """Check that the steps of ``plan`` can be recorded in ``dump_dir``; makes no more than the folder.
 
-    An empty or missing folder becomes a new recording. One that holds a recording is continued only with
-    ``resume``, an equal contract and no step of ``plan`` in it. Raises ``StepExistsError`` naming the steps,
+    An empty or missing folder becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
+    is continued only with ``resume`` and an equal contract. Raises ``StepExistsError`` naming the steps,
     ``ContractError`` or ``RecordingError``. ``provenance`` is what the caller adds to it.
     """
     existing = [path for path in (request_path(dump_dir, request) for request in plan) if os.path.lexists(path)]
-    if existing:
+    if existing and not resume:
         raise StepExistsError(_exists_text(existing))
     if os.path.lexists(os.path.join(dump_dir, MANIFEST_NAME)):
         manifest = _continue_recording(dump_dir, contract, resume=resume)

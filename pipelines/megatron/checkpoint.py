@@ -1,7 +1,7 @@
 """Distributed checkpoints: written under one layout, read under any other.
 
 Contract: ``{folder}`` holds Megatron's distributed checkpoint (model, optimizer, schedule) and ``run_state.json``
-(step, policy version, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
+(step, seed, policy version, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class RunState:
     """Where a run stands: ``next_step`` is the first step that has not been trained."""
 
     next_step: int
+    seed: int
     mode: str
     scheduler: Mapping[str, JSON]
 
@@ -65,7 +66,12 @@ def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> No
     dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(folder))
     dist.barrier()
     if trainer.runtime.is_writer:
-        content = {"next_step": state.next_step, "mode": state.mode, "scheduler": dict(state.scheduler)}
+        content = {
+            "next_step": state.next_step,
+            "seed": state.seed,
+            "mode": state.mode,
+            "scheduler": dict(state.scheduler),
+        }
         (folder / RUN_STATE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     dist.barrier()
 
@@ -83,7 +89,9 @@ def read_run_state(folder: Path) -> RunState:
             f"as {{output_dir}}/checkpoints/step_000010"
         )
     content = json.loads(path.read_text(encoding="utf-8"))
-    return RunState(next_step=content["next_step"], mode=content["mode"], scheduler=content["scheduler"])
+    return RunState(
+        next_step=content["next_step"], seed=content["seed"], mode=content["mode"], scheduler=content["scheduler"]
+    )
 
 
 def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
@@ -97,6 +105,7 @@ def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     for optimizer in on_torch_adam:
         _separate_steps(optimizer)
+    trainer.lr_schedule.num_steps = 0  # loading adds the stored number to it, and a fresh schedule stands at 1
     trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])
 
 

@@ -17,7 +17,8 @@ from mock_scheduler.compare.tensors import (
     order_keys,
 )
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKey, open_trace, save_rank_trace
+from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKey, save_rank_trace
+from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import whole
 
 TOLERANCE = ToleranceConfig(gradient=1e-3, parameter=1e-4)

@@ -14,8 +14,10 @@ from mock_scheduler.errors import ConfigError, ContractError
 from pipelines.tracking import MetricsWriter, prepare_output_dir, report_failure, write_json
 
 
-def write_metrics(folder: Path, lines: list[tuple[int, dict[str, float]]], *, append: bool = False) -> list[str]:
-    with MetricsWriter(folder, enabled=True, tensorboard=False, append=append) as writer:
+def write_metrics(
+    folder: Path, lines: list[tuple[int, dict[str, float]]], *, resumed_at: int | None = None
+) -> list[str]:
+    with MetricsWriter(folder, enabled=True, tensorboard=False, resumed_at=resumed_at) as writer:
         for step, metrics in lines:
             writer.write(step, metrics)
     return (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -34,12 +36,12 @@ def test_nan_and_infinity_are_text_so_that_a_line_stays_json(tmp_path: Path) -> 
 
 def test_a_resumed_run_goes_on_in_its_file_and_a_new_one_starts_over(tmp_path: Path) -> None:
     write_metrics(tmp_path, [(0, {})])
-    assert [json.loads(line)["step"] for line in write_metrics(tmp_path, [(1, {})], append=True)] == [0, 1]
+    assert [json.loads(line)["step"] for line in write_metrics(tmp_path, [(1, {})], resumed_at=1)] == [0, 1]
     assert [json.loads(line)["step"] for line in write_metrics(tmp_path, [(5, {})])] == [5]
 
 
 def test_a_rank_that_does_not_write_leaves_no_file(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, enabled=False, tensorboard=True, append=False) as writer:
+    with MetricsWriter(tmp_path, enabled=False, tensorboard=True) as writer:
         writer.write(0, {"a": 1.0})
     assert os.listdir(tmp_path) == []
 
@@ -106,3 +108,14 @@ def test_json_files_are_sorted_indented_and_refuse_nan(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "x.json").read_text(encoding="utf-8") == '{\n  "a": 2,\n  "b": 1\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "y.json", {"a": math.nan})
+
+
+def test_a_resumed_run_replaces_what_it_computes_anew(tmp_path: Path) -> None:
+    """A run that ended with a validation logged its next step; resumed, it logs that step again, as a whole."""
+    write_metrics(tmp_path, [(0, {"a": 1.0}), (1, {"a": 2.0}), (2, {"val/a": 3.0})])
+    lines = write_metrics(tmp_path, [(2, {"a": 4.0, "val/a": 3.0})], resumed_at=2)
+    assert [json.loads(line) for line in lines] == [
+        {"step": 0, "metrics": {"a": 1.0}},
+        {"step": 1, "metrics": {"a": 2.0}},
+        {"step": 2, "metrics": {"a": 4.0, "val/a": 3.0}},
+    ]

@@ -9,8 +9,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+# What the launcher exports to a run of one process.
+DETERMINISTIC = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
 
 TINY_YAML = """\
 defaults:
@@ -54,7 +58,7 @@ def write_tiny_config(folder: Path) -> Path:
 
 
 def run_command(
-    arguments: Sequence[str], *, environ: Mapping[str, str] | None = None
+    arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 280.0
 ) -> subprocess.CompletedProcess[str]:
     """``python ARGUMENTS`` in the repository's root, with this process's environment and ``environ`` over it."""
     return subprocess.run(
@@ -63,7 +67,7 @@ def run_command(
         env={**os.environ, "COLUMNS": "200", **(environ or {})},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout_s,
         check=False,
     )
 
@@ -76,6 +80,7 @@ def run_cli(
     return run_command(arguments, environ=environ)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """One JSON object."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

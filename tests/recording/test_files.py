@@ -89,13 +89,23 @@ def test_a_second_dump_into_a_folder_is_refused_unless_resumed(tmp_path: Path) -
     RecordingReader(str(tmp_path)).check_plan([request(step) for step in range(3)])
 
 
-def test_resuming_needs_an_equal_contract_and_new_steps(tmp_path: Path) -> None:
+def test_resuming_needs_an_equal_contract(tmp_path: Path) -> None:
     record(tmp_path, [0])
-    arguments = {"provenance": {}, "resume": True}
     with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65"):
-        open_recording(str(tmp_path), contract=make_contract(sequence_length=65), plan=(), **arguments)
+        open_recording(str(tmp_path), contract=make_contract(sequence_length=65), plan=(), provenance={}, resume=True)
+
+
+def test_a_resumed_dump_keeps_a_step_that_it_plays_again_alike_and_refuses_another(tmp_path: Path) -> None:
+    """A run that stops after a validation plays that validation again when it is resumed."""
+    record(tmp_path, [0])
+    path = tmp_path / "train" / "step_000000.safetensors"
+    before = path.read_bytes()
+    writer = open_recording(str(tmp_path), contract=make_contract(), plan=[request(0)], provenance={}, resume=True)
+    again = writer.write_step(make_batch(seed=0), make_info(0, run_id=writer.run_id))
+    assert (again.was_present, path.read_bytes()) == (True, before)
     with pytest.raises(StepExistsError, match=r"step_000000.safetensors"):
-        open_recording(str(tmp_path), contract=make_contract(), plan=[request(1), request(0)], **arguments)
+        writer.write_step(make_batch(seed=1), make_info(0, run_id=writer.run_id))
+    assert path.read_bytes() == before
 
 
 def test_steps_without_a_manifest_are_not_continued(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.files import TraceEntry, TraceKey, TraceKind, open_trace, save_rank_trace
+from mock_scheduler.trace.files import TraceEntry, TraceKey, TraceKind, save_rank_trace
+from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, whole
 
 NORM = "decoder.layers.0.input_layernorm.weight"

@@ -1,0 +1,336 @@
+"""Reads trace files: puts a tensor together from all ranks' pieces, and says which replicas disagree.
+
+Files are mapped into memory and merged one tensor at a time: memory is bounded by the largest tensor. Whatever several
+ranks hold must agree bit for bit; where it does not, the merge says who differs from whom. The format is in ``files``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.files import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    RANK_FILE,
+    STEP_FOLDER,
+    RankPlace,
+    TraceKey,
+    compute_digest,
+    compute_sha256,
+    stored_name,
+    view_as_bits,
+)
+from mock_scheduler.trace.shards import Block, ShardSpec, owned_mask, place_shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaConflict:
+    """Two ranks that hold different bits for the same elements of one tensor.
+
+    ``max_abs``: the largest absolute difference; 0 where only the sign of a zero differs, nan or inf where one is.
+    """
+
+    key: TraceKey
+    first: RankPlace
+    second: RankPlace
+    num_elements: int
+    max_abs: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes on which the two ranks stand apart."""
+        mine, other = self.first.coordinates, self.second.coordinates
+        return tuple(axis for axis in mine if mine[axis] != other.get(axis))
+
+    def describe(self) -> str:
+        """One line: the tensor, the axes with both coordinates, what differs and when."""
+        axes = self.axes
+        if axes:
+            first = " ".join(f"{axis}{self.first.coordinates[axis]}" for axis in axes)
+            second = " ".join(f"{axis}{self.second.coordinates.get(axis)}" for axis in axes)
+        else:
+            first, second = f"global {self.first.global_rank}", f"global {self.second.global_rank}"
+        elements = "1 element" if self.num_elements == 1 else f"{self.num_elements} elements"
+        update = f", update {self.key.update}" if self.key.update else ""
+        return (
+            f"{self.key.name}: ranks {first} and {second} hold different {self.key.kind}s at step {self.key.step}"
+            f"{update} ({elements}, by up to {self.max_abs:.3g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergedTensor:
+    """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken."""
+
+    tensor: torch.Tensor
+    conflicts: tuple[ReplicaConflict, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredTensor:
+    """What the metadata says about one stored tensor."""
+
+    key: TraceKey
+    dtype: str
+    spec: ShardSpec
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankFile:
+    """One file, with its checked metadata."""
+
+    path: Path
+    step: int
+    place: RankPlace
+    world_size: int
+    tensors: Mapping[TraceKey, _StoredTensor]
+
+
+class _Handle(Protocol):
+    """What is used of an open safetensors file (its own class is untyped in safetensors 0.8)."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+def open_trace(trace_dir: Path) -> TraceReader:
+    """Read the metadata of every file of a trace, and check that no rank's file is missing.
+
+    Raises ``TraceError`` where there is no trace, a file is missing, unreadable or not what its name says.
+    """
+    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
+    if not folders:
+        raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
+    steps: dict[int, tuple[_RankFile, ...]] = {}
+    for folder in folders:
+        rank_files = tuple(_read_rank_file(path) for path in sorted(folder.iterdir()) if RANK_FILE.fullmatch(path.name))
+        _check_ranks(folder, rank_files)
+        steps[rank_files[0].step] = rank_files
+    return TraceReader(steps)
+
+
+@dataclass(slots=True)
+class TraceReader:
+    """An opened trace. Holds open the files of one step at a time; a context manager, closed by ``close``."""
+
+    _files: dict[int, tuple[_RankFile, ...]]
+    _open_step: int | None = None
+    _handles: dict[int, _Handle] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+        return tuple(sorted(self._files))
+
+    def ranks(self, step: int) -> tuple[RankPlace, ...]:
+        """The ranks that wrote ``step``, by global rank."""
+        return tuple(rank_file.place for rank_file in self._files[step])
+
+    def keys(self, step: int) -> frozenset[TraceKey]:
+        """Every tensor that any rank wrote at ``step``."""
+        return frozenset(key for rank_file in self._files[step] for key in rank_file.tensors)
+
+    def merge(self, key: TraceKey) -> MergedTensor:
+        """The whole tensor from all ranks' pieces, and the replicas that disagree.
+
+        Raises ``TraceError`` where no rank holds the tensor, an element is held by none, ranks disagree on its
+        shape or dtype, or stored bytes do not have their SHA-256.
+        """
+        holders = [
+            (rank_file, rank_file.tensors[key]) for rank_file in self._files[key.step] if key in rank_file.tensors
+        ]
+        if not holders:
+            raise TraceError(f"no rank wrote the {key.describe()}")
+        _check_agreement(key, holders)
+        if len(holders) == 1 and _is_whole(holders[0][1].spec):
+            return MergedTensor(tensor=self._load(*holders[0]), conflicts=())
+        return self._merge_pieces(key, holders)
+
+    def close(self) -> None:
+        """Close the open files."""
+        self._stack.close()
+        self._handles = {}
+        self._open_step = None
+
+    def __enter__(self) -> TraceReader:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _merge_pieces(self, key: TraceKey, holders: list[tuple[_RankFile, _StoredTensor]]) -> MergedTensor:
+        shape = holders[0][1].spec.global_shape
+        values: torch.Tensor | None = None
+        owner = torch.full(shape, -1, dtype=torch.int32)
+        conflicts: list[ReplicaConflict] = []
+        for index, (rank_file, stored) in enumerate(holders):
+            piece, mask = _place_piece(self._load(rank_file, stored), stored.spec)
+            if values is None:
+                values = torch.zeros_like(piece)
+            differs = mask & (owner >= 0) & (view_as_bits(values) != view_as_bits(piece))
+            for other in torch.unique(owner[differs]).tolist():
+                where = differs & (owner == other)
+                conflicts.append(
+                    ReplicaConflict(
+                        key=key,
+                        first=holders[other][0].place,
+                        second=rank_file.place,
+                        num_elements=int(where.sum()),
+                        max_abs=float((values[where].double() - piece[where].double()).abs().max()),
+                    )
+                )
+            unclaimed = mask & (owner < 0)
+            view_as_bits(values).masked_scatter_(unclaimed, view_as_bits(piece)[unclaimed])
+            owner.masked_fill_(unclaimed, index)
+        _check_covered(key, owner, holders)
+        assert values is not None
+        return MergedTensor(tensor=values, conflicts=tuple(conflicts))
+
+    def _load(self, rank_file: _RankFile, stored: _StoredTensor) -> torch.Tensor:
+        """The stored elements as they were written: ``local_shape``, or flat for a ``flat_range``."""
+        handle = self._handle(rank_file)
+        name = stored_name(stored.key.update, stored.key.kind, stored.key.name)
+        try:
+            tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise TraceError(f"{rank_file.path}: {name} cannot be read: {error}") from error
+        if compute_sha256(tensor) != stored.sha256:
+            raise TraceError(
+                f"{rank_file.path}: {name}: SHA-256 of the stored bytes is not the recorded one; "
+                "the file was changed or damaged after it was written"
+            )
+        return tensor
+
+    def _handle(self, rank_file: _RankFile) -> _Handle:
+        if self._open_step != rank_file.step:
+            self.close()
+            self._open_step = rank_file.step
+        global_rank = rank_file.place.global_rank
+        if global_rank not in self._handles:
+            self._handles[global_rank] = self._stack.enter_context(_open_file(rank_file.path))
+        return self._handles[global_rank]
+
+
+def _parse_stored(record: Mapping[str, Any], step: int) -> _StoredTensor:
+    flat_range = record["flat_range"]
+    spec = ShardSpec(
+        name=record["name"],
+        global_shape=tuple(record["global_shape"]),
+        local_shape=tuple(record["local_shape"]),
+        dim=record["dim"],
+        blocks=tuple(
+            Block(local_start=local, global_start=start, length=length) for local, start, length in record["blocks"]
+        ),
+        flat_range=(flat_range[0], flat_range[1]) if flat_range is not None else None,
+    )
+    key = TraceKey(step=step, update=record["update"], kind=record["kind"], name=record["name"])
+    return _StoredTensor(key=key, dtype=record["dtype"], spec=spec, sha256=record["sha256"])
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[_Handle]:
+    try:
+        opened = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
+    with opened as handle:
+        yield handle
+
+
+def _read_rank_file(path: Path) -> _RankFile:
+    with _open_file(path) as handle:
+        metadata = handle.metadata() or {}
+        stored_names = set(handle.keys())
+    if METADATA_KEY not in metadata:
+        raise TraceError(f"{path}: no metadata key {METADATA_KEY!r}; this is no trace file")
+    content = json.loads(metadata[METADATA_KEY])
+    if content.get("format_version") != FORMAT_VERSION:
+        raise TraceError(f"{path}: format version {content.get('format_version')}, expected {FORMAT_VERSION}")
+    recorded = content.pop("digest", None)
+    if recorded != compute_digest(content) or stored_names != set(content["tensors"]):
+        raise TraceError(f"{path}: the digest does not fit the metadata; the file was changed after it was written")
+    step = content["step"]
+    stored = [_parse_stored(record, step) for record in content["tensors"].values()]
+    return _RankFile(
+        path=path,
+        step=step,
+        place=RankPlace(global_rank=content["global_rank"], coordinates=content["coordinates"]),
+        world_size=content["world_size"],
+        tensors={record.key: record for record in stored},
+    )
+
+
+def _check_ranks(folder: Path, rank_files: Sequence[_RankFile]) -> None:
+    """Every file is the rank and step that its path says, and no rank of the world is missing."""
+    if not rank_files:
+        raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
+    problems = []
+    for rank_file in rank_files:
+        named_rank = int(rank_file.path.name.removeprefix("rank_").removesuffix(".safetensors"))
+        named_step = int(folder.name.removeprefix("step_"))
+        found = (rank_file.step, rank_file.place.global_rank)
+        if found != (named_step, named_rank):
+            problems.append(f"{rank_file.path.name} holds step {found[0]} of global rank {found[1]}")
+    world_sizes = {rank_file.world_size for rank_file in rank_files}
+    if len(world_sizes) > 1:
+        problems.append(f"files of runs with different world sizes {sorted(world_sizes)}")
+    world_size = max(world_sizes)
+    missing = sorted(set(range(world_size)) - {rank_file.place.global_rank for rank_file in rank_files})
+    if missing:
+        problems.append(f"no file of global rank {', '.join(map(str, missing))} of {world_size}")
+    if problems:
+        raise TraceError(f"{folder}: " + "; ".join(problems))
+
+
+def _check_agreement(key: TraceKey, holders: Sequence[tuple[_RankFile, _StoredTensor]]) -> None:
+    """All ranks that hold the tensor say the same whole shape and dtype."""
+    forms = {
+        (stored.dtype, stored.spec.global_shape): f"global rank {rank_file.place.global_rank}"
+        for rank_file, stored in reversed(holders)
+    }
+    if len(forms) > 1:
+        found = ", ".join(f"{where}: {dtype} {list(shape)}" for (dtype, shape), where in forms.items())
+        raise TraceError(f"{key.describe()}: ranks disagree on dtype or whole shape ({found})")
+
+
+def _check_covered(key: TraceKey, owner: torch.Tensor, holders: Sequence[tuple[_RankFile, _StoredTensor]]) -> None:
+    gap = (owner < 0).nonzero()
+    if len(gap):
+        ranks = ", ".join(str(rank_file.place.global_rank) for rank_file, _ in holders)
+        raise TraceError(
+            f"{key.describe()}: {len(gap)} of {owner.numel()} elements are held by no rank, the first at index "
+            f"{gap[0].tolist()}; pieces come from global rank {ranks}"
+        )
+
+
+def _is_whole(spec: ShardSpec) -> bool:
+    return spec.dim is None and spec.flat_range is None
+
+
+def _place_piece(stored: torch.Tensor, spec: ShardSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's elements at their place in the whole tensor (0 elsewhere), and a bool mask of where they are."""
+    local = stored
+    if spec.flat_range is not None:
+        start, stop = spec.flat_range
+        local = stored.new_zeros(spec.local_shape)
+        local.view(-1)[start:stop] = stored
+    piece = stored.new_zeros(spec.global_shape)
+    mask = torch.zeros(spec.global_shape, dtype=torch.bool)
+    place_shard(piece, local, spec)
+    place_shard(mask, owned_mask(spec), spec)
+    return piece, mask

@@ -1,0 +1,39 @@
+"""Two launches of real gloo processes, one of a single rank and one of four, shared by all distributed tests."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.launcher import LaunchPlan, run_plan
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ("tp2-pp2", "pp2-dp2", "tp2-dp2-sp")
+FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def launch(num_ranks: int, folder: Path, layouts: tuple[str, ...]) -> None:
+    """Run the worker; where any rank fails, the launcher ends the others and the test shows the log."""
+    worker = ("-m", "tests.dist.worker", str(folder), *layouts)
+    if num_ranks == 1:
+        argv, env = (sys.executable, *worker), {**FIXED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    else:
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
+        torchrun = ("-m", "mock_scheduler.launcher", "--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
+        argv, env = (sys.executable, *torchrun, *worker), dict(FIXED)
+    plan = LaunchPlan(argv=argv, env=env, num_processes=num_ranks, world_size=num_ranks)
+    log_path = folder / f"{num_ranks}.log"
+    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)
+    assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which every layout has written; ``tp1`` is the reference of one process."""
+    folder = tmp_path_factory.mktemp("dist")
+    launch(1, folder, ("tp1",))
+    launch(4, folder, LAYOUTS)
+    return folder

@@ -1,0 +1,279 @@
+"""What the ranks of a distributed test run: ``python -m tests.dist.worker FOLDER LAYOUT ...`` under any launcher.
+
+A layout is written as in ``tp2-pp2``. For each, and for each of two model variants, every rank writes to
+``FOLDER/{layout}/{variant}``: initial parameters, gradients and parameters of one update, Adam's moments, a
+checkpoint, metrics, and the rows that it would sample. Nothing is judged here; the tests compare the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.recording.container import StepInfo, decode_step, encode_step
+from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.trace.files import TraceEntry, save_rank_trace
+from pipelines.environments.registry import build_tokenizer
+from pipelines.megatron import runtime as runtime_module
+from pipelines.megatron.checkpoint import RunState, load_checkpoint, save_checkpoint
+from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
+from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.megatron.weights import iterate_parameters
+from pipelines.micro_batches import MicroBatch, build_micro_batches
+from pipelines.rollout.scheduler import AgenticRolloutScheduler
+from tests.faults import norm_gradients_not_reduced
+
+ONE_RANK = "tp1"
+VARIANTS = {
+    "qwen": ModelConfig(
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        qk_layernorm=True,
+        untie_embeddings_and_output_weights=False,
+        rotary_base=100,
+        init_method_std=0.08,
+        make_vocab_size_divisible_by=16,
+    ),
+    "gpt2": ModelConfig(
+        normalization="LayerNorm",
+        swiglu=False,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        position_embedding_type="learned_absolute",
+        init_method_std=0.08,
+    ),
+}
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """``tp2-pp2-sp`` as a configuration."""
+    sizes = {axis: int(size) for axis, size in re.findall(r"(tp|pp|dp)(\d+)", text)}
+    return ParallelConfig(
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        data_parallel_size=sizes.get("dp", 1),
+        sequence_parallel=text.endswith("-sp"),
+    )
+
+
+def build_config(variant: str, parallel: ParallelConfig, *, seed: int = 42) -> PipelineConfig:
+    """A run of eight episodes and one update per step on the fixed 4×4 map."""
+    return PipelineConfig.model_validate(
+        {
+            "exp_name": variant,
+            "seed": seed,
+            "max_steps": 2,
+            "rollout_batch_size": 8,
+            "val_batch_size": 8,
+            "sequence_length": 128,
+            "use_kl_loss": True,
+            "entropy_loss_coef": 0.01,
+            "model": VARIANTS[variant].model_dump(),
+            "parallel": parallel.model_dump(),
+            "training": {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1e-3, "adam_eps": 1e-5},
+            "actor_infer": {"only_action_tokens": True},
+            "train_env_manager": {"num_env_groups": 4, "group_size": 2},
+            "val_env_manager": {"num_env_groups": 4, "group_size": 2},
+            "custom_envs": {"FrozenLake": {"max_steps": 5}},
+        }
+    )
+
+
+def join_layout(config: PipelineConfig) -> Runtime:
+    """This rank's place in the layout; Megatron's groups are made anew in the same process group."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        runtime_module._init_process_group = lambda: None
+    return start_runtime(config.parallel, seed=config.seed)
+
+
+def build_trainer(config: PipelineConfig, runtime: Runtime) -> PolicyTrainer:
+    """The trainer as the pipeline builds it."""
+    tokenizer = build_tokenizer(config)
+    return PolicyTrainer(config, runtime, vocab_size=tokenizer.vocab_size, allowed_tokens=tokenizer.action_ids)
+
+
+def write_rows(folder: Path, trainer: PolicyTrainer) -> RolloutBatch:
+    """Sample one batch; the first rank writes it, every rank its digest."""
+    tokenizer = build_tokenizer(trainer.config)
+    scheduler = AgenticRolloutScheduler(trainer.config, trainer, tokenizer, Ledger())
+    batch = scheduler.get_batch(RolloutRequest(global_step=0, batch_size=8, mode="train", policy_version=0))
+    scheduler.close()
+    rank = trainer.runtime.global_rank
+    (folder / f"rows_digest_{rank}.txt").write_text(batch.digest(), encoding="utf-8")
+    if trainer.runtime.is_writer:
+        info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="test", policy_version=0)
+        (folder / "rows.safetensors").write_bytes(encode_step(batch, info))
+    return batch
+
+
+def micro_batches_of(path: Path, trainer: PolicyTrainer) -> list[MicroBatch]:
+    """Those of the rows that one process sampled, with advantages from -1 to 1."""
+    batch, _ = decode_step(path.read_bytes())
+    advantages = torch.linspace(-1.0, 1.0, len(batch), dtype=torch.float64)
+    return build_micro_batches(batch, advantages, micro_batch_size=2, multiple_of=8, device=trainer.runtime.device)
+
+
+def write_state(folder: Path, trainer: PolicyTrainer) -> None:
+    """Parameters and Adam's moments as a trace: update 0, 1 and 2 are parameter, mean and mean of squares."""
+    runtime = trainer.runtime
+    probe = StepProbe(trainer, folder, step=0)
+    entries: list[TraceEntry] = []
+    for local in iterate_parameters(trainer.policy, trainer.shape, runtime):
+        value = local.parameter.detach().cpu().clone()
+        entries.append(TraceEntry(update=0, kind="parameter", spec=local.spec, tensor=value))
+        owned = probe._gradient_spec(local)
+        if owned is None:
+            continue
+        states = moments(trainer, local.parameter)
+        for update, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
+            state = states[name].detach().cpu().flatten()
+            start, stop = owned.flat_range or (0, state.numel())
+            assert state.numel() == stop - start
+            entries.append(
+                TraceEntry(update=update, kind="parameter", spec=replace(owned, flat_range=(start, stop)), tensor=state)
+            )
+    save_rank_trace(
+        folder,
+        step=0,
+        global_rank=runtime.global_rank,
+        world_size=runtime.world_size,
+        coordinates=runtime.coordinates,
+        entries=entries,
+    )
+
+
+def moments(trainer: PolicyTrainer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Adam's state of the part of a parameter that this rank owns."""
+    for optimizer in trainer.optimizers:
+        assert isinstance(optimizer, DistributedOptimizer)
+        if parameter in optimizer.model_param_group_index_map:
+            return optimizer._get_main_param_and_optimizer_states(parameter)
+    raise KeyError("no optimizer owns the parameter")
+
+
+def write_metrics(folder: Path, name: str, metrics: dict[str, float]) -> None:
+    """One JSON file per rank."""
+    path = folder / f"{name}_{dist.get_rank()}.json"
+    path.write_text(json.dumps(metrics), encoding="utf-8")
+
+
+def run_variant(root: Path, layout: str, variant: str) -> None:
+    """Everything about one variant under one layout."""
+    config = build_config(variant, parse_layout(layout))
+    runtime = join_layout(config)
+    folder = root / layout / variant
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = build_trainer(config, runtime)
+    initial = StepProbe(trainer, folder / "initial", step=0)
+    initial(0, "parameter")
+    initial.save()
+    if not config.parallel.sequence_parallel:
+        write_rows(folder, trainer)
+    dist.barrier()
+    micro_batches = micro_batches_of(root / ONE_RANK / variant / "rows.safetensors", trainer)
+    probe = StepProbe(trainer, folder / "trained", step=0)
+    write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
+    probe.save()
+    write_state(folder / "state", trainer)
+    if not config.parallel.sequence_parallel:
+        checkpoint = folder / "checkpoint"
+        save_checkpoint(checkpoint, trainer, RunState(next_step=1, seed=42, mode="real", scheduler={}))
+    write_metrics(folder, "next", trainer.train_step(micro_batches))
+    write_state(folder / "next_state", trainer)
+
+
+def load_elsewhere(root: Path, source: str, layout: str, variant: str) -> None:
+    """A checkpoint of one layout, read into a trainer of another seed under another layout; then one more step."""
+    config = build_config(variant, parse_layout(layout), seed=7)
+    runtime = join_layout(config)
+    folder = root / f"{source}_in_{layout}" / variant
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = build_trainer(config, runtime)
+    # The reference policy is rebuilt from the seed, not stored: the KL term needs the saved run's.
+    trainer.reference = build_trainer(build_config(variant, parse_layout(layout)), runtime).policy.requires_grad_(False)
+    load_checkpoint(root / source / variant / "checkpoint", trainer)
+    write_state(folder / "state", trainer)
+    micro_batches = micro_batches_of(root / ONE_RANK / variant / "rows.safetensors", trainer)
+    write_metrics(folder, "next", trainer.train_step(micro_batches))
+    write_state(folder / "next_state", trainer)
+
+
+def run_planted_fault(root: Path, layout: str) -> None:
+    """The first update again, with norm gradients left unreduced."""
+    config = build_config("qwen", parse_layout(layout))
+    folder = root / f"{layout}-fault" / "qwen"
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = build_trainer(config, join_layout(config))
+    norm_gradients_not_reduced.plant()
+    micro_batches = micro_batches_of(root / ONE_RANK / "qwen" / "rows.safetensors", trainer)
+    probe = StepProbe(trainer, folder / "trained", step=0)
+    write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
+    probe.save()
+
+
+def write_vocab_parallel_errors(root: Path, layout: str) -> None:
+    """How far split logprobs, entropy and gradients are from the unsplit ones, in float64, with excluded columns."""
+    runtime = join_layout(build_config("qwen", parse_layout(layout)))
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 4, 24, generator=generator, dtype=torch.float64) * 4
+    allowed = torch.arange(24) < 21  # vocabulary padding: all of it lies on the last rank
+    allowed[2] = False  # and one excluded token on the first
+    targets = torch.randint(3, 21, (3, 4), generator=generator)
+    weights = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    whole = logits.clone().requires_grad_()
+    expected = vocab_parallel_logprobs(whole, targets, VocabShard(start=0, width=24, allowed=allowed), temperature=0.8)
+    (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
+    width = 24 // runtime.tp_size
+    columns = slice(runtime.tp_rank * width, (runtime.tp_rank + 1) * width)
+    part = logits[..., columns].clone().requires_grad_()
+    shard = VocabShard(
+        start=columns.start,
+        width=width,
+        allowed=allowed[columns],
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    found = vocab_parallel_logprobs(part, targets, shard, temperature=0.8)
+    (weights[0] * found[0] + weights[1] * found[1]).sum().backward()
+    pairs = {
+        "logprobs": (found[0], expected[0]),
+        "entropy": (found[1], expected[1]),
+        "gradient": (part.grad, whole.grad[..., columns]),
+    }
+    errors = {name: float((one - other).abs().max()) for name, (one, other) in pairs.items()}
+    (root / layout).mkdir(exist_ok=True)
+    write_metrics(root / layout, "vocab", errors)
+
+
+def main() -> None:
+    """All layouts named on the command line, in order; checkpoints travel from one rank, and between these."""
+    root, layouts = Path(sys.argv[1]), sys.argv[2:]
+    torch.use_deterministic_algorithms(True)
+    for layout in layouts:
+        for variant in VARIANTS:
+            run_variant(root, layout, variant)
+    if layouts != [ONE_RANK]:
+        plain = [layout for layout in layouts if not layout.endswith("-sp")]
+        for source, layout in zip([ONE_RANK, *plain], plain, strict=False):
+            for variant in VARIANTS:
+                load_elsewhere(root, source, layout, variant)
+        write_vocab_parallel_errors(root, layouts[0])
+        run_planted_fault(root, layouts[-1])
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()

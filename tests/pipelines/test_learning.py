@@ -1,0 +1,49 @@
+"""Real learning: a policy goes from almost no success on the fixed map to almost always, and its replay is exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.config.loading import load_config
+from tests.pipelines.tiny_runs import ROOT, read_json, run_command
+
+pytestmark = [pytest.mark.all, pytest.mark.timeout(1500)]
+
+
+def test_frozen_lake_is_learned_in_mode_real(tmp_path: Path) -> None:
+    """512 evaluation episodes before and after; a validation after the last step is logged as a step of its own."""
+    config = load_config("frozen_lake", config_path=ROOT / "configs")
+    assert config.val_batch_size >= 512
+    finished = run_command(
+        ["-m", "mock_scheduler.cli", "launch", "frozen_lake", f"output_dir={tmp_path / 'run'}"], timeout_s=900
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = {json.loads(line)["step"]: json.loads(line)["metrics"] for line in lines}
+    assert metrics[0]["val/success"] <= 0.05
+    assert metrics[config.max_steps]["val/success"] >= 0.95
+    run = read_json(tmp_path / "run" / "run.json")
+    assert (run["status"], run["mode"], run["num_steps"]) == ("completed", "real", config.max_steps)
+
+
+def test_a_replayed_training_with_validation_has_the_same_parameters_to_the_bit(tmp_path: Path) -> None:
+    """Three steps with validation before, between and after, recorded and replayed by ``align``."""
+    overrides = ["max_steps=3", "eval_steps=2", "val_batch_size=64", "val_env_manager.num_env_groups=8"]
+    finished = run_command(
+        ["-m", "mock_scheduler.cli", "align", "frozen_lake", *overrides, "--output-dir", str(tmp_path / "align")],
+        timeout_s=600,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (candidate,) = read_json(tmp_path / "align" / "align.json")["candidates"]
+    assert candidate["verdict"] == "identical"
+    parameters = candidate["tensors"]["groups"]["parameter"]
+    assert parameters["num_bit_equal"] == parameters["num_compared"] == 3 * 2 * 9
+    assert {"val/success", "val/reward"} <= {metric["name"] for metric in candidate["metrics"]["differences"]}
+    assert read_json(tmp_path / "align" / "replay" / "ledger.json")["built"] == {
+        "engine": 0,
+        "environment": 0,
+        "scheduler": 0,
+    }

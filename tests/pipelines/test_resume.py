@@ -1,0 +1,92 @@
+"""A mock run stopped after its first step goes on from its checkpoint as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.conftest import TinyAlignment
+from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``whole``: two steps with a checkpoint after each; ``rest``: the second step from the first's checkpoint; and a
+    second start of ``rest`` in a folder that holds another run, which must be refused.
+    """
+    root = tmp_path_factory.mktemp("resume")
+    common = [
+        *("--config_path", str(tiny_alignment.configs), "--config_name", "tiny"),
+        *("rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={tiny_alignment.recording}"),
+        "trace.level=full",
+        # A rate that changes with every update shows a schedule that is off by one.
+        *("training.lr_decay_style=linear", "training.lr_warmup_iters=2", "training.lr_decay_iters=20"),
+    ]
+    checkpoint = root / "whole" / "checkpoints" / "step_000001"
+    cases = [
+        [f"output_dir={root / 'whole'}", "save_steps=1"],
+        [f"output_dir={root / 'rest'}", f"resume_from_checkpoint={checkpoint}"],
+        [f"output_dir={root / 'rest'}"],
+    ]
+    path = root / "cases.json"
+    path.write_text(json.dumps([{"arguments": common + case, "environ": {}} for case in cases]), encoding="utf-8")
+    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 5], finished.stderr
+    return root
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {
+        row["step"]: {name: value for name, value in row["metrics"].items() if not name.startswith("time/")}
+        for row in rows
+    }
+
+
+def test_a_checkpoint_of_a_mock_run_says_so_and_where_it_stands(resumed: Path) -> None:
+    state = read_json(resumed / "whole" / "checkpoints" / "step_000001" / "run_state.json")
+    assert (state["next_step"], state["mode"]) == (1, "mock")
+    assert state["scheduler"] == {
+        "mode": "mock",
+        "policy_version": 0,
+        "last_steps": {"train": 0},
+        "scheduler": {"policy_version": 0},
+    }
+
+
+def test_the_resumed_step_has_the_same_metrics_to_the_bit(resumed: Path) -> None:
+    whole, rest = metrics_of(resumed / "whole"), metrics_of(resumed / "rest")
+    assert list(whole) == [0, 1]
+    assert list(rest) == [1]
+    assert rest[1] == whole[1]
+    assert read_json(resumed / "rest" / "run.json")["num_steps"] == 1
+
+
+def test_the_learning_rate_goes_on_where_it_stood(resumed: Path) -> None:
+    """Four updates a step: the last of a step stands at 4 and 8 of 20, of which 2 warm up; 2e-3 decays to 0.
+
+    Megatron's schedule adds the stored step to its own, which is 1 when built; the rate then ran one ahead.
+    """
+    rates = [metrics_of(resumed / "whole")[step]["lr"] for step in (0, 1)]
+    assert rates == [pytest.approx(2e-3 * 16 / 18, rel=1e-12), pytest.approx(2e-3 * 12 / 18, rel=1e-12)]
+    assert metrics_of(resumed / "rest")[1]["lr"] == rates[1]
+
+
+def test_the_resumed_step_has_the_same_gradients_and_parameters_to_the_bit(resumed: Path) -> None:
+    whole, rest = (
+        (resumed / name / "trace" / "step_000001" / "rank_00000.safetensors").read_bytes() for name in ("whole", "rest")
+    )
+    assert rest == whole
+
+
+def test_a_second_run_in_the_folder_of_another_is_refused(resumed: Path) -> None:
+    assert read_json(resumed / "rest" / "error.json")["message"] == (
+        f"output_dir {resumed / 'rest'} holds the metrics of another run; choose another output_dir, remove the "
+        "folder, or continue that run with resume_from_checkpoint"
+    )
