@@ -21,7 +21,8 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) ->
 
     Raises ``AlignmentError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
     """
-    logs = {run_dir.name or str(run_dir): load_metrics(run_dir / "metrics.jsonl") for run_dir in run_dirs}
+    names = _shortest_names([run_dir.resolve() for run_dir in run_dirs])
+    logs = {name: load_metrics(run_dir / "metrics.jsonl") for name, run_dir in zip(names, run_dirs, strict=True)}
     _check_names(metrics, logs)
     columns = min(2, len(metrics))
     rows = -(-len(metrics) // columns)
@@ -43,6 +44,16 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) ->
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.write_html(output, include_plotlyjs=True, full_html=True)
+
+
+def _shortest_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as few as tell all of them apart."""
+    longest = max((len(path.parts) for path in paths), default=1)
+    for depth in range(1, longest):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]
 
 
 def _curve(run: str, log: MetricLog, metric: str, *, colour: str, in_legend: bool) -> go.Scatter:

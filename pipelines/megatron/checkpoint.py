@@ -1,7 +1,7 @@
 """Distributed checkpoints: written under one layout, read under any other.
 
 Contract: ``{folder}`` holds Megatron's distributed checkpoint (model, optimizer, schedule) and ``run_state.json``
-(step, seed, policy version, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
+(step, seed, mode, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
 """
 
 from __future__ import annotations
