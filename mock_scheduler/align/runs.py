@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.markup import escape
 from mock_scheduler.align.plan import AlignPlan, PlannedRun
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary, compare_runs
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
 
 LaunchRun = Callable[[PlannedRun], int]
@@ -128,8 +129,14 @@ def _judge_candidate(
 
 
 def _compare(baseline: RunSummary, candidate: RunSummary, plan: AlignPlan) -> Alignment:
+    """The verdict on two finished runs; a difference proves something only where each would repeat itself."""
     try:
-        return compare_runs(baseline.output_dir, candidate.output_dir, tolerance=plan.tolerance)
+        alignment = compare_runs(baseline.output_dir, candidate.output_dir, tolerance=plan.tolerance)
+        is_proof = is_deterministic_mode(plan.baseline.config.system_envs) or alignment.verdict is Verdict.IDENTICAL
+        if is_proof:
+            return alignment
+        reason = f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {alignment.reason}"
+        return replace(alignment, verdict=Verdict.UNVERIFIED, reason=reason)
     except (AlignmentError, TraceError) as error:
         return failed_run(Verdict.INCOMPARABLE, str(error))
 

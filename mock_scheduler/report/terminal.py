@@ -35,7 +35,7 @@ _LEGEND: Mapping[Verdict, str] = {
     Verdict.ROUNDING: "differs, and nothing is beyond the tolerance below",
     Verdict.DIVERGED: "something is beyond tolerance or missing, or replicas disagree",
     Verdict.INCOMPARABLE: "the run failed, or nothing could be compared",
-    Verdict.UNVERIFIED: "the run could not show that it is deterministic",
+    Verdict.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
 }
 
 

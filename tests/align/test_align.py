@@ -23,6 +23,11 @@ CONFIG = """
 exp_name: lake
 output_dir: {output_dir}
 max_steps: 2
+system_envs:
+  NCCL_ALGO: Ring
+  NVTE_ALLOW_NONDETERMINISTIC_ALGO: '0'
+  CUBLAS_WORKSPACE_CONFIG: ':4096:8'
+  DETERMINISTIC_MODE: '1'
 align:
   baseline: [seed=7]
   candidates:
@@ -250,3 +255,13 @@ def test_quoted_overrides_arrive_as_written(bench: Bench, value: str) -> None:
     override = quote_override("exp_name", value)
     OverridesParser.create().parse_overrides([override])
     assert load_config("lake", config_path=bench.folder, overrides=[override]).exp_name == value
+
+
+def test_without_determinism_a_difference_proves_nothing_and_bit_equality_still_does(bench: Bench) -> None:
+    launcher = FakeLauncher({"tp2": lambda run: write_results(run, gradient=2.0)})
+    code = bench.align(launcher, "system_envs.DETERMINISTIC_MODE='0'", "rollout_mock.allow_nondeterministic=true")
+    same, tp2 = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert (same["verdict"], tp2["verdict"], code) == ("identical", "unverified", 4)
+    assert tp2["reason"].startswith(
+        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: first divergence: gradient of "
+    )
