@@ -2,13 +2,15 @@
 
 Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports what it
 needs in its own body. A failure that the user can act on is one message on stderr and the exit code of
-``errors.ExitCode``; a usage error exits with 5.
+``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
+traceback and exit code 70, never 1, which is a verdict.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +37,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's g
 ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
 
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
+_BROKEN_PIPE = 141  # and for one whose output nobody reads any more
 
 
 def _source(config_name: str, config_path: str, overrides: list[str] | None) -> ConfigSource:
@@ -100,6 +103,18 @@ def align(
 
 
 @app.command()
+def compare(
+    baseline_dir: Annotated[Path, typer.Argument(help="output_dir of the run to compare with", show_default=False)],
+    candidate_dir: Annotated[Path, typer.Argument(help="output_dir of the run to judge", show_default=False)],
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdict to this file")] = None,
+) -> None:
+    """Give a verdict for two finished runs, both made with trace.level=full."""
+    from mock_scheduler.align.finished import run_compare  # imports torch: not for --help
+
+    raise typer.Exit(run_compare(baseline_dir, candidate_dir, json_path=json_path))
+
+
+@app.command()
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import launch_environment  # kept beside the heavier loading
@@ -142,6 +157,13 @@ def print_error(message: str) -> None:
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
+def _describe_os_error(error: OSError) -> str:
+    """``FILE: No such file or directory``, or whatever the error says where it names no file."""
+    if error.filename is None or error.strerror is None:
+        return str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; ``None``: the process's own arguments; none at all: ``--help``."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -156,6 +178,15 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return _INTERRUPTED
+    except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
+        return _BROKEN_PIPE
+    except OSError as error:
+        print_error(_describe_os_error(error))
+        return int(ExitCode.USAGE)
+    except Exception:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+        print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
+        return int(ExitCode.INTERNAL)
     return code if isinstance(code, int) else int(ExitCode.ALIGNED)
 
 

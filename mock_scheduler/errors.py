@@ -26,7 +26,12 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What every command of this project exits with."""
+    """What every command of this project exits with.
+
+    1 to 4 are verdicts, and nothing that goes wrong ends with one of them unless it is that verdict. ``USAGE``: bad
+    input, or a file that cannot be read or written. ``INTERNAL`` (BSD's EX_SOFTWARE): an error that this project did
+    not foresee. A process that a signal ended counts as 128 + the signal's number, as in shells.
+    """
 
     ALIGNED = 0
     DIVERGED = 1
@@ -34,12 +39,13 @@ class ExitCode(IntEnum):
     INCOMPARABLE = 3
     UNVERIFIED = 4
     USAGE = 5
+    INTERNAL = 70
 
 
 class MockSchedulerError(Exception):
     """Base of all errors that this library raises on purpose."""
 
-    exit_code: ExitCode = ExitCode.USAGE
+    exit_code: int = ExitCode.USAGE
 
 
 class ConfigError(MockSchedulerError, ValueError):
@@ -95,6 +101,6 @@ class TraceError(MockSchedulerError, OSError):
 
 
 class AlignmentError(MockSchedulerError, RuntimeError):
-    """An alignment run could not be carried out."""
+    """An alignment run could not be carried out; where its baseline failed, with the baseline's exit code."""
 
-    exit_code = ExitCode.INCOMPARABLE
+    exit_code: int = ExitCode.INCOMPARABLE

@@ -1,10 +1,12 @@
 """Starting a run: the command, environment and number of processes of a configuration, and carrying it out.
 
 Contract: importing this module imports no torch. One process is started directly, several through torchrun, which
-picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C and on SIGTERM.
+picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and
+SIGHUP it is asked to and waited for; on Linux every process ends too where the one that started it was killed.
 
-``python -m mock_scheduler.launcher`` is torchrun with two differences: it exits with the failed rank's own code, not
-always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun.
+``python -m mock_scheduler.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed rank's
+own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. Where a
+signal ended a rank, it says which, on stderr and in the run's ``error.json``.
 """
 
 from __future__ import annotations
@@ -14,17 +16,25 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.processes import (
+    PARENT_VARIABLE,
+    RankExit,
+    describe_signal,
+    end_with_parent,
+    ending_signals_as_interrupt,
+    find_culprit,
+    meant_exit_code,
+    write_signal_error,
+)
 
 DEFAULT_ENTRY = "pipelines.agentic"
 
@@ -43,13 +53,15 @@ class LaunchPlan:
     """How to start this node's part of a run.
 
     ``argv``: the command. ``env``: variables to set over the launcher's own.
-    ``num_processes``: on this node; ``world_size``: on all nodes.
+    ``num_processes``: on this node; ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes
+    if a signal ends it; ``None``: nowhere.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     num_processes: int
     world_size: int
+    output_dir: Path | None = None
 
 
 def plan_launch(
@@ -81,9 +93,15 @@ def plan_launch(
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     else:
         rendezvous = _rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
-        torchrun = ("-m", "mock_scheduler.launcher", "--nproc-per-node", str(num_processes), "--nnodes", str(nnodes))
-        argv = (python, *torchrun, *rendezvous, *program)
-    return LaunchPlan(argv=argv, env=env, num_processes=num_processes, world_size=world_size)
+        torchrun = ("--nproc-per-node", str(num_processes), "--nnodes", str(nnodes))
+        argv = (python, "-m", "mock_scheduler.launcher", config.output_dir, *torchrun, *rendezvous, *program)
+    return LaunchPlan(
+        argv=argv,
+        env=env,
+        num_processes=num_processes,
+        world_size=world_size,
+        output_dir=Path(config.output_dir),
+    )
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:
@@ -122,7 +140,8 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
 def run_plan(plan: LaunchPlan, *, log_path: Path | None = None, cwd: Path | None = None) -> int:
     """Carry the plan out and return its exit code; stdout and stderr go to ``log_path``, or where this process's go.
 
-    On Ctrl-C or SIGTERM the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
+    A run that a signal ended has the code 128 + the signal's number; one that ended with Python's own 1 has 70. On
+    Ctrl-C, SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
     """
     if log_path is None:
         return _run(plan, log=None, cwd=cwd)
@@ -132,65 +151,93 @@ def run_plan(plan: LaunchPlan, *, log_path: Path | None = None, cwd: Path | None
 
 
 def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
-    process = subprocess.Popen(
-        plan.argv,
-        env=child_environment(plan, os.environ),
-        cwd=cwd,
-        stdout=log,
-        stderr=subprocess.STDOUT if log else None,
-        start_new_session=True,
-    )
-    with _sigterm_as_interrupt():
+    with ending_signals_as_interrupt():
+        process = subprocess.Popen(
+            plan.argv,
+            env={**child_environment(plan, os.environ), PARENT_VARIABLE: str(os.getpid())},
+            cwd=cwd,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
         try:
-            return process.wait()
+            code = process.wait()
         except KeyboardInterrupt:
             _end_group(process)
             raise
+    if code < 0:
+        for line in _state_signal(plan, code, cwd=cwd):
+            _print_line(line, log)
+    return meant_exit_code(code)
+
+
+def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:
+    """Write down that a signal ended the started process; returns what to say."""
+    is_rank = plan.world_size == 1
+    subject = "rank 0" if is_rank else "torchrun, which ran this machine's ranks,"
+    message = f"{subject} was ended by {describe_signal(code)}"
+    if plan.output_dir is None:
+        return [message]
+    problem = write_signal_error(
+        (cwd or Path()) / plan.output_dir, message, code=code, global_rank=0 if is_rank else None
+    )
+    return [message] if problem is None else [message, problem]
+
+
+def _print_line(text: str, log: IO[bytes] | None) -> None:
+    if log is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        log.write(f"{text}\n".encode())
+        log.flush()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the group that ``process`` leads: asked first, killed when the grace is over."""
+    """End the group that ``process`` leads: asked first, killed when the grace is over or at a second interrupt."""
+    if process.poll() is not None:
+        return
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM (Slurm, timeouts) ends the child as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def main(arguments: Sequence[str]) -> int:
-    """torchrun with these arguments; the exit code that the failed ranks meant, 0 where none failed."""
+    """torchrun with all arguments but the first, the run's output_dir; returns the code that the failed ranks meant."""
+    end_with_parent(os.environ)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
     # Only the process that runs torchrun pays for torch; whoever plans a launch does not.
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    output_dir, *torchrun_arguments = arguments
     try:
-        run(parse_args(list(arguments)))  # type: ignore[no-untyped-call]
+        run(parse_args(torchrun_arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        return _meant_exit_code([failure.exitcode for failure in error.failures.values()])
+        failures = [
+            RankExit(global_rank=global_rank, code=failure.exitcode, noticed_s=failure.timestamp)
+            for global_rank, failure in error.failures.items()
+        ]
+        return report_failed_ranks(failures, Path(output_dir))
+    except SignalException as error:
+        return meant_exit_code(-int(error.sigval))
     return 0
 
 
-def _meant_exit_code(codes: Sequence[int]) -> int:
-    """One code for several failed ranks: what a rank chose (2 and up) before 1, which is also what Python exits with
-    when a peer breaks the connection, before a signal (negative), with which torchrun ends the others.
-    """
-    chosen = [code for code in codes if code > 1]
-    return chosen[0] if chosen else 1
+def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
+    """Say which rank a signal ended, where that is the cause; returns the exit code of the cause."""
+    culprit = find_culprit(failures)
+    if culprit.code < 0:
+        message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"
+        print(message, file=sys.stderr, flush=True)
+        problem = write_signal_error(output_dir, message, code=culprit.code, global_rank=culprit.global_rank)
+        if problem is not None:
+            print(problem, file=sys.stderr, flush=True)
+    return meant_exit_code(culprit.code)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ building, before any rollout and any model. In mock, ``make_real`` is never call
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler, adapt_sch
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
 RECORDED_PREFIX = "recorded/"
+_SLOW_CHECK_S = 1.0  # a user who waits longer wants to know for what
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +63,9 @@ def build_scheduler(
     ``make_real`` builds the real scheduler (any object with ``get_batch``); it is called at the first use in real and
     dump, so that this function can run before any model exists, and never in mock. ``contract`` describes this run.
     ``plan`` lists the requests that will come: in mock each must be recorded, in dump none may be. ``is_writer`` is
-    True on exactly one rank: it writes and logs. ``provenance`` (for example the settings read back) is added
-    to that of the recording. ``resume`` lets a dump go on in the folder that its earlier part recorded.
+    True on exactly one rank: it writes, logs, and in mock verifies every bit of the plan's steps. ``provenance`` (for
+    example the settings read back) is added to that of the recording. ``resume`` lets a dump go on in the folder that
+    its earlier part recorded.
 
     Raises ``ConfigError`` for an unknown mode, ``ContractError`` listing every field that breaks its rule,
     ``StepNotFoundError`` listing every absent step, ``StepExistsError``, ``CorruptRecordingError``, ``RecordingError``.
@@ -285,8 +288,22 @@ def _build_mock(args: _BuildArgs) -> RolloutScheduler:
     for difference in differences:
         if args.is_writer and not difference.is_blocking:
             logger.info("[Rollout Mock] Differs from the recording, as it may: %s", difference.describe())
-    reader.check_plan(args.plan)
+    _check_plan(reader, args)
     return _MockScheduler(args, reader)
+
+
+def _check_plan(reader: RecordingReader, args: _BuildArgs) -> None:
+    """One rank reads and verifies all that will be replayed; the others, which read the same files, the headers."""
+    started_s = time.perf_counter()
+    size_bytes = reader.check_plan(args.plan, verify=args.is_writer)
+    elapsed_s = time.perf_counter() - started_s
+    if args.is_writer and elapsed_s > _SLOW_CHECK_S:
+        logger.info(
+            "[Rollout Mock] Verified %d recorded steps (%.2fMB) in %.1f s",
+            len(args.plan),
+            size_bytes / 2**20,
+            elapsed_s,
+        )
 
 
 _BUILDERS: Mapping[str, Callable[[_BuildArgs], RolloutScheduler]] = {

@@ -17,6 +17,7 @@ from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.processes import end_with_parent
 from pipelines.tracking import report_failure
 
 
@@ -62,11 +63,14 @@ def _silence_foreign_warnings() -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the pipeline in this process; returns its exit code.
+    """Run the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
+
+    Where a launcher started this process, it ends with it.
 
     ``prepare`` is called after the environment was applied and before the pipeline is imported: the place for an
     entry module of one's own to put another kernel or a patch in (``align.candidates``, key ``entry``).
     """
+    end_with_parent(os.environ)
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None
@@ -82,7 +86,10 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         from pipelines.run import run_pipeline
 
         run_pipeline(config)
-    except Exception as error:  # noqa: BLE001 - the edge of the process
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no Exception.
+    except BaseException as error:  # noqa: BLE001
         return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
     return 0
 

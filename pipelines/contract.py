@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mock_scheduler.config.schema import ConfigSection, PipelineConfig
-from mock_scheduler.determinism.guard import determinism_contract
+from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from mock_scheduler.scheduler import JSON
 from pipelines.environments.grid_tokens import GridTokenizer
 
 # Fields of the model that change how it is computed and not what is computed.
-_IMPLEMENTATION = {"transformer_impl", "make_vocab_size_divisible_by", "vocab_size"}
+_IMPLEMENTATION = ("transformer_impl", "make_vocab_size_divisible_by")
 
-# Facts of the machine: a recording may be replayed on another one.
-_MACHINE = {"torch.cpu_capability"}
+# Keys of the configuration that decide how a recorded batch is trained on: they may be what is being compared. The
+# keys that are in neither this table nor the one of what was played name files, or are in the contract as read back.
+_TRAINING = (
+    *("parallel", "training", "precision", "max_steps", "eval_steps"),
+    *("adv_estimator", "reward_normalization", "ppo_epochs", "pg_clip", "loss_agg_mode"),
+    *("entropy_loss_coef", "use_kl_loss", "kl_loss_coef"),
+)
 
 
 def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: Mapping[str, str]) -> Contract:
@@ -31,8 +36,8 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
         *(_must_match(name, value) for name, value in _configured(config).items()),
         *(
             _must_match(f"determinism.{name}", value, "Set system_envs as in the recording run.")
-            for name, value in determinism_contract(settings).items()
-            if name not in _MACHINE
+            for name, value in settings.items()
+            if is_repeatability_setting(name)
         ),
         *(_may_differ(name, value) for name, value in _changeable(config, settings).items()),
     ]
@@ -49,31 +54,36 @@ def _may_differ(name: str, value: JSON) -> ContractField:
 
 
 def _configured(config: PipelineConfig) -> dict[str, JSON]:
-    """The keys of the configuration that decide what was played, one by one, by their dotted names."""
+    """The keys of the configuration that decide what was played, one by one, by their dotted names.
+
+    Sampling of training is that of ``actor_infer``, which the schema sees to; validation has what is in effect for it.
+    """
+    val_sampling = config.val_env_manager.generating_args or config.actor_infer.generating_args
+    model = {key: value for key, value in _dump(config.model).items() if key not in {*_IMPLEMENTATION, "vocab_size"}}
+    train_manager = {key: value for key, value in _dump(config.train_env_manager).items() if key != "generating_args"}
     tags = sorted({*config.train_env_manager.tags, *config.val_env_manager.tags})
     sections: dict[str, JSON] = {
-        "model": {key: value for key, value in _dump(config.model).items() if key not in _IMPLEMENTATION},
+        "model": model,
         "sequence_length": config.sequence_length,
         "rollout_batch_size": config.rollout_batch_size,
         "val_batch_size": config.val_batch_size,
         "actor_infer": _dump(config.actor_infer),
-        "train_env_manager": _dump(config.train_env_manager),
-        "val_env_manager": _dump(config.val_env_manager),
+        "train_env_manager": train_manager,
+        "val_env_manager": {**_dump(config.val_env_manager), "generating_args": _dump(val_sampling)},
         "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in tags},
     }
     return dict(_flatten("", sections))
 
 
 def _changeable(config: PipelineConfig, settings: Mapping[str, str]) -> dict[str, JSON]:
-    """What may be what is being compared: layout, batching, optimizer, precision, implementation, versions."""
-    machine = {name: value for name, value in settings.items() if name.startswith("version.") or name in _MACHINE}
+    """What may be what is being compared: layout, algorithm, optimizer, precision, kernels, versions."""
+    model, values = _dump(config.model), _dump(config)
     sections: dict[str, JSON] = {
-        "parallel": _dump(config.parallel),
-        "training": _dump(config.training),
-        "precision": config.precision,
-        "model.transformer_impl": config.model.transformer_impl,
+        "model": {key: model[key] for key in _IMPLEMENTATION},
+        **{key: values[key] for key in _TRAINING},
     }
-    return dict(_flatten("", sections)) | machine
+    kernels = {name: value for name, value in settings.items() if not is_repeatability_setting(name)}
+    return {**dict(_flatten("", sections)), **kernels}
 
 
 def _dump(section: ConfigSection) -> dict[str, JSON]:

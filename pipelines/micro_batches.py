@@ -7,7 +7,7 @@ their padding and the loss denominator never depend on the layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,8 @@ class MicroBatch:
     """Padded rows, shifted so that position t predicts token t + 1.
 
     tokens: int64 ``[b, T]``; targets: int64 ``[b, T]``, the next token (0 at the end of a row); mask: bool
-    ``[b, T]``, True where the target is a response token; advantages: float32 ``[b, T]``, 0 elsewhere.
+    ``[b, T]``, True where the target is a response token; advantages and rollout_logprobs (the target's, as sampled):
+    float32 ``[b, T]``, 0 elsewhere.
     """
 
     index: int
@@ -27,6 +28,18 @@ class MicroBatch:
     targets: torch.Tensor
     mask: torch.Tensor
     advantages: torch.Tensor
+    rollout_logprobs: torch.Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on a device."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            targets=self.targets.to(device),
+            mask=self.mask.to(device),
+            advantages=self.advantages.to(device),
+            rollout_logprobs=self.rollout_logprobs.to(device),
+        )
 
 
 def padded_length(batch: RolloutBatch, *, multiple_of: int) -> int:
@@ -36,20 +49,22 @@ def padded_length(batch: RolloutBatch, *, multiple_of: int) -> int:
 
 
 def build_micro_batches(
-    batch: RolloutBatch, advantages: torch.Tensor, *, micro_batch_size: int, multiple_of: int, device: torch.device
+    batch: RolloutBatch, advantages: torch.Tensor, *, micro_batch_size: int, multiple_of: int
 ) -> list[MicroBatch]:
-    """All micro-batches of a step, in canonical order; ``advantages``: floating ``[B]``, one per row."""
+    """All micro-batches of a step on the host, in canonical order; ``advantages``: floating ``[B]``, one per row."""
     padded = batch.pad(padded_length(batch, multiple_of=multiple_of))
     targets = _shift_left(padded.tokens)
     mask = _shift_left(padded.response_mask)
+    rollout_logprobs = _shift_left(padded.rollout_logprobs)
     token_advantages = torch.where(mask, advantages.float().unsqueeze(1), 0.0)
     return [
         MicroBatch(
             index=index,
-            tokens=padded.tokens[rows].to(device),
-            targets=targets[rows].to(device),
-            mask=mask[rows].to(device),
-            advantages=token_advantages[rows].to(device),
+            tokens=padded.tokens[rows],
+            targets=targets[rows],
+            mask=mask[rows],
+            advantages=token_advantages[rows],
+            rollout_logprobs=rollout_logprobs[rows],
         )
         for index, rows in enumerate(torch.arange(len(batch)).split(micro_batch_size))
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +25,17 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
-from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.scheduler import JSON, RolloutRequest
+from mock_scheduler.trace.files import STEP_FOLDER
 from pipelines.algorithm.advantages import compute_grpo_advantages
 from pipelines.batch_metrics import compute_batch_metrics
 from pipelines.contract import build_contract
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.checkpoint import (
     RunState,
+    check_same_settings,
     checkpoint_folder,
+    fixed_settings,
     load_checkpoint,
     read_run_state,
     save_checkpoint,
@@ -107,6 +111,7 @@ class AgenticPipeline:
         self._config = config
         self._runtime = runtime
         self._output_dir = Path(config.output_dir)
+        self._trace_dir = self._output_dir / "trace"
         self._is_resumed = resumed is not None
         self._first_step = resumed.next_step if resumed else 0
         self._tokenizer = build_tokenizer(config)
@@ -148,6 +153,8 @@ class AgenticPipeline:
         started = time.perf_counter()
         if is_writer:
             (self._output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            if self._is_resumed:
+                drop_trace_from(self._trace_dir, self._first_step)
         use_tensorboard = config.track_with == "tensorboard"
         with (
             MetricsWriter(
@@ -210,13 +217,12 @@ class AgenticPipeline:
             advantages,
             micro_batch_size=self._config.training.micro_batch_size,
             multiple_of=self._config.training.sequence_multiple_of,
-            device=self._runtime.device,
         )
 
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         if self._config.trace.level == "off":
             return self._trainer.train_step(micro_batches)
-        probe = StepProbe(self._trainer, self._output_dir / "trace", step=step)
+        probe = StepProbe(self._trainer, self._trace_dir, step=step)
         metrics = self._trainer.train_step(micro_batches, probe=probe)
         with self._clock.measure("trace"):
             probe.save()
@@ -227,8 +233,12 @@ class AgenticPipeline:
         if not config.save_steps or next_step % config.save_steps:
             return
         root = Path(config.checkpoint_config.output_dir or self._output_dir / "checkpoints")
-        mode = config.rollout_mock.effective_mode
-        state = RunState(next_step=next_step, seed=config.seed, mode=mode, scheduler=self._scheduler.state_dict())
+        state = RunState(
+            next_step=next_step,
+            mode=config.rollout_mock.effective_mode,
+            fixed=_fixed_settings(config),
+            scheduler=self._scheduler.state_dict(),
+        )
         with self._clock.measure("checkpoint"):
             save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
 
@@ -298,18 +308,30 @@ def _read_resumed_state(config: PipelineConfig) -> RunState | None:
     """Where the run to resume stood; ``None`` for a new run. Raises ``ConfigError`` where it cannot be continued."""
     if config.resume_from_checkpoint is None:
         return None
-    resumed = read_run_state(Path(config.resume_from_checkpoint))
-    if resumed.seed != config.seed:
-        raise ConfigError(
-            f"resume_from_checkpoint: the run was made with seed {resumed.seed}, this one has seed {config.seed}; "
-            "its reference policy, environments and samples follow from the seed, so set it as it was"
-        )
+    folder = Path(config.resume_from_checkpoint)
+    resumed = read_run_state(folder)
+    check_same_settings(folder, resumed, _fixed_settings(config))
     if resumed.next_step >= config.max_steps:
         raise ConfigError(
             f"resume_from_checkpoint: {config.resume_from_checkpoint} is where step {resumed.next_step} starts, and "
             f"max_steps is {config.max_steps}: nothing is left to run; raise max_steps"
         )
     return resumed
+
+
+def _fixed_settings(config: PipelineConfig) -> dict[str, JSON]:
+    return fixed_settings(config, vocab_size=config.model.vocab_size or build_tokenizer(config).vocab_size)
+
+
+def drop_trace_from(trace_dir: Path, step: int) -> None:
+    """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
+
+    The others write their first trace only after the first batch, for which they wait for each other.
+    """
+    for folder in trace_dir.glob("step_*"):
+        name = STEP_FOLDER.fullmatch(folder.name)
+        if name is not None and int(name[1]) >= step:
+            shutil.rmtree(folder)
 
 
 class _TerminalHandler(logging.Handler):

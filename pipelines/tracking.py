@@ -74,15 +74,20 @@ def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
     """Refuse to mix two runs in one folder; files of a failed start are replaced. One rank calls it.
 
     Raises:
-        ConfigError: the folder holds the metrics of another run.
+        ConfigError: the folder holds the metrics of another run, or cannot be made or written.
     """
     if (output_dir / METRICS_FILE).exists() and not resume:
         raise ConfigError(
             f"output_dir {output_dir} holds the metrics of another run; choose another output_dir, remove the folder, "
             f"or continue that run with resume_from_checkpoint"
         )
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / RUN_FILE).unlink(missing_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / RUN_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {output_dir} cannot be made or written: {error.strerror}; set another output_dir"
+        ) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -92,14 +97,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:
-    """Say on the terminal and in ``error.json`` why the run ended; returns the process's exit code.
+    """Say on the terminal and in ``error.json`` why the run ended; returns the process's exit code. Never raises.
 
     An error of ours is printed as its message; anything else with its traceback. Of several ranks that fail, the
-    first writes the file and prints the message; the others print one line. ``started_s``: when this process started,
-    in seconds since the epoch; an older file is of an earlier run.
+    first writes the file and prints the message; the others print one line. A file that cannot be written is said
+    so on the terminal. ``started_s``: when this process started, in seconds since the epoch; an older file is of an
+    earlier run.
     """
-    known = isinstance(error, MockSchedulerError)
-    exit_code = int(error.exit_code if isinstance(error, MockSchedulerError) else ExitCode.USAGE)
+    exit_code = failure_exit_code(error)
     content = {
         "type": type(error).__name__,
         "message": str(error),
@@ -107,12 +112,25 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
         "global_rank": global_rank,
     }
     prefix = f"[rank {global_rank}] {type(error).__name__}"
-    if output_dir is not None and not _claim_error_file(output_dir / ERROR_FILE, content, started_s=started_s):
+    try:
+        is_first = output_dir is None or _claim_error_file(output_dir / ERROR_FILE, content, started_s=started_s)
+    except OSError as problem:
+        is_first = True
+        print(f"[rank {global_rank}] {ERROR_FILE} cannot be written: {problem}", file=sys.stderr, flush=True)
+    if not is_first:
         print(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr, flush=True)
         return exit_code
-    text = str(error) if known else "".join(traceback.format_exception(error))
+    text = str(error) if isinstance(error, MockSchedulerError) else "".join(traceback.format_exception(error))
     print(f"{prefix}: {text}", file=sys.stderr, flush=True)
     return exit_code
+
+
+def failure_exit_code(error: BaseException) -> int:
+    """An error of ours has its own; a file that cannot be read or written is 5; anything else, a lost peer too, 70."""
+    if isinstance(error, MockSchedulerError):
+        return int(error.exit_code)
+    is_file_error = isinstance(error, OSError) and not isinstance(error, ConnectionError)
+    return int(ExitCode.USAGE if is_file_error else ExitCode.INTERNAL)
 
 
 def _claim_error_file(path: Path, content: Mapping[str, Any], *, started_s: float) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert all(name in done.stdout for name in ("launch", "align", "env", "config", "version"))
+    assert all(name in done.stdout for name in ("launch", "align", "compare", "env", "config", "version"))
 
 
 def test_help_answers_within_three_tenths_of_a_second() -> None:
@@ -88,6 +90,57 @@ def test_usage_errors_exit_with_5(arguments: list[str], capsys: pytest.CaptureFi
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert captured.err.endswith("Try 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.\n")
+
+
+def fail_with(error: BaseException) -> Callable[[LaunchPlan], int]:
+    def run_plan(plan: LaunchPlan) -> int:
+        raise error
+
+    return run_plan
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "/data/x"), "/data/x: Permission denied"),
+        (OSError("no route"), "no route"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_message_and_exit_code_5(
+    config_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: OSError,
+    message: str,
+) -> None:
+    """It ended with a traceback and exit code 1, which CI takes for ``diverged``."""
+    monkeypatch.setattr(launcher, "run_plan", fail_with(error))
+    assert cli.main(["launch", "run", "--config_path", config_path]) == 5
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_an_unforeseen_error_is_a_traceback_and_exit_code_70(
+    config_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's own exit code for it is 1, which CI takes for ``diverged``."""
+    monkeypatch.setattr(launcher, "run_plan", fail_with(ZeroDivisionError("division by zero")))
+    assert cli.main(["launch", "run", "--config_path", config_path]) == 70
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith(
+        "\nZeroDivisionError: division by zero\n"
+        "error: this is a fault of mock-scheduler, or of what it runs; the traceback above says where\n"
+    )
+
+
+def test_output_that_nobody_reads_is_not_a_verdict(config_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """typer itself exits with 1 on a closed pipe, as in ``mock-scheduler align ... | head``."""
+    monkeypatch.setattr(launcher, "run_plan", fail_with(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    # typer wraps both streams for good.
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    assert cli.main(["launch", "run", "--config_path", config_path]) == 141
 
 
 def test_launch_runs_the_plan_and_exits_with_its_code(config_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

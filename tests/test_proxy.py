@@ -1,16 +1,19 @@
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler import proxy
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RolloutMockConfig
 from mock_scheduler.errors import (
     BatchError,
     ConfigError,
     ContractError,
+    CorruptRecordingError,
     RecordingError,
     SchedulerError,
     StepExistsError,
@@ -96,6 +99,38 @@ def test_mock_gives_the_dumped_batches_bit_for_bit_and_never_calls_make_real(tmp
     scheduler = mock(tmp_path, plan=[request(step) for step in range(3)])
     replayed = [scheduler.get_batch(request(step)) for step in range(3)]
     assert [batch.digest() for batch in replayed] == [batch.digest() for batch in dumped]
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_writing_rank_refuses_a_flipped_bit_of_any_planned_step_before_the_first(tmp_path: Path) -> None:
+    """Only headers were read while building: a bit in the last step was found after all training before it."""
+    dump(tmp_path)
+    plan = [request(step) for step in range(3)]
+    flip_last_bit(tmp_path / "x/train/step_000002.safetensors")
+    with pytest.raises(CorruptRecordingError, match=r"step_000002\.safetensors: tensor 'terminations' does not match"):
+        mock(tmp_path, plan=plan)
+    mock(tmp_path, plan=plan, is_writer=False)
+    mock(tmp_path, plan=plan[:2])
+
+
+def test_a_verification_that_takes_long_says_what_it_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump(tmp_path)
+    caplog.set_level(logging.INFO, logger="mock_scheduler.rollout_mock")
+    plan = [request(step) for step in range(3)]
+    mock(tmp_path, plan=plan)
+    assert not any("Verified" in message for message in caplog.messages)
+    monkeypatch.setattr(proxy, "_SLOW_CHECK_S", -1.0)
+    mock(tmp_path, plan=plan)
+    mock(tmp_path, plan=plan, is_writer=False)
+    (message,) = [message for message in caplog.messages if "Verified" in message]
+    assert re.fullmatch(r"\[Rollout Mock\] Verified 3 recorded steps \(0\.\d\dMB\) in 0\.\d s", message)
 
 
 def test_log_lines_are_those_of_the_guide(

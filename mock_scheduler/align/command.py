@@ -51,18 +51,20 @@ def run_align(
 ) -> int:
     """Run an alignment, print its report, and return the exit code of the gravest verdict.
 
-    ``{output_dir}/align.json`` holds the result; a second copy goes to ``json_path``. Raises ``ConfigError`` before
-    anything runs, and ``AlignmentError`` where the baseline fails. ``console``: ``None`` is this terminal.
+    ``{output_dir}/align.json`` holds the result, saved anew after every run, so that an interrupt loses none; a copy
+    of the whole goes to ``json_path``. Raises ``ConfigError`` before anything runs, and ``AlignmentError`` where the
+    baseline fails. ``console``: ``None`` is this terminal.
     """
     console = console or build_console()
     load = partial(_load, config_name, config_path)
     plan = plan_alignment(load, overrides=overrides, output_dir=output_dir)
     prepare_folder(plan.output_dir, overwrite=overwrite)
     launch = make_launch(config_name, config_path)
-    result = run_alignment(plan, config_name=config_name, launch=launch, console=console)
-    for path in filter(None, (plan.output_dir / RESULT_NAME, json_path)):
-        save_result(result, path)
+    save = partial(save_result, path=plan.output_dir / RESULT_NAME)
+    result = run_alignment(plan, config_name=config_name, launch=launch, save=save, console=console)
     print_report(result, console)
+    if json_path is not None:
+        save_result(result, json_path)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
 
 

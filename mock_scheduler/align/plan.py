@@ -22,7 +22,13 @@ RECORDING_NAME = "recording"
 
 ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
 
-_SET_BY_ALIGN = ("rollout_mock.enable", "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level")
+_SET_BY_ALIGN = (
+    "rollout_mock.enable",
+    "rollout_mock.mode",
+    "rollout_mock.dump_dir",
+    "rollout_mock.on_mismatch",
+    "trace.level",
+)
 _SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir")
 
 
@@ -111,9 +117,8 @@ def stated_tolerance(config: PipelineConfig) -> ToleranceConfig:
     if config.precision != "float32":
         raise ConfigError(
             f"align.tolerance must be stated for precision {config.precision}: no default separates its rounding from "
-            "a fault over several updates. State one, for example for the first update of a run with max_steps=1 and "
-            "one update per step: align.tolerance={metric: 0.01, gradient: 0.05, parameter: 0.02}, or align in "
-            "float32, where the same change is judged far more sharply"
+            "a fault over several updates. Measure what an honest change of this model gives and state more than "
+            "that, or align in float32, where the same change is judged far more sharply"
         )
     return ToleranceConfig()
 
@@ -151,6 +156,7 @@ def _plan_run(
         "rollout_mock.enable=true",
         f"rollout_mock.mode={mode}",
         quote_override("rollout_mock.dump_dir", str(root / RECORDING_NAME)),
+        "rollout_mock.on_mismatch=error",
         "trace.level=full",
         quote_override("output_dir", str(run_dir)),
         quote_override("exp_name", f"{exp_name}-{name}"),

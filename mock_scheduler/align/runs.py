@@ -19,10 +19,12 @@ from rich.markup import escape
 from mock_scheduler.align.plan import AlignPlan, PlannedRun
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary, compare_runs
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
 
 LaunchRun = Callable[[PlannedRun], int]
+SaveResult = Callable[[AlignmentResult], None]
 
 _NUM_LOG_LINES = 15
 
@@ -35,48 +37,66 @@ class RunFailure:
     message: str
 
 
-def run_alignment(plan: AlignPlan, *, config_name: str, launch: LaunchRun, console: Console) -> AlignmentResult:
+def run_alignment(
+    plan: AlignPlan, *, config_name: str, launch: LaunchRun, save: SaveResult, console: Console
+) -> AlignmentResult:
     """Run everything that is planned; ``launch`` starts one run and returns its exit code when it has ended.
 
-    ``console`` shows which run is going and how long each took. Raises ``AlignmentError`` where the baseline fails.
+    ``save`` keeps the result so far: after the baseline and after every candidate, those that have not run yet being
+    ``incomparable``. ``console`` shows which run is going and how long each took. Raises ``AlignmentError`` where the
+    baseline fails, with the baseline's own exit code.
     """
     baseline = _execute(plan.baseline, launch=launch, console=console)
     if isinstance(baseline, RunFailure):
-        raise AlignmentError(
-            f"the baseline failed (exit code {baseline.exit_code}), so no candidate was run: {baseline.message}\n"
-            f"its whole output is in {plan.baseline.log_path}"
-        )
-    candidates = tuple(
-        _judge_candidate(plan, candidate, baseline, launch=launch, console=console) for candidate in plan.candidates
-    )
-    return AlignmentResult(
+        raise _baseline_error(plan, baseline)
+    candidates = [_not_run_yet(candidate) for candidate in plan.candidates]
+    result = AlignmentResult(
         config_name=config_name,
         output_dir=plan.output_dir,
         recording_dir=plan.recording_dir,
         tolerance=plan.tolerance,
         baseline=baseline,
-        candidates=candidates,
+        candidates=tuple(candidates),
     )
+    save(result)
+    for position, candidate in enumerate(plan.candidates):
+        candidates[position] = _judge_candidate(plan, candidate, baseline, launch=launch, console=console)
+        result = replace(result, candidates=tuple(candidates))
+        save(result)
+    return result
 
 
-def load_summary(run: PlannedRun, *, elapsed_s: float) -> RunSummary:
-    """What a finished run says about itself in ``run.json`` and ``ledger.json``; raises ``AlignmentError``."""
-    stated = _read_object(run.output_dir / "run.json")
+def _baseline_error(plan: AlignPlan, failure: RunFailure) -> AlignmentError:
+    error = AlignmentError(
+        f"the baseline failed (exit code {failure.exit_code}), so no candidate was run: {failure.message}\n"
+        f"its whole output is in {plan.baseline.log_path}"
+    )
+    # 0 and 1 say that runs are aligned or diverged, which nobody has compared.
+    error.exit_code = failure.exit_code if failure.exit_code > ExitCode.DIVERGED else ExitCode.INTERNAL
+    return error
+
+
+def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> RunSummary:
+    """What a finished run says about itself in ``run.json`` and ``ledger.json``; raises ``AlignmentError``.
+
+    ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in for that.
+    """
+    stated = _read_object(output_dir / "run.json")
     if stated.get("status") != "completed":
-        raise AlignmentError(f"{run.output_dir / 'run.json'}: status is {stated.get('status')!r}, expected 'completed'")
-    ledger = _read_object(run.output_dir / "ledger.json")
+        raise AlignmentError(f"{output_dir / 'run.json'}: status is {stated.get('status')!r}, expected 'completed'")
+    ledger = _read_object(output_dir / "ledger.json")
     try:
         return RunSummary(
-            name=run.name,
-            output_dir=run.output_dir,
+            name=name,
+            output_dir=output_dir,
             layout=str(stated["layout"]),
             wall_s=float(stated["wall_s"]),
             rollout_s=float(stated["rollout_s"]),
-            elapsed_s=elapsed_s,
+            elapsed_s=float(stated["wall_s"]) if elapsed_s is None else elapsed_s,
             built={str(what): int(count) for what, count in ledger["built"].items()},
         )
     except KeyError as error:
-        raise AlignmentError(f"{run.output_dir}: key {error} is missing in run.json or ledger.json") from error
+        raise AlignmentError(f"{output_dir}: key {error} is missing in run.json or ledger.json") from error
 
 
 def describe_failure(run: PlannedRun, exit_code: int) -> RunFailure:
@@ -102,7 +122,7 @@ def _execute(run: PlannedRun, *, launch: LaunchRun, console: Console) -> RunSumm
         return describe_failure(run, exit_code)
     console.print(f"  done in {elapsed_s:.1f} s")
     try:
-        return load_summary(run, elapsed_s=elapsed_s)
+        return load_summary(run.name, run.output_dir, elapsed_s=elapsed_s)
     except AlignmentError as error:
         return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
 
@@ -117,7 +137,12 @@ def _judge_candidate(
         alignment = failed_run(verdict, f"the run failed (exit code {outcome.exit_code}): {outcome.message}")
     else:
         with console.status(f"{escape(candidate.name)}: comparing metrics, gradients and parameters"):
-            alignment = _compare(baseline, outcome, plan)
+            alignment = judge_runs(
+                baseline,
+                outcome,
+                tolerance=plan.tolerance,
+                is_deterministic=is_deterministic_mode(plan.baseline.config.system_envs),
+            )
     return CandidateResult(
         name=candidate.name,
         overrides=candidate.own_overrides,
@@ -128,17 +153,32 @@ def _judge_candidate(
     )
 
 
-def _compare(baseline: RunSummary, candidate: RunSummary, plan: AlignPlan) -> Alignment:
-    """The verdict on two finished runs; a difference proves something only where each would repeat itself."""
+def _not_run_yet(candidate: PlannedRun) -> CandidateResult:
+    return CandidateResult(
+        name=candidate.name,
+        overrides=candidate.own_overrides,
+        layout=candidate.layout,
+        log_path=candidate.log_path,
+        run=None,
+        alignment=failed_run(Verdict.INCOMPARABLE, "not run yet: the alignment is still going, or was interrupted"),
+    )
+
+
+def judge_runs(
+    baseline: RunSummary, candidate: RunSummary, *, tolerance: ToleranceConfig, is_deterministic: bool
+) -> Alignment:
+    """The verdict on two finished runs; a difference proves something only where each would repeat itself.
+
+    ``is_deterministic``: whether both ran under ``DETERMINISTIC_MODE=1``.
+    """
     try:
-        alignment = compare_runs(baseline.output_dir, candidate.output_dir, tolerance=plan.tolerance)
-        is_proof = is_deterministic_mode(plan.baseline.config.system_envs) or alignment.verdict is Verdict.IDENTICAL
-        if is_proof:
-            return alignment
-        reason = f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {alignment.reason}"
-        return replace(alignment, verdict=Verdict.UNVERIFIED, reason=reason)
+        alignment = compare_runs(baseline.output_dir, candidate.output_dir, tolerance=tolerance)
     except (AlignmentError, TraceError) as error:
         return failed_run(Verdict.INCOMPARABLE, str(error))
+    if is_deterministic or alignment.verdict is Verdict.IDENTICAL:
+        return alignment
+    reason = f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {alignment.reason}"
+    return replace(alignment, verdict=Verdict.UNVERIFIED, reason=reason)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

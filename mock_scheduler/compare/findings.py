@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DifferenceKind = Literal["gradient", "parameter", "metric"]
+DifferenceKind = Literal["initial", "gradient", "parameter", "weight", "metric"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,9 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
 
-#: Wall-clock values, and values that come from a recording rather than from this run.
-NON_COMPARABLE_PREFIXES = ("time/", "rollout/", "recorded/")
+#: Wall-clock values, values that come from a recording rather than from this run, and a run's own distance from its
+#: recording, which is rounding itself where all is well.
+NON_COMPARABLE_PREFIXES = ("time/", "rollout/", "recorded/", "rollout_logprob_diff_")
 
 _NON_FINITE = ("nan", "inf", "-inf")
 

@@ -1,8 +1,18 @@
 """Gradients and parameters of two traces, compared in the order in which training computes them.
 
 Within a step: update by update, its gradients, then the parameters after it; within each, from the embedding through
-the layers to the output. Bits are compared first, and only where they differ is anything computed. One tensor of
-each side is in memory at a time.
+the layers to the output. Bits are compared first, and only where they differ is anything computed.
+
+- A *gradient* is judged by ||a - b|| / ||a||.
+- A *parameter* is judged by what the update did to it: with d the change from before to after the update,
+  (||d_a - d_b|| - r) / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at
+  the learning rates of reinforcement learning. r is the rounding with which parameters of this dtype and size can be
+  stored. Elements whose gradients differ by more than 1 % are left out and counted: where a gradient is nothing but
+  rounding (a key bias, to which softmax is blind), Adam turns its sign into a full step.
+- An *initial* parameter of the first step must be bit-equal: both runs start from the same weights.
+- A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
+
+One name is walked at a time: at most six tensors of it are in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +29,12 @@ from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.files import TRACE_KINDS, TraceKey, TraceKind, view_as_bits
 from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
+#: The kinds that a verdict must have compared.
+JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")
+
 _CHUNK_ELEMENTS = 1 << 22
+#: Elements whose gradients differ by more than this fraction have no say in how the update is judged.
+_SIGNIFICANT = 1e-2
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.*)")
 #: Where a parameter outside the layers is used: before them, or after.
 _BEFORE_LAYERS = ("embedding", "decoder.embedding")
@@ -42,7 +57,8 @@ _LAYER_PARTS = (
 class TensorDifference:
     """One tensor that both runs have in the same shape and dtype.
 
-    ``relative``: ||a - b||_F / ||a||_F in float64, where a is the baseline; 0/0 = 0, x/0 = inf.
+    ``relative``: what the tolerance bounds, as the module's docstring says, in float64; a is the baseline; 0/0 = 0,
+    x/0 = inf. ``max_abs``: the largest |a - b|. ``num_excluded``: elements of a parameter that had no say.
     """
 
     key: TraceKey
@@ -51,6 +67,7 @@ class TensorDifference:
     max_abs: float
     relative: float
     tolerance: float
+    num_excluded: int = 0
 
     @property
     def exceeds(self) -> bool:
@@ -71,6 +88,7 @@ class TensorGroup:
     num_compared: int
     num_bit_equal: int
     worst: TensorDifference
+    fraction_excluded: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +106,6 @@ class TensorComparison:
         """Tensors beyond their tolerance, in execution order."""
         return tuple(difference for difference in self.differences if difference.exceeds)
 
-    @property
-    def new_conflicts(self) -> tuple[ReplicaConflict, ...]:
-        """Conflicts between the candidate's replicas of tensors whose replicas agree in the baseline."""
-        known = {conflict.key for conflict in self.baseline_conflicts}
-        return tuple(conflict for conflict in self.candidate_conflicts if conflict.key not in known)
-
     def group(self, kind: TraceKind, *, step: int | None = None) -> TensorGroup | None:
         """The aggregate of one kind, of all steps or of ``step``; ``None`` where none was compared."""
         chosen = [
@@ -108,6 +120,7 @@ class TensorComparison:
             num_compared=len(chosen),
             num_bit_equal=sum(difference.bit_equal for difference in chosen),
             worst=max(chosen, key=lambda difference: difference.relative),
+            fraction_excluded=sum(item.num_excluded for item in chosen) / sum(item.num_elements for item in chosen),
         )
 
 
@@ -130,19 +143,19 @@ def compare_traces(baseline: TraceReader, candidate: TraceReader, *, tolerance: 
     differences: list[TensorDifference] = []
     conflicts: tuple[list[ReplicaConflict], list[ReplicaConflict]] = ([], [])
     for step in steps:
-        mine, other = baseline.keys(step), candidate.keys(step)
-        for key in order_keys(mine | other):
-            if key not in mine or key not in other:
-                findings.append(_missing_tensor(key, in_baseline=key in mine))
-                continue
-            left, right = baseline.merge(key), candidate.merge(key)
-            conflicts[0].extend(left.conflicts)
-            conflicts[1].extend(right.conflicts)
-            outcome = compare_tensors(key, left.tensor, right.tensor, tolerance=tolerance)
-            if isinstance(outcome, Finding):
-                findings.append(outcome)
-            else:
-                differences.append(outcome)
+        keys = baseline.keys(step) | candidate.keys(step)
+        for name in execution_order({key.name for key in keys}):
+            walk = _NameWalk(baseline, candidate, tolerance=tolerance, is_first_step=step == steps[0])
+            for key in order_keys(key for key in keys if key.name == name):
+                outcome = walk.compare(key)
+                if isinstance(outcome, Finding):
+                    findings.append(outcome)
+                elif outcome is not None:
+                    differences.append(outcome)
+            conflicts[0].extend(walk.conflicts[0])
+            conflicts[1].extend(walk.conflicts[1])
+    position = {key: index for index, key in enumerate(order_keys(item.key for item in differences))}
+    differences.sort(key=lambda item: position[item.key])
     return TensorComparison(
         steps=steps,
         differences=tuple(differences),
@@ -152,34 +165,135 @@ def compare_traces(baseline: TraceReader, candidate: TraceReader, *, tolerance: 
     )
 
 
-def compare_tensors(
-    key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor, *, tolerance: ToleranceConfig
-) -> TensorDifference | Finding:
-    """Compare one tensor: bits first, then figures.
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
-    Another dtype or shape is a finding, and so is NaN or infinity on either side of tensors whose bits differ.
-    """
+
+class _NameWalk:
+    """Compares the tensors of one name within one step, in the order of computation."""
+
+    def __init__(
+        self, baseline: TraceReader, candidate: TraceReader, *, tolerance: ToleranceConfig, is_first_step: bool
+    ) -> None:
+        self._readers = (baseline, candidate)
+        self._tolerance = tolerance
+        self._is_first_step = is_first_step
+        self._gradients: _Pair | None = None
+        self._parameters: _Pair | None = None
+        self.conflicts: tuple[list[ReplicaConflict], list[ReplicaConflict]] = ([], [])
+
+    def compare(self, key: TraceKey) -> TensorDifference | Finding | None:
+        """The outcome for the next tensor; ``None`` where it is only needed to judge others."""
+        present = [key in reader.keys(key.step) for reader in self._readers]
+        if not all(present):
+            return _missing_tensor(key, in_baseline=present[0])
+        merged = [reader.merge(key) for reader in self._readers]
+        for conflicts, side in zip(self.conflicts, merged, strict=True):
+            conflicts.extend(side.conflicts)
+        left, right = merged[0].tensor, merged[1].tensor
+        problem = find_problem(key, left, right)
+        if problem is not None:
+            return problem
+        return self._judge(key, (left, right))
+
+    def _judge(self, key: TraceKey, pair: _Pair) -> TensorDifference | Finding | None:
+        if key.kind == "gradient":
+            self._gradients = pair
+            return compare_gradients(key, *pair, tolerance=self._tolerance.gradient)
+        if key.kind == "weight":
+            return self._check_weights(key, pair)
+        before, self._parameters = self._parameters, pair
+        if key.kind == "initial":
+            if self._is_first_step and not _is_bit_equal(*pair):
+                return _finding(key, "differs: both runs must start from the same weights, to the last bit")
+            return None
+        if before is None:
+            return _finding(key, "was traced without the parameter before it, so its update cannot be judged")
+        return compare_updates(
+            key, before=before, after=pair, gradients=self._gradients, tolerance=self._tolerance.update
+        )
+
+    def _check_weights(self, key: TraceKey, weights: _Pair) -> Finding | None:
+        if self._parameters is None:
+            return _finding(key, "was traced without the parameter that it is rounded from")
+        for side, weight, parameter in zip(("baseline", "candidate"), weights, self._parameters, strict=True):
+            if not _is_bit_equal(weight, parameter.to(weight.dtype)):
+                return _finding(
+                    key, f"is not the rounded parameter in the {side}: the model computes with other weights"
+                )
+        return None
+
+
+def _is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(view_as_bits(left), view_as_bits(right))
+
+
+def find_problem(key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor) -> Finding | None:
+    """What makes two tensors impossible to subtract: another dtype or shape; NaN or infinity where bits differ."""
     if baseline.dtype != candidate.dtype:
         return _finding(key, f"has dtype {baseline.dtype} in the baseline and {candidate.dtype} in the candidate")
     if baseline.shape != candidate.shape:
         return _finding(
             key, f"has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate"
         )
-    bound = tolerance.gradient if key.kind == "gradient" else tolerance.parameter
-    if torch.equal(view_as_bits(baseline), view_as_bits(candidate)):
-        return TensorDifference(
-            key=key, num_elements=baseline.numel(), bit_equal=True, max_abs=0.0, relative=0.0, tolerance=bound
-        )
+    if _is_bit_equal(baseline, candidate):
+        return None
     non_finite = _describe_non_finite(baseline), _describe_non_finite(candidate)
     if any(non_finite):
         sides = [
             f"{what} in the {side}" for what, side in zip(non_finite, ("baseline", "candidate"), strict=True) if what
         ]
         return _finding(key, f"has {' and '.join(sides)}")
-    max_abs, relative = compute_difference(baseline, candidate)
+    return None
+
+
+def compare_gradients(
+    key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor, *, tolerance: float
+) -> TensorDifference:
+    """||a - b|| / ||a|| of two tensors that ``find_problem`` has no objection to."""
+    bit_equal = _is_bit_equal(baseline, candidate)
+    max_abs, relative = (0.0, 0.0) if bit_equal else compute_difference(baseline, candidate)
     return TensorDifference(
-        key=key, num_elements=baseline.numel(), bit_equal=False, max_abs=max_abs, relative=relative, tolerance=bound
+        key=key,
+        num_elements=baseline.numel(),
+        bit_equal=bit_equal,
+        max_abs=max_abs,
+        relative=relative,
+        tolerance=tolerance,
     )
+
+
+def compare_updates(
+    key: TraceKey, *, before: _Pair, after: _Pair, gradients: _Pair | None, tolerance: float
+) -> TensorDifference:
+    """What one update did to a parameter in both runs, as the module's docstring says.
+
+    Each pair is (baseline, candidate), all of one shape; ``gradients`` are those that the update was made from.
+    """
+    if _is_bit_equal(*after) and _is_bit_equal(*before):
+        return TensorDifference(
+            key=key, num_elements=after[0].numel(), bit_equal=True, max_abs=0.0, relative=0.0, tolerance=tolerance
+        )
+    counts = torch.ones_like(after[0], dtype=torch.bool)
+    if gradients is not None:
+        left, right = gradients[0].double(), gradients[1].double()
+        counts = (left - right).abs() <= _SIGNIFICANT * left.abs()
+    mine, other = (new.double() - old.double() for old, new in zip(before, after, strict=True))
+    stored = after[0].double().abs() * torch.finfo(after[0].dtype).eps
+    difference, rounding, size = (_norm(values, counts) for values in (mine - other, stored, mine))
+    excess = max(0.0, difference - rounding)
+    return TensorDifference(
+        key=key,
+        num_elements=after[0].numel(),
+        bit_equal=_is_bit_equal(*after),
+        max_abs=float((after[0].double() - after[1].double()).abs().max()),
+        relative=0.0 if excess == 0.0 else excess / size if size else math.inf,
+        tolerance=tolerance,
+        num_excluded=int((~counts).sum()),
+    )
+
+
+def _norm(values: torch.Tensor, counts: torch.Tensor) -> float:
+    return float(values[counts].square().sum().sqrt())
 
 
 def compute_difference(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float]:

@@ -5,9 +5,9 @@ the stated tolerance. ``diverged``: something is, or is missing on one side, or 
 baseline. ``incomparable``: metrics, gradients or parameters could not be compared at all; equal losses alone prove
 nothing. ``unverified``: the run could not show that it is deterministic.
 
-The first divergence is the earliest in the order of computation: by step; then update by update, its gradients, the
-step's metrics (logged over all updates, so placed with the first), its parameters; within each, from the embedding
-to the output. Gradients come before metrics since they name the place; metrics beyond tolerance are always listed.
+The first divergence is the earliest in the order of computation: by step; then update by update its gradients and its
+parameters; within each, from the embedding to the output. Metrics are means over a step's updates, so they are placed
+with the last one, between its gradients and its parameters. Metrics beyond tolerance are always listed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from enum import StrEnum
 
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup, execution_order
+from mock_scheduler.compare.tensors import (
+    JUDGED_KINDS,
+    TensorComparison,
+    TensorDifference,
+    TensorGroup,
+    execution_order,
+)
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.trace.files import TRACE_KINDS
 from mock_scheduler.trace.reader import ReplicaConflict
 
 
@@ -46,7 +51,7 @@ _EXIT_CODES = {
     Verdict.INCOMPARABLE: ExitCode.INCOMPARABLE,
     Verdict.UNVERIFIED: ExitCode.UNVERIFIED,
 }
-_PHASES: dict[DifferenceKind, int] = {"gradient": 0, "metric": 1, "parameter": 2}
+_PHASES: dict[DifferenceKind, int] = {"initial": 0, "gradient": 1, "metric": 2, "parameter": 3, "weight": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +100,20 @@ def find_divergences(
 ) -> list[Divergence]:
     """Everything beyond its bound, in the order of computation that the module's docstring explains."""
     found = [_from_finding(finding) for finding in (*metrics.findings, *tensors.findings)]
-    found += [_from_conflict(conflict) for conflict in tensors.new_conflicts]
+    found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
     found += [_from_tensor(difference) for difference in tensors.exceeding]
     found += [_from_metric(difference, tolerance) for difference in metrics.exceeding]
     names = execution_order({divergence.name for divergence in found})
     position = {name: index for index, name in enumerate(names)}
-    return sorted(found, key=lambda item: (item.step, item.update or 0, _PHASES[item.kind], position[item.name]))
+    last_update: dict[int, int] = {}
+    for difference in tensors.differences:
+        last_update[difference.key.step] = max(difference.key.update, last_update.get(difference.key.step, 0))
+
+    def place(item: Divergence) -> tuple[int, int, int, int]:
+        update = last_update.get(item.step, 0) if item.update is None else item.update
+        return item.step, update, _PHASES[item.kind], position[item.name]
+
+    return sorted(found, key=place)
 
 
 def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
@@ -112,7 +125,7 @@ def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
 def describe_coverage(metrics: MetricComparison, tensors: TensorComparison) -> str:
     """What was compared, and the worst of each kind with its margin; for a verdict that passes."""
     parts = [f"{_count(len(metrics.differences), 'metric')} over {_count(len(metrics.steps), 'step')}"]
-    for kind in TRACE_KINDS:
+    for kind in JUDGED_KINDS:
         group = tensors.group(kind)
         if group is not None:
             parts.append(f"{_count(group.num_compared, kind)}{_describe_worst(group)}")
@@ -125,25 +138,25 @@ def _judge(
     missing = _not_compared(metrics, tensors)
     if first is None and missing:
         return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
-    if len(missing) == 1 + len(TRACE_KINDS):
+    if len(missing) == 1 + len(JUDGED_KINDS):
         return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
     if first is not None:
         return Verdict.DIVERGED, _describe_divergence(first, metrics, tensors, tolerance)
-    conflicts = (*tensors.baseline_conflicts, *tensors.candidate_conflicts)
+    if tensors.baseline_conflicts:
+        conflict = tensors.baseline_conflicts[0].describe()
+        return Verdict.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
     bit_equal = all(metric.bit_equal for metric in metrics.differences) and all(
         tensor.bit_equal for tensor in tensors.differences
     )
     coverage = describe_coverage(metrics, tensors)
-    if bit_equal and not conflicts:
+    if bit_equal:
         return Verdict.IDENTICAL, f"bit-equal: {coverage}"
-    if conflicts:
-        coverage += f"; but replicas disagree in the baseline too: {conflicts[0].describe()}"
     return Verdict.ROUNDING, f"within tolerance: {coverage}"
 
 
 def _not_compared(metrics: MetricComparison, tensors: TensorComparison) -> list[str]:
     missing = [] if metrics.differences else ["metric"]
-    return missing + [kind for kind in TRACE_KINDS if tensors.group(kind) is None]
+    return missing + [kind for kind in JUDGED_KINDS if tensors.group(kind) is None]
 
 
 def _describe_divergence(
@@ -159,19 +172,43 @@ def _describe_divergence(
     num_findings = len(metrics.findings) + len(tensors.findings)
     if num_findings:
         parts.append(f"{num_findings} could not be compared")
-    if tensors.new_conflicts:
-        parts.append(f"replicas disagree: {tensors.new_conflicts[0].describe()}")
+    if tensors.candidate_conflicts:
+        parts.append(f"replicas disagree: {tensors.candidate_conflicts[0].describe()}")
+    if _grew_gradually(first, tensors):
+        parts.append(
+            "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
+            "fewer steps"
+        )
     return "; ".join(dict.fromkeys(parts))
+
+
+def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
+    """Whether the first tensor beyond its tolerance was near it at the update before, and not at the first one."""
+    series = [item for item in tensors.differences if (item.key.kind, item.key.name) == (first.kind, first.name)]
+    before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
+    if not before or first.value is None or first.tolerance == 0:
+        return False
+    return before[-1].relative > 0.03 * before[-1].tolerance and before[0].relative < 0.1 * before[-1].relative
 
 
 def _describe_worst(group: TensorGroup) -> str:
     if group.num_bit_equal == group.num_compared:
         return ""
     worst = group.worst
+    if worst.relative == 0:
+        return (
+            f" ({group.num_bit_equal} bit-equal; the others within the rounding of storing{_describe_excluded(group)})"
+        )
     return (
-        f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: relF "
-        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:g})"
+        f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: "
+        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:g}"
+        f"{_describe_excluded(group)})"
     )
+
+
+def _describe_excluded(group: TensorGroup) -> str:
+    """How many elements had no say in how parameters are judged, since their gradients are rounding."""
+    return f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
 
 
 def _describe_margin(margin: float) -> str:
@@ -212,7 +249,7 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         name=key.name,
         value=difference.relative,
         tolerance=difference.tolerance,
-        message=f"{key.describe()}: relF {difference.relative:.3g} > {difference.tolerance:g}",
+        message=f"{key.describe()}: relative difference {difference.relative:.3g} > {difference.tolerance:g}",
     )
 
 

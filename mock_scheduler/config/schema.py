@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -107,7 +107,10 @@ class ParallelConfig(ConfigSection):
 
 
 class TrainingConfig(ConfigSection):
-    """Batching, optimizer and schedule, as Megatron names them; batch sizes count trajectories."""
+    """Batching, optimizer and schedule, as Megatron names them; batch sizes count trajectories.
+
+    ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; a decay that is not given ends with the run's last one.
+    """
 
     micro_batch_size: PositiveInt = 32
     global_batch_size: PositiveInt = 128
@@ -134,7 +137,7 @@ class GeneratingArgs(ConfigSection):
 
 
 class ActorInferConfig(ConfigSection):
-    """The rollout engine.
+    """The rollout engine; ``generating_args`` are those of training, and of validation where that has none of its own.
 
     ``only_action_tokens``: the policy chooses among the environment's action tokens alone; its log-probabilities, in
     sampling and in training, are those of the softmax over them.
@@ -188,13 +191,14 @@ class ToleranceConfig(ConfigSection):
     """How far a candidate may be from the baseline and still be called ``rounding``; the defaults are for float32.
 
     ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric.
-    ``gradient``, ``parameter``: largest ||a - b||_F / ||a||_F of one tensor.
+    ``gradient``: largest ||a - b|| / ||a|| of a main gradient.
+    ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d that one update made to a parameter, beyond rounding.
     """
 
     metric: NonNegativeFloat = 1e-4
     metric_floor: NonNegativeFloat = 1e-3
     gradient: NonNegativeFloat = 1e-4
-    parameter: NonNegativeFloat = 5e-5
+    update: NonNegativeFloat = 5e-3
 
 
 class CandidateConfig(ConfigSection):
@@ -271,6 +275,43 @@ class PipelineConfig(ConfigSection):
         """Optimizer updates that one rollout step makes."""
         return self.ppo_epochs * (self.rollout_batch_size // self.training.global_batch_size)
 
+    @property
+    def lr_decay_updates(self) -> int:
+        """Optimizer updates until the learning rate has decayed; all of the run where no number was set."""
+        return self.training.lr_decay_iters or self.max_steps * self.updates_per_step
+
+    @field_validator("resume_from_checkpoint")
+    @classmethod
+    def _check_resume_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and not folder.strip():
+            raise ValueError(
+                "is empty; give a folder such as {output_dir}/checkpoints/step_000010, or null for a new run"
+            )
+        return folder
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> PipelineConfig:
+        problems = sampling_problems(self)
+        if problems:
+            rules = "".join(f"\n  - {problem}" for problem in problems)
+            raise ValueError(
+                "training must sample from the policy that is trained, softmax(logits / "
+                f"actor_infer.generating_args.temperature):{rules}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> PipelineConfig:
+        training = self.training
+        if training.min_lr > training.lr:
+            raise ValueError(f"training.min_lr {training.min_lr} is larger than training.lr {training.lr}")
+        if training.lr_decay_style != "constant" and training.lr_warmup_iters >= self.lr_decay_updates:
+            raise ValueError(
+                f"training.lr_warmup_iters {training.lr_warmup_iters} leaves no update to decay in: the decay ends "
+                f"with update {self.lr_decay_updates} (training.lr_decay_iters, or all updates of the run)"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_batches(self) -> PipelineConfig:
         for batch_key, batch_size, manager_key, manager in (
@@ -297,6 +338,11 @@ class PipelineConfig(ConfigSection):
                 f"training.global_batch_size {global_batch} is not a multiple of "
                 f"training.micro_batch_size {micro_batch}"
             )
+        if self.sequence_length % self.training.sequence_multiple_of:
+            raise ValueError(
+                f"sequence_length {self.sequence_length} is not a multiple of training.sequence_multiple_of "
+                f"{self.training.sequence_multiple_of}: the longest rows would be padded beyond it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -308,6 +354,32 @@ class PipelineConfig(ConfigSection):
                 f"layout {self.parallel.describe()} ({self.parallel.world_size} processes) cannot be run:{rules}"
             )
         return self
+
+
+def sampling_problems(config: PipelineConfig) -> list[str]:
+    """Every key by which training would sample from another policy than the one it trains; empty where none does.
+
+    With one, the recorded log-probabilities and the trainer's own would be those of two distributions, and the ratio
+    of new to old policy would not be that of the policy which sampled.
+    """
+    common, own = config.actor_infer.generating_args, config.train_env_manager.generating_args
+    problems = []
+    if own is not None and own != common:
+        theirs, ours = own.model_dump(), common.model_dump()
+        values = ", ".join(f"{key} {theirs[key]} instead of {ours[key]}" for key in theirs if theirs[key] != ours[key])
+        problems.append(
+            f"train_env_manager.generating_args differs from actor_infer.generating_args ({values}): the trainer "
+            "computes with the latter; leave it out and set actor_infer.generating_args"
+        )
+    cuts = {"top_k": (common.top_k, 0), "top_p": (common.top_p, 1.0)}
+    problems += [
+        f"actor_infer.generating_args.{name} {value} cuts tokens off: the trainer's log-probabilities are those of the "
+        f"softmax at `temperature`, and a truncated one would be another policy; set {off}, and {name} only in "
+        "val_env_manager.generating_args"
+        for name, (value, off) in cuts.items()
+        if value != off
+    ]
+    return problems
 
 
 def layout_problems(config: PipelineConfig) -> list[str]:

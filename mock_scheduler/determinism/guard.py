@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mock_scheduler.determinism.settings import SETTINGS, is_deterministic_mode, recorded_names
+from mock_scheduler.determinism.settings import SETTINGS, find_setting, is_deterministic_mode, recorded_names
 from mock_scheduler.errors import DeterminismError
 
 UNSET = "unset"
@@ -28,6 +28,7 @@ _TOOK_EFFECT = {
     "torch.cudnn.deterministic": "True",
     "torch.cudnn.benchmark": "False",
 }
+_REPEATABILITY_FLAGS = frozenset({*_TOOK_EFFECT, "torch.num_threads", "python.hash_randomization"})
 
 
 def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
@@ -127,9 +128,12 @@ def _refused_settings(values: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def determinism_contract(values: Mapping[str, str]) -> dict[str, str]:
-    """The part of ``read_back`` that must be the same where a run is recorded and where it is replayed.
+def is_repeatability_setting(name: str) -> bool:
+    """Whether a name of ``read_back`` must be the same where a run is recorded and where it is replayed.
 
-    Settings and flags, not versions: those describe the machine and software, which may be what is being compared.
+    Only what makes runs repeatable: the settings for which the table allows certain values, number of threads and hash
+    seed among them, and the flags of torch and Python that follow from them. All else selects kernels, algorithms or
+    versions, which may be what is being compared.
     """
-    return {name: value for name, value in values.items() if not name.startswith("version.")}
+    setting = find_setting(name)
+    return name in _REPEATABILITY_FLAGS or (setting is not None and setting.pattern is not None)

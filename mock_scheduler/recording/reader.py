@@ -1,7 +1,8 @@
 """Reads a recording through memory maps; any number of processes may read at once, without communication.
 
 Contract: nothing is invented. A step that is absent, damaged, misplaced or of another run is an error that names it.
-The first load of a step verifies every digest; later loads by the same reader verify the header only.
+The first load of a step verifies every digest; later loads by the same reader verify the header only. What a check of
+the plan verified is verified again by the first load, since a training may lie between.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ class RecordingReader:
         """Folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
         return list_steps(self.dump_dir)
 
-    def check_plan(self, plan: Sequence[RolloutRequest]) -> None:
+    def check_plan(self, plan: Sequence[RolloutRequest], *, verify: bool = False) -> int:
         """Check that every step that will be asked for is there, whole by size and header, and the one asked for.
 
-        Raises ``StepNotFoundError`` listing all that are absent, ``CorruptRecordingError`` or ``RecordingError``.
+        ``verify``: read all of each file and check every digest and the number of trajectories too, as loading it
+        will. Returns the number of bytes that were read for that. Raises ``StepNotFoundError`` listing all that are
+        absent, ``CorruptRecordingError`` or ``RecordingError``.
         """
         missing = [request for request in plan if not os.path.isfile(request_path(self.dump_dir, request))]
         if missing:
@@ -63,7 +66,11 @@ class RecordingReader:
         for request in plan:
             path = request_path(self.dump_dir, request)
             check_inside(self.dump_dir, path)
-            self._check_info(read_step_info(path), request, path)
+            if verify:
+                self._read_step(path, request, verify=True)
+            else:
+                self._check_info(read_step_info(path), request, path)
+        return sum(os.path.getsize(request_path(self.dump_dir, request)) for request in plan) if verify else 0
 
     def load_step(self, request: RolloutRequest) -> RecordedStep:
         """The recorded answer to ``request``; its tensors are views of a private memory map.
@@ -75,8 +82,12 @@ class RecordingReader:
         if not os.path.isfile(path):
             raise StepNotFoundError(_missing_text(self.dump_dir, [request]))
         check_inside(self.dump_dir, path)
-        batch, info = decode_step(_map_file(path), source=path, verify=path not in self._verified)
+        step = self._read_step(path, request, verify=path not in self._verified)
         self._verified.add(path)
+        return step
+
+    def _read_step(self, path: str, request: RolloutRequest, *, verify: bool) -> RecordedStep:
+        batch, info = decode_step(_map_file(path), source=path, verify=verify)
         self._check_info(info, request, path)
         if batch.num_trajectories != request.batch_size:
             raise RecordingError(

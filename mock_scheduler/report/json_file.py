@@ -15,10 +15,9 @@ from typing import TypeAlias
 
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.trace.files import TRACE_KINDS
 
 FORMAT_VERSION = 1
 
@@ -100,9 +99,9 @@ def _metrics(metrics: MetricComparison) -> Json:
 def _tensors(tensors: TensorComparison) -> Json:
     return {
         "steps": list(tensors.steps),
-        "groups": {kind: _group(tensors.group(kind)) for kind in TRACE_KINDS},
+        "groups": {kind: _group(tensors.group(kind)) for kind in JUDGED_KINDS},
         "per_step": [
-            {"step": step, **{kind: _group(tensors.group(kind, step=step)) for kind in TRACE_KINDS}}
+            {"step": step, **{kind: _group(tensors.group(kind, step=step)) for kind in JUDGED_KINDS}}
             for step in tensors.steps
         ],
         "exceeding": [_tensor(difference) for difference in tensors.exceeding],
@@ -119,6 +118,7 @@ def _group(group: TensorGroup | None) -> Json:
         "num_compared": group.num_compared,
         "num_bit_equal": group.num_bit_equal,
         "worst": _tensor(group.worst),
+        "fraction_excluded": group.fraction_excluded,
     }
 
 

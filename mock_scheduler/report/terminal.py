@@ -15,10 +15,10 @@ from rich.text import Text
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.compare.verdict import Divergence, Verdict
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TRACE_KINDS, TraceKind
+from mock_scheduler.trace.files import TraceKind
 
 _PLAIN_WIDTH = 120
 _NUM_FINDINGS = 5
@@ -45,18 +45,23 @@ def build_console() -> Console:
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
-def print_report(result: AlignmentResult, console: Console) -> None:
-    """Print each candidate's metrics, then the verdicts, where the eye ends up, the legend and where the files are."""
+def print_report(result: AlignmentResult, console: Console, *, has_files: bool = True) -> None:
+    """Print each candidate's metrics, then the verdicts, where the eye ends up, the legend and where the files are.
+
+    ``has_files``: whether the result was made by an alignment run, in whose folder they are.
+    """
     for candidate in result.candidates:
         _print_candidate(candidate, result.tolerance, console)
     console.print()
     console.print(_candidates_table(result))
     _print_legend(result, console)
+    if has_files:
+        _print_files(result, console)
 
 
 def _candidates_table(result: AlignmentResult) -> Table:
     table = Table(title=f"Alignment of {escape(result.config_name)}", title_justify="left", show_lines=True)
-    for header in ("candidate", "verdict", "first divergence", "worst relF", "rollout\n/ total"):
+    for header in ("candidate", "verdict", "first divergence", "worst relative\ndifference", "rollout\n/ total"):
         table.add_column(header, no_wrap=header == "verdict")
     baseline = result.baseline
     table.add_row(_stack("baseline", baseline.layout), "", "", "", _describe_times(baseline))
@@ -66,7 +71,7 @@ def _candidates_table(result: AlignmentResult) -> Table:
             _stack(candidate.name, candidate.layout, *candidate.overrides),
             Text(alignment.verdict.value, style=_STYLES[alignment.verdict]),
             _describe_first(alignment.first_divergence),
-            Text("\n").join(_describe_worst(alignment.tensors, kind) for kind in TRACE_KINDS),
+            Text("\n").join(_describe_worst(alignment.tensors, kind) for kind in JUDGED_KINDS),
             _describe_times(candidate.run) if candidate.run else "failed",
         )
     return table
@@ -84,7 +89,7 @@ def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, con
         _print_findings(alignment.metrics.findings, console)
     if alignment.tensors is not None:
         _print_findings(alignment.tensors.findings, console)
-        for conflict in alignment.tensors.new_conflicts[:_NUM_FINDINGS]:
+        for conflict in alignment.tensors.candidate_conflicts[:_NUM_FINDINGS]:
             console.print(Text(f"  replicas: {conflict.describe()}", style="red"))
 
 
@@ -139,10 +144,14 @@ def _print_legend(result: AlignmentResult, console: Console) -> None:
     console.print()
     console.print(
         f"Tolerance: metric |a-b| / max(|a|, |b|, {tolerance.metric_floor:g}) at most {tolerance.metric:g}; "
-        f"relF = ||a-b|| / ||a||: gradient at most {tolerance.gradient:g}, parameter at most {tolerance.parameter:g}",
+        f"gradient ||a-b|| / ||a|| at most {tolerance.gradient:g}; parameter: of the change d by an update, "
+        f"||d_a-d_b|| / ||d_a|| beyond rounding at most {tolerance.update:g}",
         highlight=False,
     )
     console.print("a is the baseline, b the candidate; NaN equals NaN only.", highlight=False)
+
+
+def _print_files(result: AlignmentResult, console: Console) -> None:
     for what, path in (
         ("result", result.output_dir / "align.json"),
         ("recording", result.recording_dir),

@@ -33,8 +33,9 @@ from mock_scheduler.trace.shards import ShardSpec
 FORMAT_VERSION = 1
 METADATA_KEY = "mock_scheduler.trace"
 
-TraceKind = Literal["gradient", "parameter"]
-TRACE_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")
+TraceKind = Literal["initial", "gradient", "parameter", "weight"]
+#: In the order in which an update computes them.
+TRACE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 RANK_FILE = re.compile(r"rank_(\d{5,})\.safetensors")
@@ -52,6 +53,8 @@ class TraceKey:
 
     def describe(self) -> str:
         """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
+        if self.kind == "initial":
+            return f"parameter of {self.name} before step {self.step}"
         return f"{self.kind} of {self.name} at step {self.step}, update {self.update}"
 
 
@@ -59,7 +62,9 @@ class TraceKey:
 class TraceEntry:
     """One tensor that a rank writes.
 
-    ``gradient``: the main gradient after reduction and before clipping; ``parameter``: after the update.
+    ``initial``: the parameter before the step's first update; ``gradient``: the main gradient after reduction and
+    before clipping; ``parameter``: after the update. Parameters are the optimizer's own, in float32 where the model
+    computes in less; then ``weight`` is what the model computes with.
     ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``.
     """
 

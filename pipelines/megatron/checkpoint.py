@@ -1,13 +1,14 @@
 """Distributed checkpoints: written under one layout, read under any other.
 
 Contract: ``{folder}`` holds Megatron's distributed checkpoint (model, optimizer, schedule) and ``run_state.json``
-(step, seed, mode, the rollout scheduler's state), which is written last: a folder without it is not a checkpoint.
+(step, seed, mode, model, precision, kind of optimizer, the rollout scheduler's state), which is written last: a folder
+without it is not a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.scheduler import JSON
 from pipelines.megatron.model import unwrapped
@@ -32,12 +34,49 @@ _RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run stands: ``next_step`` is the first step that has not been trained."""
+    """Where a run stands: ``next_step`` is the first step that has not been trained.
+
+    ``fixed``: what a run that goes on from here must have alike, by the configuration's dotted names.
+    """
 
     next_step: int
-    seed: int
     mode: str
+    fixed: Mapping[str, JSON]
     scheduler: Mapping[str, JSON]
+
+
+def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
+    """The settings that a checkpoint's tensors, and the run's seeded parts, depend on.
+
+    ``vocab_size``: the one in effect, which follows from the environments where the model section has none.
+    """
+    model = {**config.model.model_dump(mode="json"), "vocab_size": vocab_size}
+    return {
+        "seed": config.seed,
+        "precision": config.precision,
+        "training.use_distributed_optimizer": config.training.use_distributed_optimizer,
+        **{f"model.{name}": value for name, value in model.items()},
+    }
+
+
+def check_same_settings(folder: Path, state: RunState, current: Mapping[str, JSON]) -> None:
+    """Raise ConfigError that lists each setting which is not as it was when the checkpoint was written."""
+    names = dict.fromkeys([*current, *state.fixed])
+    differing = [
+        f"{name}: the checkpoint has {_shown(state.fixed, name)}, this run has {_shown(current, name)}"
+        for name in names
+        if _shown(state.fixed, name) != _shown(current, name)
+    ]
+    if differing:
+        listed = "".join(f"\n  - {difference}" for difference in differing)
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is of a run with other settings, which its tensors, reference policy, "
+            f"environments or samples follow from:{listed}\nSet them as they were, or start a new run."
+        )
+
+
+def _shown(settings: Mapping[str, JSON], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "none"
 
 
 def checkpoint_folder(root: Path, next_step: int) -> Path:
@@ -68,8 +107,8 @@ def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> No
     if trainer.runtime.is_writer:
         content = {
             "next_step": state.next_step,
-            "seed": state.seed,
             "mode": state.mode,
+            "fixed": dict(state.fixed),
             "scheduler": dict(state.scheduler),
         }
         (folder / RUN_STATE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -80,7 +119,7 @@ def read_run_state(folder: Path) -> RunState:
     """Where the checkpointed run stood; reads one small file and builds nothing.
 
     Raises:
-        ConfigError: the folder is no checkpoint.
+        ConfigError: the folder is no checkpoint, or the file is not what ``save_checkpoint`` writes.
     """
     path = folder / RUN_STATE_FILE
     if not path.is_file():
@@ -88,10 +127,36 @@ def read_run_state(folder: Path) -> RunState:
             f"resume_from_checkpoint: {folder} is not a checkpoint ({RUN_STATE_FILE} is missing); give a folder such "
             f"as {{output_dir}}/checkpoints/step_000010"
         )
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return RunState(
-        next_step=content["next_step"], seed=content["seed"], mode=content["mode"], scheduler=content["scheduler"]
-    )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _broken(path, f"it is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise _broken(path, f"it holds a {type(content).__name__}, not an object")
+    problems = [
+        f"{name} is {json.dumps(content[name])}, should be {kind}" if name in content else f"{name} is missing"
+        for name, (is_valid, kind) in _STATE_FIELDS.items()
+        if name not in content or not is_valid(content[name])
+    ]
+    if problems:
+        raise _broken(path, "; ".join(problems))
+    return RunState(**{name: content[name] for name in _STATE_FIELDS})
+
+
+def _is_step(value: JSON) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_STATE_FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = {
+    "next_step": (_is_step, "a step"),
+    "mode": (lambda value: isinstance(value, str), "a string"),
+    "fixed": (lambda value: isinstance(value, dict), "an object"),
+    "scheduler": (lambda value: isinstance(value, dict), "an object"),
+}
+
+
+def _broken(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"resume_from_checkpoint: {path} is broken: {problem}; resume from another checkpoint")
 
 
 def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
@@ -105,7 +170,7 @@ def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     for optimizer in on_torch_adam:
         _separate_steps(optimizer)
-    trainer.lr_schedule.num_steps = 0  # loading adds the stored number to it, and a fresh schedule stands at 1
+    trainer.lr_schedule.num_steps = 0  # loading adds the stored number to it
     trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])
 
 

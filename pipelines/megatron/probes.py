@@ -5,9 +5,11 @@ Reading changes nothing: tensors are copied, and no probe runs where the trace i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.trace.files import TraceEntry, TraceKind, save_rank_trace
@@ -15,35 +17,57 @@ from mock_scheduler.trace.shards import ShardSpec
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.weights import LocalParameter, iterate_parameters
 
+_Piece = tuple[ShardSpec, torch.Tensor]
+
 
 class StepProbe:
-    """Collects what one rank traces of one step; ``save`` writes it. Every rank makes and saves its own."""
+    """Collects what one rank traces of one step; ``save`` writes it. Every rank makes and saves its own.
+
+    Made before the step's first update, it begins with the parameters as they are then.
+    """
 
     def __init__(self, trainer: PolicyTrainer, trace_dir: Path, *, step: int) -> None:
         self._trainer = trainer
         self._trace_dir = trace_dir
         self._step = step
+        self._distributed = [item for item in trainer.optimizers if isinstance(item, DistributedOptimizer)]
         self._entries: list[TraceEntry] = []
+        self(0, "initial")
 
     def __call__(self, update: int, kind: TraceKind) -> None:
-        """Copy the main gradients after the reduction, or the parameters after the update."""
-        runtime, shape = self._trainer.runtime, self._trainer.shape
-        for local in iterate_parameters(self._trainer.policy, shape, runtime):
-            spec = self._gradient_spec(local) if kind == "gradient" else local.spec
-            if spec is None:
-                continue
-            tensor = local.parameter.main_grad if kind == "gradient" else local.parameter.detach()
-            entry = TraceEntry(update=update, kind=kind, spec=spec, tensor=tensor.to("cpu", copy=True))
-            self._entries.append(entry)
+        """Copy the main gradients after the reduction, or the parameters before or after an update."""
+        for local in iterate_parameters(self._trainer.policy, self._trainer.shape, self._trainer.runtime):
+            pieces = self._gradients(local) if kind == "gradient" else self._parameters(local)
+            self._add(update, kind, pieces)
+            if kind == "parameter" and local.parameter.dtype is not torch.float32:
+                self._add(update, "weight", [(local.spec, local.parameter)])
 
-    def _gradient_spec(self, local: LocalParameter) -> ShardSpec | None:
-        """The local shard; with the distributed optimizer the range of it that this rank has reduced, or ``None``."""
-        distributed = [item for item in self._trainer.optimizers if isinstance(item, DistributedOptimizer)]
-        if not distributed:
-            return local.spec
-        # Each parameter is in the map of its optimizer, and there only on ranks that own a part of its bucket.
-        ranges = (_owned_range(optimizer, local) for optimizer in distributed)
-        return next((owned for owned in ranges if owned is not None), None)
+    def _add(self, update: int, kind: TraceKind, pieces: Iterator[_Piece] | list[_Piece]) -> None:
+        for spec, tensor in pieces:
+            copied = tensor.detach().to("cpu", copy=True)
+            self._entries.append(TraceEntry(update=update, kind=kind, spec=spec, tensor=copied))
+
+    def _gradients(self, local: LocalParameter) -> Iterator[_Piece]:
+        """The local shard; with the distributed optimizer only the range of it that this rank has reduced."""
+        if not self._distributed:
+            yield local.spec, local.parameter.main_grad
+        for optimizer in self._distributed:
+            spec = _owned_range(optimizer, local)
+            if spec is not None:
+                yield spec, local.parameter.main_grad
+
+    def _parameters(self, local: LocalParameter) -> Iterator[_Piece]:
+        """The parameter in the precision in which it is updated: itself in float32, else the optimizer's copy."""
+        if local.parameter.dtype is torch.float32:
+            yield local.spec, local.parameter
+            return
+        if not self._distributed:
+            yield local.spec, local.parameter.main_param
+        for optimizer in self._distributed:
+            spec = _owned_range(optimizer, local)
+            if spec is not None:
+                group, position = optimizer.model_param_group_index_map[local.parameter]
+                yield spec, optimizer.optimizer.param_groups[group]["params"][position]
 
     def save(self) -> None:
         """Write this rank's file of the step."""
@@ -59,6 +83,10 @@ class StepProbe:
 
 
 def _owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:
+    """The shard with the range that this rank owns; ``None`` where another rank owns all of it.
+
+    A parameter is in the maps of its own optimizer, and there only on ranks that own a part of its bucket.
+    """
     place = optimizer.model_param_gbuf_map.get(local.parameter)
     if place is None:
         return None

@@ -7,7 +7,8 @@ no bit of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ from pipelines.micro_batches import MicroBatch
 
 UpdateProbe = Callable[[int, TraceKind], None]
 """Called with (update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
+
+
+LogitsReduction = Callable[[int, torch.Tensor], torch.Tensor]
+"""From a batch's position and its logits to what is kept of them."""
 
 
 def _no_probe(update: int, kind: TraceKind) -> None:
@@ -59,7 +64,7 @@ class PolicyTrainer:
             use_distributed_optimizer=config.training.use_distributed_optimizer,
         )
         self.optimizer = _build_optimizer(config, self.data_parallel)
-        self.lr_schedule = _build_lr_schedule(config, self.optimizer)
+        self.lr_schedule = build_lr_schedule(config, self.optimizer)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         self._loss_config = PolicyLossConfig(
             pg_clip=config.pg_clip,
@@ -98,17 +103,20 @@ class PolicyTrainer:
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def forward_only(self, model: torch.nn.Module, token_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Logits of each ``[b, T]`` batch, ``[b, T, V / tp]`` without graph; an empty list off the last stage.
+    def forward_only(
+        self, model: torch.nn.Module, token_batches: Sequence[torch.Tensor], *, reduce: LogitsReduction
+    ) -> list[torch.Tensor]:
+        """``reduce(i, logits)`` of each ``[b, T]`` batch i, without graph; an empty list off the last stage.
 
-        All batches must have one shape. Every rank of the model-parallel group must call it.
+        logits: ``[b, T, V / tp]``; they are freed before those of the next batch are computed, so ``reduce`` must not
+        return a view of them. All batches must have one shape. Every rank of the model-parallel group must call it.
         """
         model.eval()
         try:
             with torch.no_grad():
                 return get_forward_backward_func()(
-                    forward_step_func=_logits_step,
-                    data_iterator=iter(token_batches),
+                    forward_step_func=_reduced_logits_step(reduce),
+                    data_iterator=iter(enumerate(token_batches)),
                     model=[model],
                     num_microbatches=len(token_batches),
                     seq_length=token_batches[0].shape[1],
@@ -120,37 +128,62 @@ class PolicyTrainer:
             model.train()
 
     def compute_logprobs(
-        self, micro_batches: Sequence[MicroBatch], *, model: torch.nn.Module | None = None
+        self, owned: Sequence[MicroBatch], *, model: torch.nn.Module | None = None
     ) -> dict[int, torch.Tensor]:
-        """The trainer's own log-probability of each target, ``[b, T]`` by micro-batch index, for owned ones.
+        """The trainer's own log-probability of each target, ``[b, T]`` by micro-batch index; owned: on the device.
 
         At the sampling temperature, as the policy that is optimised is the one that samples. Empty off the last stage.
         """
-        owned = self.owned(micro_batches)
-        logits = self.forward_only(model or self.data_parallel, [batch.tokens for batch in owned])
+
+        def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
+            return self._logprobs(logits, owned[position].targets)[0]
+
+        logprobs = self.forward_only(model or self.data_parallel, [batch.tokens for batch in owned], reduce=reduce)
         if not self.runtime.is_last_stage:
             return {}
-        return {
-            batch.index: self._logprobs(batch_logits, batch.targets)[0]
-            for batch, batch_logits in zip(owned, logits, strict=True)
-        }
+        return {batch.index: values for batch, values in zip(owned, logprobs, strict=True)}
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature
         return vocab_parallel_logprobs(logits, targets, self.vocab_shard(logits.shape[-1]), temperature=temperature)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], *, probe: UpdateProbe = _no_probe) -> dict[str, float]:
-        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
-        old_logprobs = self.compute_logprobs(micro_batches)
-        ref_logprobs = self.compute_logprobs(micro_batches, model=self.reference) if self.reference else None
+        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one.
+
+        micro_batches: all of the step, on the host; only those that this rank owns are moved to the device.
+        """
+        owned = {batch.index: batch.to(self.runtime.device) for batch in self.owned(micro_batches)}
+        old_logprobs = self.compute_logprobs(list(owned.values()))
+        ref_logprobs = self.compute_logprobs(list(owned.values()), model=self.reference) if self.reference else None
+        differences = self._rollout_differences(micro_batches, owned, old_logprobs)
         per_update = self.config.training.global_batch_size // self.config.training.micro_batch_size
         results: list[dict[str, float]] = []
         for _ in range(self.config.ppo_epochs):
             for start in range(0, len(micro_batches), per_update):
-                part = micro_batches[start : start + per_update]
+                part = [owned.get(batch.index, batch) for batch in micro_batches[start : start + per_update]]
                 results.append(self._update(part, old_logprobs, ref_logprobs, update=len(results), probe=probe))
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
-        return means | {"lr": results[-1]["lr"], "num_updates": float(len(results))}
+        return means | differences | {"lr": results[-1]["lr"], "num_updates": float(len(results))}
+
+    def _rollout_differences(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        owned: Mapping[int, MicroBatch],
+        old_logprobs: Mapping[int, torch.Tensor],
+    ) -> dict[str, float]:
+        """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
+        first = micro_batches[0].index
+        table = torch.zeros(len(micro_batches), 2, dtype=torch.float64, device=self.runtime.device)
+        if self.runtime.is_last_stage and self.runtime.tp_rank == 0:
+            for index, batch in owned.items():
+                table[index - first] = sum_and_max_difference(old_logprobs[index], batch.rollout_logprobs, batch.mask)
+        dist.all_reduce(table)  # each row is another rank's; all others add 0
+        rows = table.cpu().numpy()
+        num_tokens = sum(int(batch.mask.sum()) for batch in micro_batches)
+        return {
+            "rollout_logprob_diff_mean": float(rows[:, 0].sum()) / max(num_tokens, 1),
+            "rollout_logprob_diff_max": float(rows[:, 1].max()),
+        }
 
     def _update(
         self,
@@ -209,13 +242,31 @@ def _model_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Non
     return tokens, positions, None
 
 
-def _logits_step(
-    data_iterator: Iterator[torch.Tensor], model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-    def collect(logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        return logits
+def sum_and_max_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum and largest of |one - other| where the mask is True, float64 ``[2]``; both 0 where it never is."""
+    difference = torch.where(mask, one.double() - other.double(), 0.0).abs()
+    return torch.stack((difference.sum(), difference.max()))
 
-    return model(*_model_inputs(next(data_iterator))), collect
+
+def _reduced_logits_step(
+    reduce: LogitsReduction,
+) -> Callable[[Iterator[tuple[int, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., torch.Tensor]]]:
+    """Megatron's forward step: the model's output, and the function that reduces it on the last stage."""
+
+    def step(
+        data_iterator: Iterator[tuple[int, torch.Tensor]], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+        position, tokens = next(data_iterator)
+
+        def collect(logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
+            kept = reduce(position, logits)
+            # Megatron's loop (0.16.1) holds each output until it has the next, as its deallocate_output_tensor knows.
+            logits.data = logits.new_empty(0)
+            return kept
+
+        return model(*_model_inputs(tokens)), collect
+
+    return step
 
 
 class _LossStep:
@@ -276,28 +327,43 @@ def _build_optimizer(config: PipelineConfig, model: DistributedDataParallel) -> 
     )
 
 
-def _build_lr_schedule(config: PipelineConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Linear warm-up over ``lr_warmup_iters`` updates, then decay to ``min_lr`` over ``lr_decay_iters`` of them.
+class LearningRateSchedule(OptimizerParamScheduler):
+    """Megatron's schedule, whose warm-up would lose the run's first update to a rate of 0.
 
-    Where ``lr_decay_iters`` is not set, the decay ends with the run's last update.
+    With w = ``lr_warmup_iters``, N = ``lr_decay_iters`` (where not set: all updates of the run), and update k of the
+    run, from 0::
 
-    The rate is set before each update: update k of the run (from 0) uses the schedule's value at k + 1, so that the
-    first update of a warm-up is not lost to a rate of 0.
+        k < w:       lr · (k + 1) / w
+        w ≤ k < N:   constant: lr
+                     linear:   min_lr + (lr - min_lr) · (N - k) / (N - w)
+                     cosine:   min_lr + (lr - min_lr) · (1 + cos(π · (k - w) / (N - w))) / 2
+        N ≤ k:       constant: lr; else min_lr
+
+    So the first update after the warm-up has the full rate, and the last of the decay not yet ``min_lr``.
+    ``num_steps`` is k.
     """
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The rate of update ``num_steps``; from w on it is Megatron's own (megatron-core 0.16.1)."""
+        if self.num_steps < self.lr_warmup_steps:
+            return float(self.max_lr) * (self.num_steps + 1) / self.lr_warmup_steps
+        return float(super().get_lr(param_group))
+
+
+def build_lr_schedule(config: PipelineConfig, optimizer: MegatronOptimizer) -> LearningRateSchedule:
+    """The schedule of a run, standing at its first update."""
     training = config.training
-    decay_updates = training.lr_decay_iters or config.max_steps * config.updates_per_step
-    schedule = OptimizerParamScheduler(
+    return LearningRateSchedule(
         optimizer,
         init_lr=0.0,
         max_lr=training.lr,
         min_lr=training.min_lr,
         lr_warmup_steps=training.lr_warmup_iters,
-        lr_decay_steps=max(decay_updates, training.lr_warmup_iters + 1),
+        # A constant rate has no decay, and Megatron wants one that is longer than the warm-up.
+        lr_decay_steps=max(config.lr_decay_updates, training.lr_warmup_iters + 1),
         lr_decay_style=training.lr_decay_style,
         start_wd=training.weight_decay,
         end_wd=training.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-    schedule.step(increment=1)
-    return schedule

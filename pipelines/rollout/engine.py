@@ -79,12 +79,14 @@ class PolicyEngine:
         self, packed: torch.Tensor, uniforms: torch.Tensor, args: GeneratingArgs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lengths, tokens = packed[:, 0], packed[:, 1:].contiguous()
-        logits = self._trainer.forward_only(self._trainer.data_parallel, [tokens])
+        rows = torch.arange(len(tokens), device=tokens.device)
+        last_logits = self._trainer.forward_only(
+            self._trainer.data_parallel, [tokens], reduce=lambda _, logits: logits[rows, lengths - 1]
+        )
         result = torch.zeros(2, len(tokens), dtype=torch.float64, device=self._runtime.device)
         if self._runtime.is_last_stage:
-            last_logits = logits[0][torch.arange(len(tokens), device=tokens.device), lengths - 1]
             # On the host: a cumulative sum has no deterministic form on CUDA, and every device then draws alike.
-            sampled, logprobs = sample_tokens(self._whole_vocabulary(last_logits).cpu(), uniforms.cpu(), args)
+            sampled, logprobs = sample_tokens(self._whole_vocabulary(last_logits[0]).cpu(), uniforms.cpu(), args)
             result = torch.stack((sampled.double(), logprobs.double())).to(self._runtime.device)
         result = self._broadcast(result, source=self._sampler)
         return result[0].long(), result[1].float()

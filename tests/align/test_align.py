@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from mock_scheduler.align.plan import PlannedRun, quote_override
 from mock_scheduler.align.runs import LaunchRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, save_rank_trace
+from mock_scheduler.trace.files import TraceEntry, save_rank_trace
 from mock_scheduler.trace.shards import whole
 
 CONFIG = """
@@ -42,7 +43,7 @@ def write_results(run: PlannedRun, *, gradient: float = 1.0) -> int:
     for step in range(2):
         entries = [
             TraceEntry(update=0, kind=kind, spec=whole(NORM, (2,)), tensor=torch.full((2,), value))
-            for kind, value in zip(TRACE_KINDS, (gradient, 1.0), strict=True)
+            for kind, value in (("initial", 0.0), ("gradient", gradient), ("parameter", 1.0))
         ]
         save_rank_trace(
             run.output_dir / "trace", step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries
@@ -190,6 +191,29 @@ def test_a_baseline_that_fails_ends_the_alignment(bench: Bench) -> None:
         f"its whole output is in {bench.root / 'baseline' / 'run.log'}"
     )
     assert [run.name for run in launcher.started] == ["baseline"]
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(3, 3), (4, 4), (5, 5), (70, 70), (137, 137), (1, 70)])
+def test_an_alignment_exits_as_its_failed_baseline_did(bench: Bench, exit_code: int, expected: int) -> None:
+    """A baseline without determinism (4) ended the command with 3. Never with 1: nothing was compared."""
+    with pytest.raises(AlignmentError) as caught:
+        bench.align(FakeLauncher({"baseline": fail_with_error_json(exit_code, "SomeError")}))
+    assert pickle.loads(pickle.dumps(caught.value)).exit_code == expected
+
+
+def test_an_interrupt_loses_no_verdict(bench: Bench) -> None:
+    """align.json was written after the last candidate only: Ctrl-C in the last of many hours lost all of them."""
+
+    def interrupt(run: PlannedRun) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.align(FakeLauncher({"tp2": interrupt}))
+    result = json.loads((bench.root / "align.json").read_text())
+    assert [candidate["verdict"] for candidate in result["candidates"]] == ["identical", "incomparable"]
+    assert result["candidates"][1]["reason"] == "not run yet: the alignment is still going, or was interrupted"
+    assert result["exit_code"] == 3
+    assert not list(bench.root.glob(".align.json*"))
 
 
 def test_a_candidate_with_a_bad_layout_is_named_before_anything_runs(bench: Bench) -> None:

@@ -10,10 +10,12 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import (
     TensorComparison,
     TensorDifference,
-    compare_tensors,
+    compare_gradients,
     compare_traces,
+    compare_updates,
     compute_difference,
     execution_order,
+    find_problem,
     order_keys,
 )
 from mock_scheduler.config.schema import ToleranceConfig
@@ -21,14 +23,19 @@ from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKey, save_r
 from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import whole
 
-TOLERANCE = ToleranceConfig(gradient=1e-3, parameter=1e-4)
+TOLERANCE = ToleranceConfig(gradient=1e-3, update=1e-4)
 KEY = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
 
 
 def save(trace_dir: Path, tensors: dict[str, torch.Tensor], *, step: int = 0) -> None:
     entries = [
-        TraceEntry(update=0, kind=kind, spec=whole(name, tuple(tensor.shape)), tensor=tensor)
-        for kind in TRACE_KINDS
+        TraceEntry(
+            update=0,
+            kind=kind,
+            spec=whole(name, tuple(tensor.shape)),
+            tensor=torch.zeros_like(tensor) if kind == "initial" else tensor,
+        )
+        for kind in ("initial", "gradient", "parameter")
         for name, tensor in tensors.items()
     ]
     save_rank_trace(trace_dir, step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries)
@@ -83,8 +90,7 @@ def test_compute_difference(baseline: list[float], candidate: list[float], expec
 def test_one_bit_is_a_difference_with_its_size() -> None:
     flipped = torch.ones(4)
     flipped.view(torch.int32)[0] ^= 1
-    difference = compare_tensors(KEY, torch.ones(4), flipped, tolerance=TOLERANCE)
-    assert isinstance(difference, TensorDifference)
+    difference = compare_gradients(KEY, torch.ones(4), flipped, tolerance=TOLERANCE.gradient)
     assert (difference.bit_equal, difference.max_abs, difference.relative) == (False, 2**-23, 2**-24)
     assert (difference.exceeds, difference.margin) == (False, 1e-3 * 2**24)
 
@@ -102,14 +108,14 @@ def test_one_bit_is_a_difference_with_its_size() -> None:
     ],
 )
 def test_what_cannot_be_subtracted_is_a_finding(candidate: torch.Tensor, message: str) -> None:
-    finding = compare_tensors(KEY, torch.ones(2), candidate, tolerance=TOLERANCE)
+    finding = find_problem(KEY, torch.ones(2), candidate)
     assert isinstance(finding, Finding)
     assert finding.message == f"gradient of output_layer.weight at step 0, update 0 {message}"
 
 
 def test_infinity_in_the_baseline_hides_nothing() -> None:
     baseline, candidate = torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 2.0])
-    assert isinstance(compare_tensors(KEY, baseline, candidate, tolerance=TOLERANCE), Finding)
+    assert isinstance(find_problem(KEY, baseline, candidate), Finding)
 
 
 def test_a_tensor_on_one_side_only_is_found_on_either_side(tmp_path: Path) -> None:
@@ -117,9 +123,11 @@ def test_a_tensor_on_one_side_only_is_found_on_either_side(tmp_path: Path) -> No
     save(tmp_path / "b", {"output_layer.weight": torch.ones(1), "decoder.b": torch.ones(1)})
     comparison = compare(tmp_path)
     assert [finding.message for finding in comparison.findings] == [
+        "parameter of decoder.a before step 0 was traced by the baseline but not by the candidate",
         "gradient of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
-        "gradient of decoder.b at step 0, update 0 was traced by the candidate but not by the baseline",
         "parameter of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
+        "parameter of decoder.b before step 0 was traced by the candidate but not by the baseline",
+        "gradient of decoder.b at step 0, update 0 was traced by the candidate but not by the baseline",
         "parameter of decoder.b at step 0, update 0 was traced by the candidate but not by the baseline",
     ]
 
@@ -140,3 +148,95 @@ def test_groups_count_and_name_the_worst(tmp_path: Path) -> None:
     assert (group.num_compared, group.num_bit_equal) == (3, 1)
     assert (group.worst.key.name, group.worst.relative, group.worst.max_abs) == ("large", 0.5, 0.5)
     assert group.worst.exceeds
+
+
+UPDATED = TraceKey(step=0, update=0, kind="parameter", name="output_layer.weight")
+
+
+def update_difference(
+    before: torch.Tensor,
+    change: tuple[torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> TensorDifference:
+    after = (before + change[0], before + change[1])
+    return compare_updates(UPDATED, before=(before, before), after=after, gradients=gradients, tolerance=5e-3)
+
+
+@pytest.mark.parametrize(("factor", "relative"), [(0.0, 1.0), (-1.0, 2.0), (1.25, 0.25)])
+def test_a_frozen_a_reversed_and_a_scaled_optimizer_are_found_at_any_learning_rate(
+    factor: float, relative: float
+) -> None:
+    """Relative to the parameter itself, a frozen optimizer at a learning rate of 1e-6 was within tolerance."""
+    before = torch.full((64,), 0.25)
+    for learning_rate in (2.0**-10, 2.0**-20):
+        change = torch.full((64,), learning_rate)
+        difference = update_difference(before, (change, change * factor))
+        # 0.25 is stored with steps of 2**-25 and judged with those of 2**-25: |θ|·2**-23.
+        rounding = 2.0**-25 / learning_rate
+        assert difference.relative == pytest.approx(relative - rounding * (1 + learning_rate / 0.25))
+        assert difference.exceeds
+
+
+def test_an_update_that_differs_by_the_rounding_of_storing_is_not_a_difference() -> None:
+    before = torch.full((4,), 1.0)
+    change = torch.full((4,), 2.0**-20)
+    difference = update_difference(before, (change, change + 2.0**-23))
+    assert (difference.bit_equal, difference.relative, difference.exceeds) == (False, 0.0, False)
+
+
+def test_elements_whose_gradient_is_rounding_have_no_say_and_are_counted() -> None:
+    """Softmax is blind to a key bias: its gradient is rounding, and Adam makes a full step of either sign of it."""
+    before = torch.zeros(4)
+    change = (torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    gradients = (torch.tensor([0.5, 0.5, 1e-9, 0.5]), torch.tensor([0.5, 0.5, -1e-9, 0.504]))
+    difference = update_difference(before, change, gradients)
+    assert (difference.relative, difference.num_excluded, difference.max_abs) == (0.0, 1, 2.0)
+    assert update_difference(before, change).exceeds
+
+
+def write_trace(folder: Path, tensors: dict[str, torch.Tensor], *, step: int = 0) -> None:
+    spec = whole("w", (1,))
+    entries = [
+        TraceEntry(update=0, kind=kind, spec=spec, tensor=tensors[kind]) for kind in TRACE_KINDS if kind in tensors
+    ]
+    save_rank_trace(folder, step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries)
+
+
+BF16_STEP = {
+    "initial": torch.zeros(1),
+    "gradient": torch.ones(1),
+    "parameter": torch.tensor([1.0 + 2.0**-12]),
+    "weight": torch.ones(1, dtype=torch.bfloat16),
+}
+
+
+def test_weights_that_are_not_the_rounded_parameters_are_found_in_each_run(tmp_path: Path) -> None:
+    write_trace(tmp_path / "a", BF16_STEP)
+    write_trace(tmp_path / "b", BF16_STEP)
+    assert compare(tmp_path).findings == ()
+    stale = {**BF16_STEP, "weight": torch.zeros(1, dtype=torch.bfloat16)}
+    write_trace(tmp_path / "c", stale)
+    with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "c") as candidate:
+        (finding,) = compare_traces(baseline, candidate, tolerance=TOLERANCE).findings
+    assert finding.message == (
+        "weight of w at step 0, update 0 is not the rounded parameter in the candidate: the model computes with other "
+        "weights"
+    )
+
+
+def test_runs_that_start_from_other_weights_are_found(tmp_path: Path) -> None:
+    write_trace(tmp_path / "a", BF16_STEP)
+    write_trace(tmp_path / "b", {**BF16_STEP, "initial": torch.tensor([2.0**-30])})
+    (finding,) = compare(tmp_path).findings
+    assert finding.message == (
+        "parameter of w before step 0 differs: both runs must start from the same weights, to the last bit"
+    )
+
+
+def test_an_update_without_the_parameter_before_it_cannot_be_judged(tmp_path: Path) -> None:
+    for side in "ab":
+        write_trace(tmp_path / side, {kind: BF16_STEP[kind] for kind in ("gradient", "parameter")})
+    (finding,) = compare(tmp_path).findings
+    assert finding.message == (
+        "parameter of w at step 0, update 0 was traced without the parameter before it, so its update cannot be judged"
+    )

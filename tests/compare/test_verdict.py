@@ -16,7 +16,7 @@ from mock_scheduler.trace.shards import whole
 TOLERANCE = ToleranceConfig()
 NORM = "decoder.layers.0.input_layernorm.weight"
 Tensors = Mapping[TraceKind, torch.Tensor]
-SAME: Tensors = {"gradient": torch.ones(4), "parameter": torch.ones(4)}
+SAME: Tensors = {"initial": torch.zeros(4), "gradient": torch.ones(4), "parameter": torch.ones(4)}
 
 
 def write_run(run_dir: Path, *, ranks: tuple[Tensors, ...] = (SAME,), losses: tuple[float, ...] = (1.0,)) -> Path:
@@ -58,8 +58,28 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: relF 5.96e-08, 839 times below 5e-05)"
+        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; the others within the rounding "
+        "of storing)"
+    )
+
+
+def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_path: Path) -> None:
+    gradient, parameter = torch.ones(4), torch.ones(4)
+    gradient[0] += 2.0**-14
+    parameter[0], parameter[1] = 1.0 + 2.0**-9, 3.0
+    noise = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    candidate = write_run(
+        tmp_path / "b", ranks=({"initial": torch.zeros(4), "gradient": gradient * noise, "parameter": parameter},)
+    )
+    small = {**SAME, "gradient": torch.tensor([1.0, 2.0**-20, 1.0, 1.0])}
+    alignment = align(write_run(tmp_path / "a", ranks=(small,)), candidate)
+    assert alignment.verdict is Verdict.ROUNDING
+    # 2**-14 of gradients of norm sqrt(3); 2**-9, less the rounding sqrt(3)·2**-23, of a change of norm sqrt(3).
+    assert alignment.reason == (
+        "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal; worst "
+        "decoder.layers.0.input_layernorm.weight at step 0: 3.52e-05, 2.8 times below 0.0001), 1 parameter "
+        "(0 bit-equal; worst decoder.layers.0.input_layernorm.weight at step 0: 1.13e-03, 4.4 times below 0.005; "
+        "25.00% of elements left out)"
     )
 
 
@@ -68,8 +88,8 @@ def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Pa
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.reason == (
-        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relF 0.5 > 0.0001; "
-        "beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
+        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relative "
+        "difference 0.5 > 0.0001; beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
     )
     first = alignment.first_divergence
     assert first is not None
@@ -89,11 +109,41 @@ def test_replicas_that_disagree_make_it_diverged_and_name_axis_and_ranks(tmp_pat
     )
 
 
-def test_replicas_that_disagree_in_both_runs_are_not_identical(tmp_path: Path) -> None:
+def test_replicas_that_disagree_in_both_runs_are_diverged(tmp_path: Path) -> None:
+    """A conflict that the baseline had too was forgiven, and with it a far larger one in the candidate."""
     ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
     alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b", ranks=ranks))
-    assert alignment.verdict is Verdict.ROUNDING
-    assert "but replicas disagree in the baseline too: " in alignment.reason
+    assert alignment.verdict is Verdict.DIVERGED
+    assert "replicas disagree: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1" in alignment.reason
+
+
+def test_a_baseline_whose_replicas_disagree_is_no_reference(tmp_path: Path) -> None:
+    ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
+    alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b"))
+    assert alignment.verdict is Verdict.INCOMPARABLE
+    assert alignment.reason == (
+        "replicas disagree in the baseline, so it is no reference: decoder.layers.0.input_layernorm.weight: ranks tp0 "
+        "and tp1 hold different gradients at step 0 (4 elements, by up to 1)"
+    )
+
+
+def test_a_difference_that_grew_from_update_to_update_is_said_to_have_grown(tmp_path: Path) -> None:
+    for side in "ab":
+        for step, difference in enumerate((1e-6, 1e-5, 9e-5, 5e-4)):
+            gradient = torch.full((4,), 1.0 + (difference if side == "b" else 0.0))
+            values = {**SAME, "gradient": gradient}
+            entries = [TraceEntry(update=0, kind=kind, spec=whole(NORM, (4,)), tensor=values[kind]) for kind in SAME]
+            save_rank_trace(
+                tmp_path / side / "trace", step=step, global_rank=0, world_size=1, coordinates={}, entries=entries
+            )
+        rows = [json.dumps({"step": step, "metrics": {"pg_loss": 1.0}}) for step in range(4)]
+        (tmp_path / side / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    alignment = align(tmp_path / "a", tmp_path / "b")
+    assert alignment.verdict is Verdict.DIVERGED
+    assert alignment.reason.endswith(
+        "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
+        "fewer steps"
+    )
 
 
 def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_path: Path) -> None:
@@ -107,7 +157,7 @@ def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_pat
 
 
 def test_within_a_step_gradients_come_before_metrics_and_metrics_before_parameters(tmp_path: Path) -> None:
-    wrong: Tensors = {"gradient": torch.full((4,), 2.0), "parameter": torch.full((4,), 2.0)}
+    wrong: Tensors = {**SAME, "gradient": torch.full((4,), 2.0), "parameter": torch.full((4,), 2.0)}
     baseline = write_run(tmp_path / "a")
     both = align(baseline, write_run(tmp_path / "b", ranks=(wrong,), losses=(2.0,)))
     late = align(baseline, write_run(tmp_path / "c", ranks=({**wrong, "gradient": torch.ones(4)},), losses=(2.0,)))
@@ -124,7 +174,7 @@ def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:
 
 
 def test_equal_metrics_without_gradients_prove_nothing(tmp_path: Path) -> None:
-    only: tuple[Tensors, ...] = ({"parameter": torch.ones(4)},)
+    only: tuple[Tensors, ...] = ({"initial": torch.zeros(4), "parameter": torch.ones(4)},)
     alignment = align(write_run(tmp_path / "a", ranks=only), write_run(tmp_path / "b", ranks=only))
     assert alignment.verdict is Verdict.INCOMPARABLE
     assert alignment.reason == "no gradient was compared: the rest proves nothing"

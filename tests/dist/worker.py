@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def micro_batches_of(path: Path, trainer: PolicyTrainer) -> list[MicroBatch]:
     """Those of the rows that one process sampled, with advantages from -1 to 1."""
     batch, _ = decode_step(path.read_bytes())
     advantages = torch.linspace(-1.0, 1.0, len(batch), dtype=torch.float64)
-    return build_micro_batches(batch, advantages, micro_batch_size=2, multiple_of=8, device=trainer.runtime.device)
+    return build_micro_batches(batch, advantages, micro_batch_size=2, multiple_of=8)
 
 
 def write_state(folder: Path, trainer: PolicyTrainer) -> None:
@@ -171,6 +172,23 @@ def write_metrics(folder: Path, name: str, metrics: dict[str, float]) -> None:
     path.write_text(json.dumps(metrics), encoding="utf-8")
 
 
+def write_live_logits(folder: Path, trainer: PolicyTrainer, micro_batches: list[MicroBatch]) -> None:
+    """How many micro-batches' logits are in memory whenever one is reduced to log-probabilities."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    compute = trainer._logprobs
+
+    def counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(weakref.ref(logits))
+        counts.append(sum(1 for ref in seen if (tensor := ref()) is not None and tensor.numel() > 0))
+        return compute(logits, targets)
+
+    trainer._logprobs = counted  # type: ignore[method-assign]
+    trainer.compute_logprobs([batch.to(trainer.runtime.device) for batch in trainer.owned(micro_batches)])
+    del trainer._logprobs
+    (folder / f"live_logits_{dist.get_rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
 def run_variant(root: Path, layout: str, variant: str) -> None:
     """Everything about one variant under one layout."""
     config = build_config(variant, parse_layout(layout))
@@ -185,13 +203,14 @@ def run_variant(root: Path, layout: str, variant: str) -> None:
         write_rows(folder, trainer)
     dist.barrier()
     micro_batches = micro_batches_of(root / ONE_RANK / variant / "rows.safetensors", trainer)
+    write_live_logits(folder, trainer, micro_batches)
     probe = StepProbe(trainer, folder / "trained", step=0)
     write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
     probe.save()
     write_state(folder / "state", trainer)
     if not config.parallel.sequence_parallel:
         checkpoint = folder / "checkpoint"
-        save_checkpoint(checkpoint, trainer, RunState(next_step=1, seed=42, mode="real", scheduler={}))
+        save_checkpoint(checkpoint, trainer, RunState(next_step=1, mode="real", fixed={"seed": 42}, scheduler={}))
     write_metrics(folder, "next", trainer.train_step(micro_batches))
     write_state(folder / "next_state", trainer)
 

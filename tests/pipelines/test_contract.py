@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import ModelConfig, PipelineConfig
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.contract import Contract, Rule, check_contract
 from pipelines.contract import build_contract
@@ -17,12 +18,15 @@ from pipelines.environments.registry import build_tokenizer
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = {
     "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "unset",
     "NVTE_UNLISTED": "1",
+    "torch.cuda.matmul.allow_tf32": "False",
     "torch.num_threads": "1",
     "torch.deterministic_algorithms": "True",
     "version.torch": "2.13.0",
     "version.cpu_capability": "AVX2",
 }
+REPEATABILITY = ["NCCL_ALGO", "torch.num_threads", "torch.deterministic_algorithms"]
 
 
 @functools.cache
@@ -61,8 +65,6 @@ PLANTED = {
     "model.init_method_std": "0.02",
     "actor_infer.only_action_tokens": "false",
     "actor_infer.generating_args.temperature": "0.9",
-    "actor_infer.generating_args.top_k": "3",
-    "actor_infer.generating_args.top_p": "0.9",
     "train_env_manager.num_env_groups": "4",
     "train_env_manager.group_size": "4",
     "train_env_manager.tags": "[FrozenLake,FrozenLake]",
@@ -80,9 +82,13 @@ PLANTED = {
 IMPLIED = {
     f"{ENV}.env_config.map_name": ["vocabulary", "model.vocab_size"],
     f"{ENV}.env_config.size": ["vocabulary", "model.vocab_size"],
+    "actor_infer.generating_args.temperature": ["val_env_manager.generating_args.temperature"],
 }
-# No other value exists yet, and the tests below plant the last two.
-NOT_PLANTED = {f"{ENV}.env_type", "train_env_manager.generating_args", "val_env_manager.generating_args"}
+# No other value exists, or the schema lets none through; a test below plants those of validation.
+NOT_PLANTED = {f"{ENV}.env_type"} | {
+    f"{section}.generating_args.{name}" for section in ("actor_infer", "val_env_manager") for name in ("top_k", "top_p")
+}
+NOT_PLANTED |= {"val_env_manager.generating_args.temperature"}
 
 
 def differing_fields(config: PipelineConfig, **settings: str) -> list[str]:
@@ -103,22 +109,44 @@ def test_a_changed_field_is_refused_by_name_and_nothing_else_is(name: str, value
 def test_every_field_that_must_match_has_a_planted_change() -> None:
     """A field added to the contract without a test of its own fails here."""
     must_match = {field.name for field in RECORDED.fields if field.rule is Rule.MUST_MATCH}
-    determinism = {f"determinism.{name}" for name in SETTINGS if not name.startswith("version.")}
+    determinism = {f"determinism.{name}" for name in REPEATABILITY}
     assert must_match == PLANTED.keys() | {"vocabulary"} | NOT_PLANTED | determinism
 
 
-def test_every_key_of_the_model_is_in_the_contract() -> None:
-    """A key added to the schema must be put under a rule: how it is computed may differ, what is computed may not."""
+# Keys that name files or runs, or whose effect is in the contract as it was read back.
+EXEMPT = (
+    *("exp_name", "output_dir", "track_with", "save_steps", "resume_from_checkpoint", "checkpoint_config", "trace"),
+    *("rollout_mock", "align", "system_envs"),
+)
+
+
+def leaves(prefix: str, value: object) -> set[str]:
+    if not isinstance(value, dict):
+        return {prefix}
+    return set().union(*(leaves(f"{prefix}.{key}", item) for key, item in value.items()))
+
+
+def test_every_key_is_in_the_contract_or_is_named_here() -> None:
+    """A key added to the schema must be put under a rule: how it is trained may differ, what was played may not.
+
+    The keys of the algorithm were in neither, so a replay with another of them did not say so.
+    """
     names = {field.name for field in RECORDED.fields}
-    exempt = {"model.make_vocab_size_divisible_by"}
-    assert {f"model.{key}" for key in ModelConfig.model_fields} - exempt <= names
+    dumped = load().model_dump(mode="json")
+    keys = set().union(*(leaves(key, value) for key, value in dumped.items() if key not in EXEMPT))
+    # Sampling is in the contract under the keys that are in effect.
+    assert keys - names == {"train_env_manager.generating_args", "val_env_manager.generating_args"}
 
 
-@pytest.mark.parametrize("manager", ["train_env_manager", "val_env_manager"])
-def test_sampling_of_one_managers_own_is_refused(manager: str) -> None:
-    assert f"{manager}.generating_args.temperature" in differing_fields(
-        load(f"{manager}.generating_args={{temperature: 0.5}}")
-    )
+@pytest.mark.parametrize(("key", "value"), [("temperature", "0.5"), ("top_k", "3"), ("top_p", "0.9")])
+def test_sampling_of_validations_own_is_refused(key: str, value: str) -> None:
+    changed = load(f"val_env_manager.generating_args={{{key}: {value}}}")
+    assert differing_fields(changed) == [f"val_env_manager.generating_args.{key}"]
+
+
+def test_sampling_that_is_written_out_is_the_same_as_that_in_effect() -> None:
+    written_out = "generating_args={temperature: 1.0, top_k: 0, top_p: 1.0}"
+    assert differing_fields(load(f"train_env_manager.{written_out}", f"val_env_manager.{written_out}")) == []
 
 
 def test_several_changes_are_all_listed() -> None:
@@ -129,13 +157,39 @@ def test_several_changes_are_all_listed() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if not name.startswith("version.")])
+@pytest.mark.parametrize("name", REPEATABILITY)
 def test_a_determinism_setting_that_changed_is_refused_by_name(name: str) -> None:
     assert differing_fields(load(), **{name: "other"}) == [f"determinism.{name}"]
 
 
-def test_a_setting_that_only_the_replaying_run_has_is_refused() -> None:
-    assert differing_fields(load(), NVTE_NEW="1") == ["determinism.NVTE_NEW"]
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("NVTE_UNLISTED", '"1"'),
+        ("NVTE_FUSED_ATTN", "missing"),
+        ("NCCL_PROTO", '"unset"'),
+        ("torch.cuda.matmul.allow_tf32", '"False"'),
+    ],
+)
+def test_another_choice_of_kernels_is_accepted_and_reported(name: str, recorded: str) -> None:
+    """It was refused like a setting that makes runs repeatable, though it is what most comparisons are about."""
+    assert not is_repeatability_setting(name)
+    differences = check_contract(RECORDED, contract_of(load(), **{name: "0"}), "error")
+    assert [difference.describe() for difference in differences] == [f'{name}: recorded {recorded}, current "0"']
+
+
+def test_another_algorithm_is_accepted_and_reported_key_by_key() -> None:
+    changed = load(
+        "pg_clip=0.1", "ppo_epochs=1", "kl_loss_coef=0.02", "reward_normalization.method=mean", "max_steps=2"
+    )
+    differences = check_contract(RECORDED, contract_of(changed), "error")
+    assert [difference.describe() for difference in differences] == [
+        "max_steps: recorded 4, current 2",
+        'reward_normalization.method: recorded "mean_std", current "mean"',
+        "ppo_epochs: recorded 2, current 1",
+        "pg_clip: recorded 0.2, current 0.1",
+        "kl_loss_coef: recorded 0.01, current 0.02",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from mock_scheduler.cli import main
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import read_json
 
@@ -120,6 +122,20 @@ def test_another_sequence_length_is_incomparable_and_says_why(tiny_alignment: Ti
         "  sequence_length: recorded 192, current 96. Set sequence_length as in the recording run."
     )
     assert read_json(tiny_alignment.folder / "other-length" / "error.json")["exit_code"] == 3
+
+
+def test_two_finished_runs_get_by_hand_the_verdict_that_the_alignment_gave(
+    tiny_alignment: TinyAlignment, tmp_path: Path
+) -> None:
+    for name, exit_code in (("tp2-pp2", 0), ("double-lr", 1)):
+        path = tmp_path / f"{name}.json"
+        folders = [str(tiny_alignment.folder / run) for run in ("baseline", name)]
+        assert main(["compare", *folders, "--json", str(path)]) == exit_code
+        (candidate,) = read_json(path)["candidates"]
+        of_align = tiny_alignment.candidate(name)
+        assert {key: candidate[key] for key in ("verdict", "reason", "first_divergence", "tensors", "metrics")} == {
+            key: of_align[key] for key in ("verdict", "reason", "first_divergence", "tensors", "metrics")
+        }
 
 
 def test_a_mock_run_builds_no_engine_and_no_environment(tiny_alignment: TinyAlignment) -> None:

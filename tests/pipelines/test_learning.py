@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,45 @@ def test_a_replayed_training_with_validation_has_the_same_parameters_to_the_bit(
     assert parameters["num_bit_equal"] == parameters["num_compared"] == 3 * 2 * 9
     assert {"val/success", "val/reward"} <= {metric["name"] for metric in candidate["metrics"]["differences"]}
     assert read_json(tmp_path / "align" / "replay" / "ledger.json")["built"] == {
+        "engine": 0,
+        "environment": 0,
+        "scheduler": 0,
+    }
+
+
+def commands_by_hand() -> list[list[str]]:
+    """Configuration and overrides of each command that the README gives for a comparison by hand."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^By hand .*?```bash\n(.*?)```", text, flags=re.DOTALL | re.MULTILINE)
+    assert block is not None
+    lines = block[1].replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line) for line in lines]
+    assert [command[:2] for command in commands] == [["bash", "launch/train.sh"]] * len(commands)
+    return [command[2:] for command in commands]
+
+
+def test_the_readmes_commands_by_hand_work(tmp_path: Path) -> None:
+    """The second, under tp2, was refused: the configuration had one query group, which tp2 cannot share out.
+
+    ``launch/train.sh`` itself only adds the virtual environment; the run is shortened to two steps.
+    """
+    dump, mock = commands_by_hand()
+    assert "rollout_mock.mode=dump" in dump
+    assert {"rollout_mock.mode=mock", "parallel.tensor_model_parallel_size=2"} <= set(mock)
+    short = ["max_steps=2", "eval_steps=0", "track_with=none"]
+    for arguments in (dump, mock):
+        moved = [argument.replace("dumps/", f"{tmp_path}/dumps/") for argument in arguments]
+        finished = run_command(
+            ["-m", "mock_scheduler.cli", "launch", *moved, *short],
+            environ={"MOCK_SCHEDULER_OUTPUT": str(tmp_path / "output")},
+        )
+        assert finished.returncode == 0, finished.stderr
+    runs = {name: read_json(tmp_path / "output" / name / "run.json") for name in ("base", "tp2")}
+    assert [(run["mode"], run["layout"], run["num_steps"]) for run in runs.values()] == [
+        ("dump", "tp1 pp1 dp1", 2),
+        ("mock", "tp2 pp1 dp1", 2),
+    ]
+    assert read_json(tmp_path / "output" / "tp2" / "ledger.json")["built"] == {
         "engine": 0,
         "environment": 0,
         "scheduler": 0,

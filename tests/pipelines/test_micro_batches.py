@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.megatron.trainer import PolicyTrainer, sum_and_max_difference
 from pipelines.micro_batches import MicroBatch, build_micro_batches, padded_length
 from tests.recording.builders import SAMPLING, make_row
-
-CPU = torch.device("cpu")
 
 
 def make_batch(*lengths: int) -> RolloutBatch:
@@ -23,7 +21,7 @@ def make_batch(*lengths: int) -> RolloutBatch:
             index,
             tokens=[10 * (index + 1) + position for position in range(length)],
             response=[position >= 2 for position in range(length)],
-            rollout_logprobs=[-1.0] * max(length - 2, 0),
+            rollout_logprobs=[-0.25 * (position + 1) for position in range(max(length - 2, 0))],
         )
         for index, length in enumerate(lengths)
     ]
@@ -32,7 +30,7 @@ def make_batch(*lengths: int) -> RolloutBatch:
 
 def build(batch: RolloutBatch, *, size: int, multiple_of: int = 1) -> list[MicroBatch]:
     advantages = torch.arange(1, len(batch) + 1, dtype=torch.float64)
-    return build_micro_batches(batch, advantages, micro_batch_size=size, multiple_of=multiple_of, device=CPU)
+    return build_micro_batches(batch, advantages, micro_batch_size=size, multiple_of=multiple_of)
 
 
 def test_position_t_predicts_token_t_plus_1() -> None:
@@ -42,6 +40,25 @@ def test_position_t_predicts_token_t_plus_1() -> None:
     assert micro_batch.mask.tolist() == [[False, True, True, False], [False, True, False, False]]
     assert micro_batch.advantages.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 0.0, 0.0]]
     assert micro_batch.advantages.dtype is torch.float32
+    assert micro_batch.rollout_logprobs.tolist() == [[0.0, -0.25, -0.5, 0.0], [0.0, -0.25, 0.0, 0.0]]
+
+
+def test_moving_a_micro_batch_moves_every_tensor() -> None:
+    """A tensor that is added and not moved would leave the update on two devices."""
+    (micro_batch,) = build(make_batch(4, 3), size=2)
+    moved = micro_batch.to(torch.device("meta"))
+    tensors = {name: getattr(moved, name) for name in MicroBatch.__dataclass_fields__ if name != "index"}
+    assert {name: tensor.device.type for name, tensor in tensors.items()} == dict.fromkeys(tensors, "meta")
+    assert moved.index == micro_batch.index
+
+
+def test_the_difference_of_logprobs_is_summed_over_response_tokens_only() -> None:
+    one = torch.tensor([[-1.0, -2.0, torch.nan]])
+    other = torch.tensor([[-1.5, -1.75, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert sum_and_max_difference(one, other, mask).tolist() == [0.75, 0.5]
+    assert sum_and_max_difference(one, other, torch.zeros(1, 3, dtype=torch.bool)).tolist() == [0.0, 0.0]
+    assert sum_and_max_difference(one, other, ~mask).isnan().tolist() == [True, True]
 
 
 def test_every_response_token_is_a_target_once() -> None:

@@ -10,11 +10,17 @@ import torch
 
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.errors import ConfigError, LayoutError
-from pipelines.megatron.checkpoint import RunState, checkpoint_folder, read_run_state
+from pipelines.megatron.checkpoint import (
+    RunState,
+    check_same_settings,
+    checkpoint_folder,
+    fixed_settings,
+    read_run_state,
+)
 from pipelines.megatron.model import padded_vocab_size
 from pipelines.megatron.runtime import check_world_size
 from pipelines.megatron.weights import canonical_initial_weight
-from pipelines.run import planned_requests
+from pipelines.run import drop_trace_from, planned_requests
 
 MODEL = ModelConfig(num_layers=8, init_method_std=0.5)
 
@@ -113,6 +119,70 @@ def test_a_folder_without_run_state_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_state_is_read_back(tmp_path: Path) -> None:
-    content = {"next_step": 3, "seed": 7, "mode": "mock", "scheduler": {"policy_version": 2}}
+    content = {"next_step": 3, "mode": "mock", "fixed": {"seed": 7}, "scheduler": {"policy_version": 2}}
     (tmp_path / "run_state.json").write_text(json.dumps(content), encoding="utf-8")
-    assert read_run_state(tmp_path) == RunState(next_step=3, seed=7, mode="mock", scheduler={"policy_version": 2})
+    assert read_run_state(tmp_path) == RunState(
+        next_step=3, mode="mock", fixed={"seed": 7}, scheduler={"policy_version": 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "it holds a list, not an object"),
+        (
+            '{"next_step": "3", "fixed": {}, "scheduler": null}',
+            'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object',
+        ),
+    ],
+)
+def test_a_broken_run_state_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    """It was a JSONDecodeError or KeyError that named no file."""
+    (tmp_path / "run_state.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_run_state(tmp_path)
+    assert str(caught.value) == (
+        f"resume_from_checkpoint: {tmp_path / 'run_state.json'} is broken: {problem}; resume from another checkpoint"
+    )
+
+
+def settings_of(**values: object) -> dict[str, object]:
+    config = PipelineConfig.model_validate({"exp_name": "x", **values})
+    return fixed_settings(config, vocab_size=config.model.vocab_size or 69)
+
+
+def test_every_setting_that_a_checkpoint_does_not_fit_is_refused_at_once() -> None:
+    """Only the seed was compared; another model failed inside Megatron, and another precision or kind of optimizer
+    loaded what was not there.
+    """
+    state = RunState(next_step=1, mode="real", fixed=settings_of(), scheduler={})
+    check_same_settings(Path("c"), state, settings_of(model={"vocab_size": 69}, max_steps=3, training={"lr": 0.1}))
+    other = settings_of(
+        seed=7,
+        precision="bfloat16",
+        training={"use_distributed_optimizer": False},
+        model={"num_layers": 4, "vocab_size": 70},
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_same_settings(Path("c"), state, other)
+    assert str(caught.value) == (
+        "resume_from_checkpoint: c is of a run with other settings, which its tensors, reference policy, environments "
+        "or samples follow from:\n"
+        "  - seed: the checkpoint has 42, this run has 7\n"
+        '  - precision: the checkpoint has "float32", this run has "bfloat16"\n'
+        "  - training.use_distributed_optimizer: the checkpoint has true, this run has false\n"
+        "  - model.num_layers: the checkpoint has 2, this run has 4\n"
+        "  - model.vocab_size: the checkpoint has 69, this run has 70\n"
+        "Set them as they were, or start a new run."
+    )
+
+
+def test_a_resumed_run_drops_the_traced_steps_that_it_computes_anew(tmp_path: Path) -> None:
+    """They were left, and the first step of the resumed run failed because it was traced already."""
+    for name in ("step_000000", "step_000001", "step_000002", "step_1000000", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00000.safetensors").touch()
+    drop_trace_from(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000000", "step_000001"]
+    drop_trace_from(tmp_path / "no_trace", 0)

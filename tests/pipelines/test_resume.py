@@ -15,8 +15,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``whole``: two steps with a checkpoint after each; ``rest``: the second step from the first's checkpoint; and a
-    second start of ``rest`` in a folder that holds another run, which must be refused.
+    """``whole``: two steps with a checkpoint after each; ``rest``: the second one from the first's checkpoint, twice in
+    the same folder; and two runs that must be refused: a second start of ``rest`` in a folder that holds another run,
+    and ``other``, which is not of the checkpoint's kind.
     """
     root = tmp_path_factory.mktemp("resume")
     common = [
@@ -30,13 +31,15 @@ def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFact
     cases = [
         [f"output_dir={root / 'whole'}", "save_steps=1"],
         [f"output_dir={root / 'rest'}", f"resume_from_checkpoint={checkpoint}"],
+        [f"output_dir={root / 'rest'}", f"resume_from_checkpoint={checkpoint}"],
         [f"output_dir={root / 'rest'}"],
+        [f"output_dir={root / 'other'}", f"resume_from_checkpoint={checkpoint}", "seed=1", "precision=bfloat16"],
     ]
     path = root / "cases.json"
     path.write_text(json.dumps([{"arguments": common + case, "environ": {}} for case in cases]), encoding="utf-8")
     finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
     assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 5], finished.stderr
+    assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 0, 5, 5], finished.stderr
     return root
 
 
@@ -52,6 +55,9 @@ def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
 def test_a_checkpoint_of_a_mock_run_says_so_and_where_it_stands(resumed: Path) -> None:
     state = read_json(resumed / "whole" / "checkpoints" / "step_000001" / "run_state.json")
     assert (state["next_step"], state["mode"]) == (1, "mock")
+    fixed = {name: value for name, value in state["fixed"].items() if not name.startswith("model.")}
+    assert fixed == {"seed": 42, "precision": "float32", "training.use_distributed_optimizer": True}
+    assert state["fixed"]["model.vocab_size"] == 69
     assert state["scheduler"] == {
         "mode": "mock",
         "policy_version": 0,
@@ -69,13 +75,25 @@ def test_the_resumed_step_has_the_same_metrics_to_the_bit(resumed: Path) -> None
 
 
 def test_the_learning_rate_goes_on_where_it_stood(resumed: Path) -> None:
-    """Four updates a step: the last of a step stands at 4 and 8 of 20, of which 2 warm up; 2e-3 decays to 0.
+    """Four updates a step, 20 in the decay, of which 2 warm up: the last updates of the steps are 3 and 7 from 0.
 
-    Megatron's schedule adds the stored step to its own, which is 1 when built; the rate then ran one ahead.
+    The rate of a resumed run was one ahead: Megatron's schedule adds the stored step to its own.
     """
     rates = [metrics_of(resumed / "whole")[step]["lr"] for step in (0, 1)]
-    assert rates == [pytest.approx(2e-3 * 16 / 18, rel=1e-12), pytest.approx(2e-3 * 12 / 18, rel=1e-12)]
+    assert rates == [pytest.approx(2e-3 * 17 / 18, rel=1e-12), pytest.approx(2e-3 * 13 / 18, rel=1e-12)]
     assert metrics_of(resumed / "rest")[1]["lr"] == rates[1]
+
+
+def test_a_run_of_another_kind_is_refused_before_anything_is_built(resumed: Path) -> None:
+    checkpoint = resumed / "whole" / "checkpoints" / "step_000001"
+    assert read_json(resumed / "other" / "error.json")["message"] == (
+        f"resume_from_checkpoint: {checkpoint} is of a run with other settings, which its tensors, reference policy, "
+        "environments or samples follow from:\n"
+        "  - seed: the checkpoint has 42, this run has 1\n"
+        '  - precision: the checkpoint has "float32", this run has "bfloat16"\n'
+        "Set them as they were, or start a new run."
+    )
+    assert sorted(path.name for path in (resumed / "other").iterdir()) == ["error.json"]
 
 
 def test_the_resumed_step_has_the_same_gradients_and_parameters_to_the_bit(resumed: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError
-from pipelines.tracking import MetricsWriter, prepare_output_dir, report_failure, write_json
+from pipelines.tracking import MetricsWriter, failure_exit_code, prepare_output_dir, report_failure, write_json
 
 
 def write_metrics(
@@ -82,7 +82,7 @@ def test_the_first_rank_that_fails_has_the_word_and_others_one_line(
 ) -> None:
     started_s = time.time() - 5
     report_failure(ConfigError("the cause"), tmp_path, global_rank=2, started_s=started_s)
-    assert report_failure(RuntimeError("peer lost\nlong"), tmp_path, global_rank=0, started_s=started_s) == 5
+    assert report_failure(RuntimeError("peer lost\nlong"), tmp_path, global_rank=0, started_s=started_s) == 70
     assert json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))["message"] == "the cause"
     assert capsys.readouterr().err == "[rank 2] ConfigError: the cause\n[rank 0] RuntimeError: peer lost\n"
 
@@ -97,10 +97,46 @@ def test_the_error_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
 def test_an_error_that_is_not_ours_shows_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError) as caught:
         raise KeyError("lost")
-    assert report_failure(caught.value, None, global_rank=0, started_s=0.0) == 5
+    assert report_failure(caught.value, None, global_rank=0, started_s=0.0) == 70
     text = capsys.readouterr().err
     assert text.startswith("[rank 0] KeyError: Traceback (most recent call last):\n")
     assert text.endswith("KeyError: 'lost'\n\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PermissionError(13, "Permission denied", "/x"), 5),
+        (ConnectionResetError(104, "Connection reset by peer"), 70),
+        (MemoryError(), 70),
+        (RuntimeError("1"), 70),
+    ],
+)
+def test_no_error_that_is_not_ours_ends_with_a_verdicts_code(error: Exception, code: int) -> None:
+    assert failure_exit_code(error) == code
+
+
+def test_a_failure_is_printed_where_its_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With output_dir under a file, writing error.json failed itself: a traceback of that, and exit code 1."""
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    assert report_failure(ContractError("seed differs"), folder, global_rank=0, started_s=time.time()) == 3
+    assert capsys.readouterr().err == (
+        f"[rank 0] error.json cannot be written: [Errno 20] Not a directory: '{folder}'\n"
+        "[rank 0] ContractError: seed differs\n"
+    )
+
+
+def test_an_output_dir_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(ConfigError) as caught:
+        prepare_output_dir(folder, resume=False)
+    assert str(caught.value) == (
+        f"output_dir {folder} cannot be made or written: Not a directory; set another output_dir"
+    )
 
 
 def test_json_files_are_sorted_indented_and_refuse_nan(tmp_path: Path) -> None:

@@ -223,6 +223,43 @@ def test_a_truncated_file_is_found_by_the_plan_and_by_the_load(tmp_path: Path, s
         reader.load_step(request(0))
 
 
+def test_one_flipped_bit_is_found_by_a_plan_that_verifies(tmp_path: Path) -> None:
+    """A bit in a tensor was found only at the load of its step, after all training before it."""
+    record(tmp_path, [0, 1])
+    path = tmp_path / "train/step_000001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    reader = RecordingReader(str(tmp_path))
+    plan = [request(0), request(1)]
+    assert reader.check_plan(plan) == 0  # headers only
+    assert reader.check_plan([request(0)], verify=True) == (tmp_path / "train/step_000000.safetensors").stat().st_size
+    with pytest.raises(CorruptRecordingError) as caught:
+        reader.check_plan(plan, verify=True)
+    assert str(caught.value) == (
+        f"{path}: tensor 'terminations' does not match its digest: the file was changed after it was written. "
+        "Restore it from a copy or record the step again."
+    )
+
+
+def test_another_batch_size_is_found_by_a_plan_that_verifies(tmp_path: Path) -> None:
+    record(tmp_path)
+    with pytest.raises(RecordingError, match=r"holds 4 trajectories; the run asks for 8\."):
+        RecordingReader(str(tmp_path)).check_plan([request(0, batch_size=8)], verify=True)
+
+
+def test_what_a_plan_verified_is_verified_again_when_it_is_loaded(tmp_path: Path) -> None:
+    record(tmp_path)
+    path = tmp_path / "train/step_000000.safetensors"
+    reader = RecordingReader(str(tmp_path))
+    reader.check_plan([request(0)], verify=True)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptRecordingError, match="does not match its digest"):
+        reader.load_step(request(0))
+
+
 def test_a_link_out_of_the_recording_is_not_followed(tmp_path: Path) -> None:
     record(tmp_path / "a")
     shutil.move(tmp_path / "a/train", tmp_path / "elsewhere")

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from mock_scheduler.compare.metrics import compare_metrics
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.json_file import save_result, to_json
 from mock_scheduler.report.terminal import print_report
-from mock_scheduler.trace.files import TRACE_KINDS, TraceKey
+from mock_scheduler.trace.files import TraceKey
 
 TOLERANCE = ToleranceConfig()
 NAME = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -42,7 +42,7 @@ def make_alignment(relative: float) -> Alignment:
             relative=relative,
             tolerance=1e-3,
         )
-        for kind in TRACE_KINDS
+        for kind in JUDGED_KINDS
     )
     tensors = TensorComparison(
         steps=(0,), differences=differences, findings=(), baseline_conflicts=(), candidate_conflicts=()

@@ -1,0 +1,118 @@
+"""``mock-scheduler compare``: a verdict for two runs that are finished, however they were started.
+
+Contract: reads ``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl`` and ``trace/`` of both; starts nothing
+and writes only the file that was asked for. Whether both have the same rollouts is checked where it can be known: by
+the run id of each recording that is still where its run's configuration says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.plan import stated_tolerance
+from mock_scheduler.align.runs import judge_runs, load_summary
+from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
+from mock_scheduler.compare.verdict import worst_exit_code
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError
+from mock_scheduler.recording import load_manifest
+from mock_scheduler.report.json_file import save_result
+from mock_scheduler.report.terminal import build_console, print_report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRun:
+    """A completed run with a trace: its configuration and what it says about itself."""
+
+    config: PipelineConfig
+    summary: RunSummary
+
+
+def run_compare(
+    baseline_dir: Path, candidate_dir: Path, *, json_path: Path | None, console: Console | None = None
+) -> int:
+    """Compare two runs by their ``output_dir``, print the report, and return the verdict's exit code.
+
+    The tolerance is the candidate's. Raises ``ConfigError`` where a folder is no run's or the tolerance is not stated,
+    ``AlignmentError`` where a run is not completed, has no trace or replayed another recording. ``console``: ``None``
+    is this terminal.
+    """
+    console = console or build_console()
+    if baseline_dir.resolve() == candidate_dir.resolve():
+        raise ConfigError(f"{baseline_dir} and {candidate_dir} are the same folder: it would be compared with itself")
+    baseline, candidate = (_load_finished(folder) for folder in (baseline_dir, candidate_dir))
+    _check_same_recording(baseline, candidate)
+    tolerance = stated_tolerance(candidate.config)
+    is_deterministic = all(is_deterministic_mode(run.config.system_envs) for run in (baseline, candidate))
+    with console.status("comparing metrics, gradients and parameters"):
+        alignment = judge_runs(
+            baseline.summary, candidate.summary, tolerance=tolerance, is_deterministic=is_deterministic
+        )
+    result = AlignmentResult(
+        config_name=candidate.config.exp_name,
+        output_dir=candidate_dir,
+        recording_dir=Path(candidate.config.rollout_mock.dump_dir),
+        tolerance=tolerance,
+        baseline=baseline.summary,
+        candidates=(
+            CandidateResult(
+                name=candidate.summary.name,
+                overrides=(),
+                layout=candidate.summary.layout,
+                log_path=candidate_dir / "run.log",
+                run=candidate.summary,
+                alignment=alignment,
+            ),
+        ),
+    )
+    print_report(result, console, has_files=False)
+    if json_path is not None:
+        save_result(result, json_path)
+    return worst_exit_code([alignment.verdict])
+
+
+def _load_finished(folder: Path) -> FinishedRun:
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is not the output_dir of a run: there is no config.yaml in it")
+    config = load_config("config", config_path=folder)
+    if not (folder / "run.json").is_file():
+        raise AlignmentError(
+            f"{folder} has no run.json: its run has not completed (it is still going, or {folder / 'error.json'} says "
+            "why it failed)"
+        )
+    summary = load_summary(folder.resolve().name, folder, elapsed_s=None)
+    if not (folder / "trace").is_dir():
+        raise AlignmentError(
+            f"{folder} has no trace, without which gradients and parameters cannot be compared: run it again with "
+            f"trace.level=full (it had trace.level={config.trace.level})"
+        )
+    return FinishedRun(config=config, summary=summary)
+
+
+def _check_same_recording(baseline: FinishedRun, candidate: FinishedRun) -> None:
+    """Refuse two runs whose rollouts are known to be of two recordings."""
+    found = [(run.summary.output_dir, run.config.rollout_mock.dump_dir, _run_id(run)) for run in (baseline, candidate)]
+    run_ids = [run_id for _, _, run_id in found]
+    if None in run_ids or run_ids[0] == run_ids[1]:
+        return
+    listed = "".join(f"\n  {folder}: run id {run_id} in {dump_dir}" for folder, dump_dir, run_id in found)
+    raise AlignmentError(
+        f"the two runs have the rollouts of two recordings, so nothing in their training can be compared:{listed}\n"
+        "Replay the baseline's recording: rollout_mock.mode=mock and its rollout_mock.dump_dir."
+    )
+
+
+def _run_id(run: FinishedRun) -> str | None:
+    """The recording that the run wrote or replayed; ``None`` where it did neither, or it is no longer there."""
+    mock = run.config.rollout_mock
+    if mock.effective_mode == "real":
+        return None
+    try:
+        return load_manifest(mock.dump_dir).run_id
+    except RecordingError:
+        return None

@@ -1,0 +1,143 @@
+"""How a run's processes end: with the one that started them, on which signals, and with which exit code.
+
+Contract: standard library only, so that every process of a run can import it first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from mock_scheduler.errors import ExitCode
+
+PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+# A failure this much later than the first is torchrun's own doing: it kills after a grace (torch 2.13: 30 s).
+_KILLED_BY_TORCHRUN_S = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankExit:
+    """One failed rank. ``code`` as ``subprocess`` has it: minus the number of the signal that ended the process.
+
+    ``noticed_s``: when torchrun noticed, in seconds since the epoch.
+    """
+
+    global_rank: int
+    code: int
+    noticed_s: int
+
+
+def end_with_parent(environ: Mapping[str, str]) -> None:
+    """Have Linux send this process SIGTERM when the one that started it ends, in whatever way that ends.
+
+    The launcher names itself in ``environ``; without it, or on another system, nothing happens. A child calls this
+    itself when it starts: between fork and exec, Python code is not safe where the parent has threads.
+    """
+    parent = environ.get(PARENT_VARIABLE)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # The parent may have ended before that call; a wrapper between the two is a living parent of another number.
+    if os.getppid() != int(parent) and not _is_alive(int(parent)):
+        print(f"the launcher (process {parent}) has ended, so this process ends", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def ending_signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does.
+
+    A signal that is ignored stays so: ``nohup`` asks for that. In the main thread only.
+    """
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    handled = [which for which in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(which) != signal.SIG_IGN]
+    previous = {which: signal.signal(which, interrupt) for which in handled}
+    try:
+        yield
+    finally:
+        for which, handler in previous.items():
+            signal.signal(which, handler)
+
+
+def meant_exit_code(code: int) -> int:
+    """What a process's end means to a caller: 128 + its number for a signal, as shells have it; 70 for Python's own 1.
+
+    No run exits with 1 on purpose, and to a caller 1 means ``diverged``.
+    """
+    if code < 0:
+        return 128 - code
+    return int(ExitCode.INTERNAL) if code == 1 else code
+
+
+def find_culprit(failures: Sequence[RankExit]) -> RankExit:
+    """The rank whose end explains the others; ``failures`` in the order in which torchrun noticed them.
+
+    An error of ours (2 to 5) first. Then a signal: torchrun ends the others by signals too, but those come after
+    another failure (SIGTERM) or long after it (SIGKILL); and an abort may be a library's answer to a lost peer.
+    Else the first that chose a code: 1 is also what Python exits with where a peer broke the connection.
+    """
+    first_s = min(failure.noticed_s for failure in failures)
+    ours = [failure for failure in failures if ExitCode.DIVERGED < failure.code <= ExitCode.USAGE]
+    struck = [
+        failure
+        for position, failure in enumerate(failures)
+        if failure.code < 0
+        and failure.noticed_s <= first_s + _KILLED_BY_TORCHRUN_S
+        and (position == 0 or failure.code != -signal.SIGTERM)
+    ]
+    struck.sort(key=lambda failure: failure.code == -signal.SIGABRT)  # stable: else in order
+    chosen = [failure for failure in failures if failure.code > 1]
+    return (ours or struck or chosen or list(failures))[0]
+
+
+def describe_signal(code: int) -> str:
+    """``SIGKILL (signal 9)`` for -9, with the usual cause where there is one."""
+    number = -code
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "a signal"
+    cause = ", which the kernel sends where memory runs out" if number == signal.SIGKILL else ""
+    return f"{name} (signal {number}){cause}"
+
+
+def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank: int | None) -> str | None:
+    """State in ``error.json`` that a signal ended the run, in place of what a surviving peer made of it.
+
+    ``global_rank``: ``None`` for the process that started the ranks. Returns why it could not be written, or ``None``.
+    """
+    content = {
+        "type": "EndedBySignal",
+        "message": message,
+        "exit_code": meant_exit_code(code),
+        "global_rank": global_rank,
+    }
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "error.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        return f"{output_dir / 'error.json'} cannot be written: {error.strerror}"
+    return None
