@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="mock-scheduler",
     help="Record rollouts once, replay them under any layout, and prove whether training numerics moved.",
+    epilog="Exit codes: 0 aligned or done, 1 diverged, 3 incomparable, 4 unverified, 5 bad input or file, "
+    "70 unforeseen error, 128 + N ended by signal N.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

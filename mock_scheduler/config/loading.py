@@ -8,6 +8,7 @@ the files, then interpolations, then keys and values, then the combinations that
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -111,12 +112,15 @@ def dump_config(config: PipelineConfig) -> str:
 
 
 def _escape_interpolations(value: object) -> object:
-    """Values were resolved already: a ``${`` that is left is text, and must be loaded as text."""
+    """Values were resolved already: a ``${`` that is left is text, and must be loaded as text.
+
+    OmegaConf halves the backslashes before a ``${`` (2.3), so those of the text are doubled.
+    """
     if isinstance(value, dict):
         return {key: _escape_interpolations(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_escape_interpolations(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _check_file_exists(folder: Path, name: str) -> None:

@@ -22,7 +22,16 @@ def launch(num_ranks: int, folder: Path, layouts: tuple[str, ...]) -> None:
         argv, env = (sys.executable, *worker), {**FIXED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     else:
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-        torchrun = ("-m", "mock_scheduler.launcher", "--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
+        torchrun = (
+            "-m",
+            "mock_scheduler.launcher",
+            str(folder),
+            "--nproc-per-node",
+            str(num_ranks),
+            "--nnodes",
+            "1",
+            *rendezvous,
+        )
         argv, env = (sys.executable, *torchrun, *worker), dict(FIXED)
     plan = LaunchPlan(argv=argv, env=env, num_processes=num_ranks, world_size=num_ranks)
     log_path = folder / f"{num_ranks}.log"

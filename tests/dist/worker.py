@@ -136,7 +136,7 @@ def write_state(folder: Path, trainer: PolicyTrainer) -> None:
     for local in iterate_parameters(trainer.policy, trainer.shape, runtime):
         value = local.parameter.detach().cpu().clone()
         entries.append(TraceEntry(update=0, kind="parameter", spec=local.spec, tensor=value))
-        owned = probe._gradient_spec(local)
+        owned = next((spec for spec, _ in probe._gradients(local)), None)
         if owned is None:
             continue
         states = moments(trainer, local.parameter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ RUN_CASES = {
     "too many steps": ["max_steps=4"],
     "validation": ["eval_steps=1"],
     "wrong folder": ["rollout_mock.dump_dir={folder}/nowhere"],
+    "flipped bit": ["rollout_mock.dump_dir={root}/flipped"],
     "vocabulary": ["custom_envs.FrozenLake.env_config.size=4"],
     "padded vocabulary": ["model.vocab_size=128"],
     "sequence length": ["sequence_length=96"],
@@ -47,10 +49,18 @@ def refused_by_the_launcher(
     return text.removeprefix("error: ").removesuffix("\n")
 
 
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def run_errors(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The ``error.json`` of every case."""
     root = tmp_path_factory.mktemp("bad_input")
+    shutil.copytree(tiny_alignment.recording, root / "flipped")
+    flip_last_bit(root / "flipped" / "train" / "step_000001.safetensors")
     cases = [
         {
             "arguments": [
@@ -58,7 +68,7 @@ def run_errors(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathF
                 *("rollout_mock.enable=true", "rollout_mock.mode=mock"),
                 f"rollout_mock.dump_dir={tiny_alignment.recording}",
                 f"output_dir='{root / name}'",
-                *(override.format(folder=tiny_alignment.folder) for override in overrides),
+                *(override.format(folder=tiny_alignment.folder, root=root) for override in overrides),
             ],
             "environ": ENVIRON.get(name, {}),
         }
@@ -171,6 +181,18 @@ def test_a_folder_without_a_recording_is_refused_by_name(
         f"Recordings nearby: {tiny_alignment.recording}\n"
         "Please run in dump mode first to ensure all step data is generated."
     )
+
+
+def test_one_flipped_bit_in_the_last_step_is_refused_before_the_first(run_errors: dict[str, dict]) -> None:
+    """Digests were checked at the load of each step: the run trained all steps before the damaged one first."""
+    text = message_of(run_errors["flipped bit"], "CorruptRecordingError", 5)
+    path = text.partition(": ")[0]
+    assert path.endswith("/flipped/train/step_000001.safetensors")
+    assert text == (
+        f"{path}: tensor 'terminations' does not match its digest: the file was changed after it was written. "
+        "Restore it from a copy or record the step again."
+    )
+    assert not (Path(path).parents[2] / "flipped bit" / "metrics.jsonl").exists()
 
 
 def contract_text(tiny_alignment: TinyAlignment, *lines: str) -> str:
