@@ -366,4 +366,7 @@ def build_lr_schedule(config: PipelineConfig, optimizer: MegatronOptimizer) -> L
         end_wd=training.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # What the configuration says counts, also after a resume; the checkpoint only says where the run stands.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
