@@ -183,6 +183,8 @@ def _describe_worst(tensors: TensorComparison | None, kind: TraceKind) -> Text:
     if group.num_bit_equal == group.num_compared:
         return Text(f"{kind} 0")
     worst = group.worst
+    if worst.relative == 0:
+        return Text(f"{kind} only rounding")
     style = "red" if worst.exceeds else ""
     return Text(f"{kind} {worst.relative:.1e}\n{_wrap_name(worst.key.name)}", style=style)
 
