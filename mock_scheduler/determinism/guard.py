@@ -17,7 +17,7 @@ from mock_scheduler.determinism.settings import SETTINGS, find_setting, is_deter
 from mock_scheduler.errors import DeterminismError
 
 UNSET = "unset"
-_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+_PACKAGES = ("megatron-core", "transformer-engine")
 _PER_NODE_OR_LOGGING = frozenset(
     {"NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"}
     | {"NVTE_DEBUG", "NVTE_DEBUG_LEVEL"}
@@ -79,6 +79,7 @@ def _flags() -> dict[str, str]:
 def _versions() -> dict[str, str]:
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     versions: dict[str, object] = {f"version.{package}": _package_version(package) for package in _PACKAGES}
+    versions["version.torch"] = torch.__version__  # with its build, such as +cpu
     versions["version.cuda"] = torch.version.cuda
     versions["version.cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     nccl = torch.cuda.nccl.version() if has_nccl else None  # type: ignore[no-untyped-call]

@@ -143,7 +143,8 @@ def test_a_huge_header_size_is_refused_before_anything_is_allocated() -> None:
 def test_a_metric_that_is_no_number_is_named() -> None:
     with pytest.raises(RecordingError) as caught:
         encode_step(make_batch(), make_info(3, metrics={"time/rollout_s": float("nan")}))
-    assert str(caught.value) == (
+    # What json says after this differs between Python versions.
+    assert str(caught.value).startswith(
         "step 3: metrics 'time/rollout_s' is nan, which cannot be recorded: "
         "Out of range float values are not JSON compliant"
     )
