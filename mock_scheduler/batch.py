@@ -8,19 +8,17 @@ nothing is repaired. Its tensors are on the CPU and must not be written to.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
+from mock_scheduler.digests import JSON, compute_json_digest, compute_tensor_digest
 from mock_scheduler.errors import BatchError
-
-JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
 _INT64_MAX = 2**63 - 1
 
@@ -37,21 +35,6 @@ TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
     "terminations": (torch.uint8, 1),
     "prompt_lengths": (torch.int32, 1),
 }
-
-
-def canonical_json(value: JSON) -> str:
-    """The one ASCII text of a JSON value: sorted keys, no spaces, floats in full ``repr`` precision.
-
-    Raises ``ValueError`` where the value holds NaN or an infinity, ``TypeError`` where it is not JSON.
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-
-
-def compute_tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
-    digest = hashlib.sha256(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".encode())
-    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class Termination(IntEnum):
@@ -317,7 +300,7 @@ class RolloutBatch:
             "group_size": self.group_size,
             "tensors": {name: compute_tensor_digest(tensor) for name, tensor in self.tensors().items()},
         }
-        return hashlib.sha256(canonical_json(values).encode()).hexdigest()
+        return compute_json_digest(values)
 
     def is_identical(self, other: RolloutBatch) -> bool:
         """True where every bit of the content is equal: -0.0 is not 0.0, and no tolerance is applied."""

@@ -143,7 +143,7 @@ def plot(
     """Plot logged metrics of one or several runs as an HTML page that opens offline."""
     from mock_scheduler.report.curves import plot_runs  # imports plotly: not for --help
 
-    plot_runs(run_dirs, metric or ["success", "val/success", "entropy", "grad_norm"], output)
+    plot_runs(run_dirs, metric, output)
     typer.echo(f"wrote {output}")
 
 

@@ -14,7 +14,7 @@
     ├── SchedulerError(RuntimeError)          a scheduler that was used out of order
     ├── DeterminismError(RuntimeError)        a setting that is missing, late or did not take effect
     │   └── RankDisagreementError             ranks of one run that differ
-    ├── TraceError(OSError)                   a trace that cannot be written, read or merged
+    ├── TraceError(OSError)                   a trace, or metrics, that cannot be written, read or merged
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
 
 Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line.
@@ -97,7 +97,7 @@ class RankDisagreementError(DeterminismError):
 
 
 class TraceError(MockSchedulerError, OSError):
-    """A trace cannot be written, read or merged."""
+    """A trace, or a run's metrics, cannot be written, read or merged."""
 
 
 class AlignmentError(MockSchedulerError, RuntimeError):

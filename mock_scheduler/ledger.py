@@ -5,11 +5,11 @@ Contract: counts only grow; an engine or environment that is built says so itsel
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal, get_args
 
 from mock_scheduler.errors import SchedulerError
+from mock_scheduler.files import save_json
 
 Category = Literal["built", "called", "answered", "suppressed"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -56,4 +56,4 @@ class Ledger:
 
     def save(self, path: str | Path) -> None:
         """Write the counts as JSON, replacing an older file."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_json(Path(path), self.as_dict())

@@ -6,7 +6,6 @@ Contract: standard library only, so that every process of a run can import it fi
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from mock_scheduler.errors import ExitCode
+from mock_scheduler.files import save_json
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -136,8 +136,7 @@ def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank
         "global_rank": global_rank,
     }
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "error.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_json(output_dir / "error.json", content)
     except OSError as error:
         return f"{output_dir / 'error.json'} cannot be written: {error.strerror}"
     return None

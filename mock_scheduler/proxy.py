@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.batch import JSON, RolloutBatch
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RolloutMockConfig
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, ConfigError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording import (
@@ -60,12 +61,13 @@ def build_scheduler(
 ) -> RolloutScheduler:
     """The rollout scheduler of a run, for the mode that ``config`` asks for.
 
-    ``make_real`` builds the real scheduler (any object with ``get_batch``); it is called at the first use in real and
-    dump, so that this function can run before any model exists, and never in mock. ``contract`` describes this run.
-    ``plan`` lists the requests that will come: in mock each must be recorded, in dump none may be. ``is_writer`` is
-    True on exactly one rank: it writes, logs, and in mock verifies every bit of the plan's steps. ``provenance`` (for
-    example the settings read back) is added to that of the recording. ``resume`` lets a dump go on in the folder that
-    its earlier part recorded.
+    ``make_real`` builds the real scheduler (any object with ``get_batch``); it is called at the first use in real
+    and dump, so that this function can run before any model exists, and never in mock. ``contract`` describes this
+    run. ``plan`` lists the requests that will come: in mock each must be recorded, in dump none may be unless
+    ``resume``. ``is_writer`` is True on exactly one rank: it writes, logs, and in mock verifies every bit of the
+    plan's steps. ``provenance`` (for example the settings read back) is added to that of the recording. ``resume``
+    lets a dump go on in the folder that its earlier part recorded; planned steps that are there must then come out
+    equal.
 
     Raises ``ConfigError`` for an unknown mode, ``ContractError`` listing every field that breaks its rule,
     ``StepNotFoundError`` listing every absent step, ``StepExistsError``, ``CorruptRecordingError``, ``RecordingError``.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from mock_scheduler.batch import JSON as JSON
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import Mode as Mode
+from mock_scheduler.digests import JSON as JSON
 from mock_scheduler.errors import SchedulerError
 
-Mode = Literal["train", "val"]
 DEFAULT_SCHEDULER_ID = "default"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings
+from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.processes import end_with_parent
 from pipelines.tracking import report_failure
@@ -31,15 +32,12 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
     mock = config.rollout_mock
     if mock.effective_mode == "real" or mock.allow_nondeterministic:
         return
-    if config.system_envs.get("DETERMINISTIC_MODE") != "1":
+    if not is_deterministic_mode(config.system_envs):
+        lines = "".join(f"    {line}\n" for line in required_lines())
         raise DeterminismError(
             f"rollout_mock.mode {mock.mode} without deterministic settings proves nothing: two runs would differ by "
             "themselves. Add to the configuration:\n"
-            "  system_envs:\n"
-            "    NCCL_ALGO: Ring\n"
-            "    NVTE_ALLOW_NONDETERMINISTIC_ALGO: '0'\n"
-            "    CUBLAS_WORKSPACE_CONFIG: ':4096:8'\n"
-            "    DETERMINISTIC_MODE: '1'\n"
+            f"  system_envs:\n{lines}"
             "or set rollout_mock.allow_nondeterministic=true to go on without them."
         )
 

@@ -18,12 +18,12 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     has_turns = num_turns > 0
     last_turn = (batch.turn_offsets[1:] - 1)[has_turns]
     rewards = batch.rewards.double()
-    num_groups = batch.num_groups
+    group_index, num_groups = batch.group_index, batch.num_groups
     ones = rewards.new_ones(len(batch))
-    sizes = rewards.new_zeros(num_groups).index_add(0, batch.group_index, ones)
-    means = rewards.new_zeros(num_groups).index_add(0, batch.group_index, rewards) / sizes
-    squares = (rewards - means[batch.group_index]).square()
-    variances = rewards.new_zeros(num_groups).index_add(0, batch.group_index, squares) / sizes
+    sizes = rewards.new_zeros(num_groups).index_add(0, group_index, ones)
+    means = rewards.new_zeros(num_groups).index_add(0, group_index, rewards) / sizes
+    squares = (rewards - means[group_index]).square()
+    variances = rewards.new_zeros(num_groups).index_add(0, group_index, squares) / sizes
     return {
         "reward": float(rewards.mean()),
         "success": float((batch.turn_rewards[last_turn] > 0).double().sum() / len(batch)),

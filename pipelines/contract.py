@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from mock_scheduler.config.schema import ConfigSection, PipelineConfig
 from mock_scheduler.determinism.guard import is_repeatability_setting
+from mock_scheduler.digests import JSON
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
-from mock_scheduler.scheduler import JSON
 from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import vocab_size_in_effect
 
 # Fields of the model that change how it is computed and not what is computed.
 _IMPLEMENTATION = ("transformer_impl", "make_vocab_size_divisible_by")
@@ -31,7 +32,7 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
             f"The recorded token ids mean something else here ({tokenizer.vocab_size} tokens now): use the recording "
             "run's environments.",
         ),
-        _must_match("model.vocab_size", config.model.vocab_size or tokenizer.vocab_size),
+        _must_match("model.vocab_size", vocab_size_in_effect(config, tokenizer)),
         _must_match("seed", config.seed, "The initial weights follow from seed: set it as in the recording run."),
         *(_must_match(name, value) for name, value in _configured(config).items()),
         *(
@@ -58,10 +59,8 @@ def _configured(config: PipelineConfig) -> dict[str, JSON]:
 
     Sampling of training is that of ``actor_infer``, which the schema sees to; validation has what is in effect for it.
     """
-    val_sampling = config.val_env_manager.generating_args or config.actor_infer.generating_args
     model = {key: value for key, value in _dump(config.model).items() if key not in {*_IMPLEMENTATION, "vocab_size"}}
     train_manager = {key: value for key, value in _dump(config.train_env_manager).items() if key != "generating_args"}
-    tags = sorted({*config.train_env_manager.tags, *config.val_env_manager.tags})
     sections: dict[str, JSON] = {
         "model": model,
         "sequence_length": config.sequence_length,
@@ -69,8 +68,8 @@ def _configured(config: PipelineConfig) -> dict[str, JSON]:
         "val_batch_size": config.val_batch_size,
         "actor_infer": _dump(config.actor_infer),
         "train_env_manager": train_manager,
-        "val_env_manager": {**_dump(config.val_env_manager), "generating_args": _dump(val_sampling)},
-        "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in tags},
+        "val_env_manager": {**_dump(config.val_env_manager), "generating_args": _dump(config.sampling("val"))},
+        "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in config.tags_in_use},
     }
     return dict(_flatten("", sections))
 

@@ -18,7 +18,7 @@ from mock_scheduler.batch import RolloutBatch
 class MicroBatch:
     """Padded rows, shifted so that position t predicts token t + 1.
 
-    tokens: int64 ``[b, T]``; targets: int64 ``[b, T]``, the next token (0 at the end of a row); mask: bool
+    tokens: int64 ``[b, T]``; targets: int64 ``[b, T]``, the next token (0 at the end of a row); response_mask: bool
     ``[b, T]``, True where the target is a response token; advantages and rollout_logprobs (the target's, as sampled):
     float32 ``[b, T]``, 0 elsewhere.
     """
@@ -26,7 +26,7 @@ class MicroBatch:
     index: int
     tokens: torch.Tensor
     targets: torch.Tensor
-    mask: torch.Tensor
+    response_mask: torch.Tensor
     advantages: torch.Tensor
     rollout_logprobs: torch.Tensor
 
@@ -36,7 +36,7 @@ class MicroBatch:
             self,
             tokens=self.tokens.to(device),
             targets=self.targets.to(device),
-            mask=self.mask.to(device),
+            response_mask=self.response_mask.to(device),
             advantages=self.advantages.to(device),
             rollout_logprobs=self.rollout_logprobs.to(device),
         )
@@ -54,15 +54,15 @@ def build_micro_batches(
     """All micro-batches of a step on the host, in canonical order; ``advantages``: floating ``[B]``, one per row."""
     padded = batch.pad(padded_length(batch, multiple_of=multiple_of))
     targets = _shift_left(padded.tokens)
-    mask = _shift_left(padded.response_mask)
+    response_mask = _shift_left(padded.response_mask)
     rollout_logprobs = _shift_left(padded.rollout_logprobs)
-    token_advantages = torch.where(mask, advantages.float().unsqueeze(1), 0.0)
+    token_advantages = torch.where(response_mask, advantages.float().unsqueeze(1), 0.0)
     return [
         MicroBatch(
             index=index,
             tokens=padded.tokens[rows],
             targets=targets[rows],
-            mask=mask[rows],
+            response_mask=response_mask[rows],
             advantages=token_advantages[rows],
             rollout_logprobs=rollout_logprobs[rows],
         )

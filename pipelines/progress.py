@@ -1,7 +1,8 @@
-"""What a run shows on the terminal: a progress bar, or one line per step where there is no terminal."""
+"""What a run shows on the terminal: its messages, and a progress bar, or one line per step without a terminal."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -49,8 +50,8 @@ class StepProgress:
         if not self._enabled:
             return
         values = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN)
-        seconds = metrics["time/rollout"] + metrics["time/train"]
-        self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {seconds:.2f} s", soft_wrap=True)
+        elapsed_s = metrics["time/rollout"] + metrics["time/train"]
+        self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {elapsed_s:.2f} s", soft_wrap=True)
         if self._bar is not None:
             self._bar.advance(self._task)
 
@@ -64,3 +65,18 @@ class StepProgress:
                 else f"validation after {step} steps: success {metrics['val/success']:.3f}  "
                 f"reward {metrics['val/reward']:.3f}"
             )
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to whatever standard error is at that moment: a progress bar takes it over while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def configure_logging(*, is_writer: bool) -> None:
+    """Messages of ours on the writer's terminal; other libraries only when they warn."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_TerminalHandler()], force=True)
+    for name in ("mock_scheduler", "pipelines"):
+        logging.getLogger(name).setLevel(logging.INFO if is_writer else logging.ERROR)

@@ -1,7 +1,8 @@
 """Composition root and training loop of the agentic pipeline.
 
 The loop asks the rollout scheduler for one batch per step and trains on it; it never asks which mode it is in. What
-can be refused is refused in this order: layout, settings, contract and recording, and only then is a model built.
+can be refused is refused in this order: settings that did not take effect, environments, the checkpoint to resume, the
+layout, ranks that differ, the output folder, contract and recording; and only then is a model built.
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ import json
 import logging
 import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.determinism.agreement import SingleRank, TorchRankGroup, check_agreement
+from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
+from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
-from mock_scheduler.scheduler import JSON, RolloutRequest
+from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.trace.files import STEP_FOLDER
 from pipelines.algorithm.advantages import compute_grpo_advantages
 from pipelines.batch_metrics import compute_batch_metrics
+from pipelines.clock import Clock
 from pipelines.contract import build_contract
-from pipelines.environments.registry import build_tokenizer
+from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.checkpoint import (
     RunState,
     check_same_settings,
@@ -44,9 +46,9 @@ from pipelines.megatron.probes import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.micro_batches import MicroBatch, build_micro_batches
-from pipelines.progress import StepProgress
+from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import RUN_FILE, MetricsWriter, prepare_output_dir, write_json
+from pipelines.tracking import RUN_FILE, MetricsWriter, prepare_output_dir
 
 logger = logging.getLogger("pipelines.run")
 
@@ -67,36 +69,8 @@ def planned_requests(config: PipelineConfig, *, first_step: int) -> list[Rollout
     return requests
 
 
-def _request(config: PipelineConfig, mode: str, step: int) -> RolloutRequest:
-    batch_size = config.rollout_batch_size if mode == "train" else config.val_batch_size
-    return RolloutRequest(
-        global_step=step, batch_size=batch_size, mode="train" if mode == "train" else "val", policy_version=step
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Clock:
-    """Seconds by name, for one step and for the run."""
-
-    step: dict[str, float] = field(default_factory=dict)
-    total: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to ``time/{name}``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            for table in (self.step, self.total):
-                table[name] = table.get(name, 0.0) + seconds
-
-    def take(self) -> dict[str, float]:
-        """This step's seconds as metrics, and start the next step's."""
-        metrics = {f"time/{name}": seconds for name, seconds in self.step.items()}
-        self.step = {}
-        return metrics
+def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
+    return RolloutRequest(global_step=step, batch_size=config.batch_size(mode), mode=mode, policy_version=step)
 
 
 class AgenticPipeline:
@@ -106,7 +80,13 @@ class AgenticPipeline:
     """
 
     def __init__(
-        self, config: PipelineConfig, runtime: Runtime, settings: Mapping[str, str], *, resumed: RunState | None
+        self,
+        config: PipelineConfig,
+        runtime: Runtime,
+        tokenizer: GridTokenizer,
+        *,
+        settings: Mapping[str, str],
+        resumed: RunState | None,
     ) -> None:
         self._config = config
         self._runtime = runtime
@@ -114,30 +94,30 @@ class AgenticPipeline:
         self._trace_dir = self._output_dir / "trace"
         self._is_resumed = resumed is not None
         self._first_step = resumed.next_step if resumed else 0
-        self._tokenizer = build_tokenizer(config)
-        self._ranks = TorchRankGroup(runtime.device) if runtime.world_size > 1 else SingleRank()
+        self._tokenizer = tokenizer
+        self._plan = planned_requests(config, first_step=self._first_step)
+        self._ranks = TorchRankGroup(runtime.device)
         check_agreement(settings, self._ranks)
         self._ledger = Ledger()
-        self._clock = _Clock()
+        self._clock = Clock()
+        self._batch_digests: dict[str, str] = {}
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
         self._scheduler = build_scheduler(
             config.rollout_mock,
             self._make_real,
-            build_contract(config, self._tokenizer, settings),
+            build_contract(config, tokenizer, settings),
             ledger=self._ledger,
-            plan=planned_requests(config, first_step=self._first_step),
+            plan=self._plan,
             is_writer=runtime.is_writer,
             provenance={"settings": dict(settings)},
             resume=self._is_resumed,
         )
-        vocab_size = config.model.vocab_size or self._tokenizer.vocab_size
-        only_actions = config.actor_infer.only_action_tokens
         self._trainer = PolicyTrainer(
             config,
             runtime,
-            vocab_size=vocab_size,
-            allowed_tokens=self._tokenizer.action_ids if only_actions else None,
+            vocab_size=vocab_size_in_effect(config, tokenizer),
+            allowed_tokens=tokenizer.action_ids if config.actor_infer.only_action_tokens else None,
         )
         if resumed is not None:
             load_checkpoint(Path(str(config.resume_from_checkpoint)), self._trainer)
@@ -145,13 +125,15 @@ class AgenticPipeline:
 
     def _make_real(self) -> AgenticRolloutScheduler:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
-        return AgenticRolloutScheduler(self._config, self._trainer, self._tokenizer, self._ledger)
+        return AgenticRolloutScheduler(self._config, self._trainer, self._tokenizer, self._ledger, ranks=self._ranks)
 
     def run(self) -> None:
         """All steps from the first to ``max_steps``, and the files that a run leaves."""
         config, is_writer = self._config, self._runtime.is_writer
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         if is_writer:
+            # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
+            (self._output_dir / RUN_FILE).unlink(missing_ok=True)
             (self._output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             if self._is_resumed:
                 drop_trace_from(self._trace_dir, self._first_step)
@@ -169,11 +151,11 @@ class AgenticPipeline:
         self._scheduler.close()
         self._add_other_ranks()
         if is_writer:
-            self._finish(time.perf_counter() - started)
+            self._finish(time.perf_counter() - started_s)
 
     def _run_steps(self, writer: MetricsWriter, progress: StepProgress) -> None:
         metrics: dict[str, float] = {}
-        for request in planned_requests(self._config, first_step=self._first_step):
+        for request in self._plan:
             if request.mode == "val":
                 metrics = self._validate(request)
                 progress.validated(request.global_step, metrics)
@@ -192,7 +174,10 @@ class AgenticPipeline:
         self._scheduler.resume()
         batch = self._scheduler.get_batch(request)
         self._scheduler.suspend()
-        check_agreement({f"{request.mode} batch of step {request.global_step}": batch.digest()}, self._ranks)
+        digest = batch.digest()
+        check_agreement({f"{request.mode} batch of step {request.global_step}": digest}, self._ranks)
+        if request.mode == "train":
+            self._batch_digests[str(request.global_step)] = digest
         return batch
 
     def _validate(self, request: RolloutRequest) -> dict[str, float]:
@@ -236,7 +221,7 @@ class AgenticPipeline:
         state = RunState(
             next_step=next_step,
             mode=config.rollout_mock.effective_mode,
-            fixed=_fixed_settings(config),
+            fixed=fixed_settings(config, vocab_size=self._trainer.shape.vocab_size),
             scheduler=self._scheduler.state_dict(),
         )
         with self._clock.measure("checkpoint"):
@@ -245,7 +230,7 @@ class AgenticPipeline:
     def _add_other_ranks(self) -> None:
         """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
         built = self._ledger.as_dict()["built"]
-        by_rank = [json.loads(text) for text in self._ranks.gather(json.dumps(built))]
+        by_rank = [json.loads(counts) for counts in self._ranks.gather(json.dumps(built).encode())]
         for rank, counts in enumerate(by_rank):
             if rank != self._runtime.global_rank:
                 for name, count in counts.items():
@@ -258,7 +243,7 @@ class AgenticPipeline:
         rollout_s = total.get("rollout", 0.0) + validation_s
         num_steps = self._config.max_steps - self._first_step
         self._ledger.save(self._output_dir / "ledger.json")
-        write_json(
+        save_json(
             self._output_dir / RUN_FILE,
             {
                 "status": "completed",
@@ -270,6 +255,7 @@ class AgenticPipeline:
                 "rollout_s": rollout_s,
                 "validation_s": validation_s,
                 "train_s": train_s,
+                "batches": self._batch_digests,
             },
         )
         logger.info("\n%s", self._ledger.render())
@@ -291,36 +277,33 @@ def run_pipeline(config: PipelineConfig) -> None:
         MockSchedulerError: of any kind, where the run cannot start or a step cannot be carried out.
     """
     apply_deterministic_mode(os.environ)
-    is_deterministic = config.system_envs.get("DETERMINISTIC_MODE") == "1"
+    is_deterministic = is_deterministic_mode(config.system_envs)
     settings = read_back(os.environ)
     check_took_effect(settings, deterministic=is_deterministic)
-    resumed = _read_resumed_state(config)
+    tokenizer = build_tokenizer(config)
+    resumed = _read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     runtime = start_runtime(config.parallel, seed=config.seed)
     try:
-        _configure_logging(runtime)
-        AgenticPipeline(config, runtime, settings, resumed=resumed).run()
+        configure_logging(is_writer=runtime.is_writer)
+        AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
         check_took_effect(read_back(os.environ), deterministic=is_deterministic)
     finally:
         stop_runtime()
 
 
-def _read_resumed_state(config: PipelineConfig) -> RunState | None:
+def _read_resumed_state(config: PipelineConfig, *, vocab_size: int) -> RunState | None:
     """Where the run to resume stood; ``None`` for a new run. Raises ``ConfigError`` where it cannot be continued."""
     if config.resume_from_checkpoint is None:
         return None
     folder = Path(config.resume_from_checkpoint)
     resumed = read_run_state(folder)
-    check_same_settings(folder, resumed, _fixed_settings(config))
+    check_same_settings(folder, resumed, fixed_settings(config, vocab_size=vocab_size))
     if resumed.next_step >= config.max_steps:
         raise ConfigError(
             f"resume_from_checkpoint: {config.resume_from_checkpoint} is where step {resumed.next_step} starts, and "
             f"max_steps is {config.max_steps}: nothing is left to run; raise max_steps"
         )
     return resumed
-
-
-def _fixed_settings(config: PipelineConfig) -> dict[str, JSON]:
-    return fixed_settings(config, vocab_size=config.model.vocab_size or build_tokenizer(config).vocab_size)
 
 
 def drop_trace_from(trace_dir: Path, step: int) -> None:
@@ -332,18 +315,3 @@ def drop_trace_from(trace_dir: Path, step: int) -> None:
         name = STEP_FOLDER.fullmatch(folder.name)
         if name is not None and int(name[1]) >= step:
             shutil.rmtree(folder)
-
-
-class _TerminalHandler(logging.Handler):
-    """Writes to whatever standard error is at that moment: a progress bar takes it over while it is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
-        print(self.format(record), file=sys.stderr, flush=True)
-
-
-def _configure_logging(runtime: Runtime) -> None:
-    """Messages of ours on the writer's terminal; other libraries only when they warn."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_TerminalHandler()], force=True)
-    for name in ("mock_scheduler", "pipelines"):
-        logging.getLogger(name).setLevel(logging.INFO if runtime.is_writer else logging.ERROR)

@@ -57,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config.stem, config_path=options.config.parent)
-        batch_size = config.rollout_batch_size if options.mode == "train" else config.val_batch_size
-        request = RolloutRequest(global_step=options.step, batch_size=batch_size, mode=options.mode)
+        request = RolloutRequest(
+            global_step=options.step, batch_size=config.batch_size(options.mode), mode=options.mode
+        )
         batch = RecordingReader(options.recording).load_step(request).batch
         won = (batch.rewards > 0).nonzero().flatten().tolist()
         row = options.row if options.row is not None else (won[0] if won else 0)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
+from mock_scheduler.files import encode_json, publish_new
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -71,7 +72,7 @@ def _lines_before(path: Path, step: int) -> list[str]:
 
 
 def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
-    """Refuse to mix two runs in one folder; files of a failed start are replaced. One rank calls it.
+    """Make the folder, and refuse to mix two runs in it. One rank calls it.
 
     Raises:
         ConfigError: the folder holds the metrics of another run, or cannot be made or written.
@@ -83,17 +84,10 @@ def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / RUN_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"output_dir {output_dir} cannot be made or written: {error.strerror}; set another output_dir"
         ) from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented, sorted and valid."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:
@@ -135,12 +129,10 @@ def failure_exit_code(error: BaseException) -> int:
 
 def _claim_error_file(path: Path, content: Mapping[str, Any], *, started_s: float) -> bool:
     """Write the file unless another rank of this run has; returns whether this one did."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.stat().st_mtime < started_s:
         path.unlink(missing_ok=True)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        publish_new(path, encode_json(content))
     except FileExistsError:
         return False
     return True

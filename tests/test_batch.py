@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory, canonical_json
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory
 from mock_scheduler.errors import BatchError
 from tests.recording.builders import SAMPLING, make_batch, make_row, make_rows
 
@@ -208,12 +208,6 @@ def test_an_empty_batch_is_a_batch() -> None:
     assert (len(batch), batch.num_groups, batch.num_duplicate_rows) == (0, 0, 0)
     assert batch.pad(4).tokens.shape == (0, 4)
     assert RolloutBatch.concat([batch, make_batch(1, 2)]).is_identical(make_batch(1, 2))
-
-
-def test_canonical_json_refuses_nan() -> None:
-    assert canonical_json({"b": 0.1, "a": [1, None]}) == '{"a":[1,null],"b":0.1}'
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        canonical_json(float("nan"))
 
 
 @settings(max_examples=25, deadline=None)

@@ -178,7 +178,7 @@ def test_a_signal_is_told_on_stderr_where_error_json_cannot_be_written(
     assert run_plan(plan) == 137
     assert capsys.readouterr().err == (
         "torchrun, which ran this machine's ranks, was ended by SIGKILL (signal 9), which the kernel sends where "
-        f"memory runs out\n{folder}/error.json cannot be written: Not a directory\n"
+        f"memory runs out\n{folder}/error.json cannot be written: {tmp_path}/file is not a folder\n"
     )
 
 

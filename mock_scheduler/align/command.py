@@ -60,9 +60,15 @@ def run_align(
     plan = plan_alignment(load, overrides=overrides, output_dir=output_dir)
     prepare_folder(plan.output_dir, overwrite=overwrite)
     launch = make_launch(config_name, config_path)
-    save = partial(save_result, path=plan.output_dir / RESULT_NAME)
+    result_path = plan.output_dir / RESULT_NAME
+    save = partial(save_result, path=result_path)
     result = run_alignment(plan, config_name=config_name, launch=launch, save=save, console=console)
-    print_report(result, console)
+    files = {
+        "result": result_path,
+        "recording": plan.recording_dir,
+        "runs": plan.output_dir / "{name}" / "run.log",
+    }
+    print_report(result, console, files=files)
     if json_path is not None:
         save_result(result, json_path)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])

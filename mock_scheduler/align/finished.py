@@ -1,8 +1,8 @@
 """``mock-scheduler compare``: a verdict for two runs that are finished, however they were started.
 
 Contract: reads ``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl`` and ``trace/`` of both; starts nothing
-and writes only the file that was asked for. Whether both have the same rollouts is checked where it can be known: by
-the run id of each recording that is still where its run's configuration says.
+and writes only the file that was asked for. Both must have trained on the same rollouts, which each run states by the
+digest of every batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError
-from mock_scheduler.recording import load_manifest
+from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
 
@@ -32,6 +31,12 @@ class FinishedRun:
     config: PipelineConfig
     summary: RunSummary
 
+    @property
+    def recording_dir(self) -> Path | None:
+        """The recording that it wrote or replayed, if any."""
+        mock = self.config.rollout_mock
+        return None if mock.effective_mode == "real" else Path(mock.dump_dir)
+
 
 def run_compare(
     baseline_dir: Path, candidate_dir: Path, *, json_path: Path | None, console: Console | None = None
@@ -39,24 +44,23 @@ def run_compare(
     """Compare two runs by their ``output_dir``, print the report, and return the verdict's exit code.
 
     The tolerance is the candidate's. Raises ``ConfigError`` where a folder is no run's or the tolerance is not stated,
-    ``AlignmentError`` where a run is not completed, has no trace or replayed another recording. ``console``: ``None``
-    is this terminal.
+    ``AlignmentError`` where a run is not completed or has no trace. ``console``: ``None`` is this terminal.
     """
     console = console or build_console()
     if baseline_dir.resolve() == candidate_dir.resolve():
         raise ConfigError(f"{baseline_dir} and {candidate_dir} are the same folder: it would be compared with itself")
     baseline, candidate = (_load_finished(folder) for folder in (baseline_dir, candidate_dir))
-    _check_same_recording(baseline, candidate)
     tolerance = stated_tolerance(candidate.config)
     is_deterministic = all(is_deterministic_mode(run.config.system_envs) for run in (baseline, candidate))
     with console.status("comparing metrics, gradients and parameters"):
         alignment = judge_runs(
             baseline.summary, candidate.summary, tolerance=tolerance, is_deterministic=is_deterministic
         )
+    log_path = candidate_dir / "run.log"
     result = AlignmentResult(
         config_name=candidate.config.exp_name,
         output_dir=candidate_dir,
-        recording_dir=Path(candidate.config.rollout_mock.dump_dir),
+        recording_dir=candidate.recording_dir,
         tolerance=tolerance,
         baseline=baseline.summary,
         candidates=(
@@ -64,13 +68,13 @@ def run_compare(
                 name=candidate.summary.name,
                 overrides=(),
                 layout=candidate.summary.layout,
-                log_path=candidate_dir / "run.log",
+                log_path=log_path if log_path.is_file() else None,
                 run=candidate.summary,
                 alignment=alignment,
             ),
         ),
     )
-    print_report(result, console, has_files=False)
+    print_report(result, console, files={} if json_path is None else {"result": json_path})
     if json_path is not None:
         save_result(result, json_path)
     return worst_exit_code([alignment.verdict])
@@ -92,27 +96,3 @@ def _load_finished(folder: Path) -> FinishedRun:
             f"trace.level=full (it had trace.level={config.trace.level})"
         )
     return FinishedRun(config=config, summary=summary)
-
-
-def _check_same_recording(baseline: FinishedRun, candidate: FinishedRun) -> None:
-    """Refuse two runs whose rollouts are known to be of two recordings."""
-    found = [(run.summary.output_dir, run.config.rollout_mock.dump_dir, _run_id(run)) for run in (baseline, candidate)]
-    run_ids = [run_id for _, _, run_id in found]
-    if None in run_ids or run_ids[0] == run_ids[1]:
-        return
-    listed = "".join(f"\n  {folder}: run id {run_id} in {dump_dir}" for folder, dump_dir, run_id in found)
-    raise AlignmentError(
-        f"the two runs have the rollouts of two recordings, so nothing in their training can be compared:{listed}\n"
-        "Replay the baseline's recording: rollout_mock.mode=mock and its rollout_mock.dump_dir."
-    )
-
-
-def _run_id(run: FinishedRun) -> str | None:
-    """The recording that the run wrote or replayed; ``None`` where it did neither, or it is no longer there."""
-    mock = run.config.rollout_mock
-    if mock.effective_mode == "real":
-        return None
-    try:
-        return load_manifest(mock.dump_dir).run_id
-    except RecordingError:
-        return None

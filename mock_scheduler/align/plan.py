@@ -7,6 +7,7 @@ nobody else may set: an override that would have no effect is an error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,6 @@ def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: 
     """
     config = load(overrides)
     _check_candidates(config)
-    tolerance = stated_tolerance(config)
     _check_free("the command line", overrides, _SET_BY_ALIGN)
     _check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
@@ -92,6 +92,7 @@ def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: 
             planned = _plan_run(
                 load, candidate.name, (*shared, *own), own=own, entry=candidate.entry, mode="mock", root=root
             )
+            stated_tolerance(planned.config)
             candidates.append(planned)
         except (ConfigError, DeterminismError) as error:
             problems.append(f"candidate {candidate.name!r}: {error}")
@@ -100,9 +101,18 @@ def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: 
     return AlignPlan(
         output_dir=root,
         recording_dir=root / RECORDING_NAME,
-        tolerance=tolerance,
+        tolerance=stated_tolerance(baseline.config),
         baseline=baseline,
         candidates=tuple(candidates),
+    )
+
+
+def has_module(module: str) -> bool:
+    """Whether ``python -m module``, started in the working directory, would find a file to run; imports nothing."""
+    relative = Path(*module.split("."))
+    roots = (Path(root) for root in ("", *sys.path))
+    return any(
+        (root / relative).with_suffix(".py").is_file() or (root / relative / "__main__.py").is_file() for root in roots
     )
 
 
@@ -164,6 +174,8 @@ def _plan_run(
     )
     config = load(complete)
     check_settings(config.system_envs)
+    if not has_module(entry):
+        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
     return PlannedRun(name=name, entry=entry, own_overrides=own, overrides=complete, config=config, output_dir=run_dir)
 
 

@@ -94,6 +94,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             rollout_s=float(stated["rollout_s"]),
             elapsed_s=float(stated["wall_s"]) if elapsed_s is None else elapsed_s,
             built={str(what): int(count) for what, count in ledger["built"].items()},
+            batches={str(step): str(digest) for step, digest in stated["batches"].items()},
         )
     except KeyError as error:
         raise AlignmentError(f"{output_dir}: key {error} is missing in run.json or ledger.json") from error
@@ -141,7 +142,9 @@ def _judge_candidate(
                 baseline,
                 outcome,
                 tolerance=plan.tolerance,
-                is_deterministic=is_deterministic_mode(plan.baseline.config.system_envs),
+                is_deterministic=all(
+                    is_deterministic_mode(run.config.system_envs) for run in (plan.baseline, candidate)
+                ),
             )
     return CandidateResult(
         name=candidate.name,
@@ -171,6 +174,9 @@ def judge_runs(
 
     ``is_deterministic``: whether both ran under ``DETERMINISTIC_MODE=1``.
     """
+    other_rollouts = _describe_other_rollouts(baseline, candidate)
+    if other_rollouts:
+        return failed_run(Verdict.INCOMPARABLE, other_rollouts)
     try:
         alignment = compare_runs(baseline.output_dir, candidate.output_dir, tolerance=tolerance)
     except (AlignmentError, TraceError) as error:
@@ -179,6 +185,19 @@ def judge_runs(
         return alignment
     reason = f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {alignment.reason}"
     return replace(alignment, verdict=Verdict.UNVERIFIED, reason=reason)
+
+
+def _describe_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> str:
+    """Where two runs trained on different batches; empty where every step that both made has the same one."""
+    shared = sorted(baseline.batches.keys() & candidate.batches.keys(), key=int)
+    different = [step for step in shared if baseline.batches[step] != candidate.batches[step]]
+    if not different:
+        return ""
+    return (
+        f"the two runs trained on other rollouts from step {different[0]} on ({len(different)} of {len(shared)} "
+        "steps), so nothing in their training can be compared; replay the baseline's recording in the candidate: "
+        "rollout_mock.mode=mock and its rollout_mock.dump_dir"
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import TraceError
 
 #: Wall-clock values, values that come from a recording rather than from this run, and a run's own distance from its
 #: recording, which is rounding itself where all is well.
@@ -66,16 +66,16 @@ class MetricComparison:
 
 
 def load_metrics(path: Path) -> MetricLog:
-    """Read a ``metrics.jsonl``. Raises ``AlignmentError`` with path and line for anything but the format."""
+    """Read a ``metrics.jsonl``. Raises ``TraceError`` with path and line for anything but the format."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise AlignmentError(f"{path}: metrics cannot be read: {error.strerror}") from error
+        raise TraceError(f"{path}: metrics cannot be read: {error.strerror}") from error
     log: dict[int, dict[str, float]] = {}
     for number, line in enumerate(lines, start=1):
         step, metrics = _parse_line(line, where=f"{path}:{number}")
         if step in log:
-            raise AlignmentError(f"{path}:{number}: step {step} is logged twice")
+            raise TraceError(f"{path}:{number}: step {step} is logged twice")
         log[step] = metrics
     return log
 
@@ -149,13 +149,13 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise AlignmentError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
+        raise TraceError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
-        raise AlignmentError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {line[:80]}')
+        raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {line[:80]}')
     for name, value in row["metrics"].items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number and value not in _NON_FINITE:
-            raise AlignmentError(f"{where}: metric {name} is {value!r}, expected a number")
+            raise TraceError(f"{where}: metric {name} is {value!r}, expected a number")
     return row["step"], {name: float(value) for name, value in row["metrics"].items()}
 
 

@@ -16,7 +16,8 @@ from mock_scheduler.trace.reader import open_trace
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """One finished run. Seconds as the run measured them (``wall_s``, ``rollout_s``) and from the outside
-    (``elapsed_s``: with the start of its processes); ``built`` counts what it built, such as engines.
+    (``elapsed_s``: with the start of its processes); ``built`` counts what it built, such as
+    engines. ``batches``: the digest of the rollouts that it trained on, by step.
     """
 
     name: str
@@ -26,27 +27,31 @@ class RunSummary:
     rollout_s: float
     elapsed_s: float
     built: Mapping[str, int]
+    batches: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateResult:
-    """One candidate: what it overrides, its planned layout, its run (``None`` where it failed) and the verdict."""
+    """One candidate: what it overrides, its planned layout, its run (``None`` where it failed) and the verdict.
+
+    ``log_path``: its terminal output; ``None`` where that was not kept.
+    """
 
     name: str
     overrides: tuple[str, ...]
     layout: str
-    log_path: Path
+    log_path: Path | None
     run: RunSummary | None
     alignment: Alignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentResult:
-    """A whole alignment run."""
+    """A whole alignment run. ``recording_dir``: ``None`` where no recording is known, or it is no longer there."""
 
     config_name: str
     output_dir: Path
-    recording_dir: Path
+    recording_dir: Path | None
     tolerance: ToleranceConfig
     baseline: RunSummary
     candidates: tuple[CandidateResult, ...]

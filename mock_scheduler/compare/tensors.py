@@ -5,10 +5,13 @@ the layers to the output. Bits are compared first, and only where they differ is
 
 - A *gradient* is judged by ||a - b|| / ||a||.
 - A *parameter* is judged by what the update did to it: with d the change from before to after the update,
-  (||d_a - d_b|| - r) / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at
-  the learning rates of reinforcement learning. r is the rounding with which parameters of this dtype and size can be
-  stored. Elements whose gradients differ by more than 1 % are left out and counted: where a gradient is nothing but
-  rounding (a key bias, to which softmax is blind), Adam turns its sign into a full step.
+  ||d_a - d_b|| / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at the
+  learning rates of reinforcement learning. Elements whose gradients differ by more than 1 % are left out and counted:
+  where a gradient is nothing but rounding (a key bias, to which softmax is blind), Adam makes its sign a full step.
+- Both bounds grow by the *rounding* that such a tensor cannot be without: of a gradient, 16 units of the root mean
+  square of all gradients of the update (a tensor whose true gradient is 0 was measured at 0.3 to 0.9 of them); of a
+  change, the spacing of the floating-point numbers that the parameter is stored in. Where rounding makes the bound
+  larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the bound it still exceeds it.
 - An *initial* parameter of the first step must be bit-equal: both runs start from the same weights.
 - A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +38,10 @@ JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")
 _CHUNK_ELEMENTS = 1 << 22
 #: Elements whose gradients differ by more than this fraction have no say in how the update is judged.
 _SIGNIFICANT = 1e-2
+#: Units in the last place of the root mean square of all gradients below which a gradient is rounding.
+_GRADIENT_ROUNDING = 16 * torch.finfo(torch.float32).eps
+#: A tensor whose bound is larger than this is not judged.
+_LARGEST_BOUND = 0.5
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.*)")
 #: Where a parameter outside the layers is used: before them, or after.
 _BEFORE_LAYERS = ("embedding", "decoder.embedding")
@@ -58,7 +65,8 @@ class TensorDifference:
     """One tensor that both runs have in the same shape and dtype.
 
     ``relative``: what the tolerance bounds, as the module's docstring says, in float64; a is the baseline; 0/0 = 0,
-    x/0 = inf. ``max_abs``: the largest |a - b|. ``num_excluded``: elements of a parameter that had no say.
+    x/0 = inf. ``tolerance``: the stated one and the tensor's own rounding. ``max_abs``: the largest |a - b|.
+    ``num_excluded``: elements of a parameter that had no say. ``is_zero``: the baseline's gradient or change is 0.
     """
 
     key: TraceKey
@@ -68,6 +76,12 @@ class TensorDifference:
     relative: float
     tolerance: float
     num_excluded: int = 0
+    is_zero: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the tensor is large enough against its rounding to be judged; equal bits always are."""
+        return self.bit_equal or self.tolerance <= _LARGEST_BOUND
 
     @property
     def exceeds(self) -> bool:
@@ -82,24 +96,29 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorGroup:
-    """All compared tensors of one kind, of one step or of all: how many, how many bit-equal, and the worst."""
+    """All compared tensors of one kind, of one step or of all: how many, how many bit-equal, and the worst judged."""
 
     kind: TraceKind
     num_compared: int
     num_bit_equal: int
     worst: TensorDifference
     fraction_excluded: float
+    num_unjudged: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorComparison:
-    """All tensors, in execution order; ``steps`` are those that both runs traced."""
+    """All tensors, in execution order; ``steps`` are those that both runs traced.
+
+    ``unusable``: tensors that are not finite in either run, so that there is nothing to compare.
+    """
 
     steps: tuple[int, ...]
     differences: tuple[TensorDifference, ...]
     findings: tuple[Finding, ...]
     baseline_conflicts: tuple[ReplicaConflict, ...]
     candidate_conflicts: tuple[ReplicaConflict, ...]
+    unusable: tuple[Finding, ...] = ()
 
     @property
     def exceeding(self) -> tuple[TensorDifference, ...]:
@@ -119,7 +138,8 @@ class TensorComparison:
             kind=kind,
             num_compared=len(chosen),
             num_bit_equal=sum(difference.bit_equal for difference in chosen),
-            worst=max(chosen, key=lambda difference: difference.relative),
+            worst=min([item for item in chosen if item.is_judged] or chosen, key=lambda item: item.margin),
+            num_unjudged=sum(not item.is_judged for item in chosen),
             fraction_excluded=sum(item.num_excluded for item in chosen) / sum(item.num_elements for item in chosen),
         )
 
@@ -141,12 +161,17 @@ def compare_traces(baseline: TraceReader, candidate: TraceReader, *, tolerance: 
     steps = tuple(sorted(set(baseline.steps) & set(candidate.steps)))
     findings = _find_missing_steps(baseline.steps, candidate.steps)
     differences: list[TensorDifference] = []
+    unusable: list[Finding] = []
     conflicts: tuple[list[ReplicaConflict], list[ReplicaConflict]] = ([], [])
     for step in steps:
-        keys = baseline.keys(step) | candidate.keys(step)
-        for name in execution_order({key.name for key in keys}):
-            walk = _NameWalk(baseline, candidate, tolerance=tolerance, is_first_step=step == steps[0])
-            for key in order_keys(key for key in keys if key.name == name):
+        by_name: dict[str, list[TraceKey]] = {}
+        mine = baseline.keys(step)
+        for key in order_keys(mine | candidate.keys(step)):
+            by_name.setdefault(key.name, []).append(key)
+        sizes = _gradient_sizes(baseline, mine)
+        for name in execution_order(by_name):
+            walk = _NameWalk(baseline, candidate, tolerance=tolerance, sizes=sizes, is_first_step=step == steps[0])
+            for key in by_name[name]:
                 outcome = walk.compare(key)
                 if isinstance(outcome, Finding):
                     findings.append(outcome)
@@ -154,6 +179,7 @@ def compare_traces(baseline: TraceReader, candidate: TraceReader, *, tolerance: 
                     differences.append(outcome)
             conflicts[0].extend(walk.conflicts[0])
             conflicts[1].extend(walk.conflicts[1])
+            unusable.extend(walk.unusable)
     position = {key: index for index, key in enumerate(order_keys(item.key for item in differences))}
     differences.sort(key=lambda item: position[item.key])
     return TensorComparison(
@@ -162,7 +188,20 @@ def compare_traces(baseline: TraceReader, candidate: TraceReader, *, tolerance: 
         findings=tuple(findings),
         baseline_conflicts=tuple(conflicts[0]),
         candidate_conflicts=tuple(conflicts[1]),
+        unusable=tuple(sorted(unusable, key=lambda item: (item.step, item.update or 0))),
     )
+
+
+def _gradient_sizes(reader: TraceReader, keys: Iterable[TraceKey]) -> dict[int, float]:
+    """Root mean square of all gradients of a step, by update; not finite where one of them is not."""
+    squares: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for key in keys:
+        if key.kind == "gradient":
+            tensor = reader.merge(key).tensor
+            squares[key.update] = squares.get(key.update, 0.0) + float(tensor.double().square().sum())
+            counts[key.update] = counts.get(key.update, 0) + tensor.numel()
+    return {update: math.sqrt(total / max(counts[update], 1)) for update, total in squares.items()}
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -172,18 +211,26 @@ class _NameWalk:
     """Compares the tensors of one name within one step, in the order of computation."""
 
     def __init__(
-        self, baseline: TraceReader, candidate: TraceReader, *, tolerance: ToleranceConfig, is_first_step: bool
+        self,
+        baseline: TraceReader,
+        candidate: TraceReader,
+        *,
+        tolerance: ToleranceConfig,
+        sizes: Mapping[int, float],
+        is_first_step: bool,
     ) -> None:
         self._readers = (baseline, candidate)
         self._tolerance = tolerance
+        self._sizes = sizes
         self._is_first_step = is_first_step
         self._gradients: _Pair | None = None
         self._parameters: _Pair | None = None
         self.conflicts: tuple[list[ReplicaConflict], list[ReplicaConflict]] = ([], [])
+        self.unusable: list[Finding] = []
 
     def compare(self, key: TraceKey) -> TensorDifference | Finding | None:
         """The outcome for the next tensor; ``None`` where it is only needed to judge others."""
-        present = [key in reader.keys(key.step) for reader in self._readers]
+        present = [reader.has(key) for reader in self._readers]
         if not all(present):
             return _missing_tensor(key, in_baseline=present[0])
         merged = [reader.merge(key) for reader in self._readers]
@@ -193,12 +240,17 @@ class _NameWalk:
         problem = find_problem(key, left, right)
         if problem is not None:
             return problem
+        if not bool(left.isfinite().all()):
+            self.unusable.append(_finding(key, f"has {_describe_non_finite(left)} in both runs"))
+            return None
         return self._judge(key, (left, right))
 
     def _judge(self, key: TraceKey, pair: _Pair) -> TensorDifference | Finding | None:
         if key.kind == "gradient":
             self._gradients = pair
-            return compare_gradients(key, *pair, tolerance=self._tolerance.gradient)
+            return compare_gradients(
+                key, *pair, tolerance=self._tolerance.gradient, size=self._sizes.get(key.update, 0.0)
+            )
         if key.kind == "weight":
             return self._check_weights(key, pair)
         before, self._parameters = self._parameters, pair
@@ -228,37 +280,36 @@ def _is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def find_problem(key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor) -> Finding | None:
-    """What makes two tensors impossible to subtract: another dtype or shape; NaN or infinity where bits differ."""
+    """What makes two tensors impossible to compare: another dtype or shape; NaN or infinity on one side only."""
     if baseline.dtype != candidate.dtype:
         return _finding(key, f"has dtype {baseline.dtype} in the baseline and {candidate.dtype} in the candidate")
     if baseline.shape != candidate.shape:
         return _finding(
             key, f"has shape {list(baseline.shape)} in the baseline and {list(candidate.shape)} in the candidate"
         )
-    if _is_bit_equal(baseline, candidate):
-        return None
-    non_finite = _describe_non_finite(baseline), _describe_non_finite(candidate)
-    if any(non_finite):
-        sides = [
-            f"{what} in the {side}" for what, side in zip(non_finite, ("baseline", "candidate"), strict=True) if what
-        ]
-        return _finding(key, f"has {' and '.join(sides)}")
+    mine, other = _describe_non_finite(baseline), _describe_non_finite(candidate)
+    if bool(mine) != bool(other):
+        side = "baseline" if mine else "candidate"
+        return _finding(key, f"has {mine or other} in the {side}")
     return None
 
 
 def compare_gradients(
-    key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor, *, tolerance: float
+    key: TraceKey, baseline: torch.Tensor, candidate: torch.Tensor, *, tolerance: float, size: float
 ) -> TensorDifference:
-    """||a - b|| / ||a|| of two tensors that ``find_problem`` has no objection to."""
+    """||a - b|| / ||a|| of two finite tensors of one shape; ``size``: the root mean square of all gradients."""
     bit_equal = _is_bit_equal(baseline, candidate)
-    max_abs, relative = (0.0, 0.0) if bit_equal else compute_difference(baseline, candidate)
+    max_abs, difference, norm = compute_difference(baseline, candidate)
+    rounding = _GRADIENT_ROUNDING * size * math.sqrt(baseline.numel())
+    relative, bound = _relate(difference, norm, rounding=rounding, tolerance=tolerance)
     return TensorDifference(
         key=key,
         num_elements=baseline.numel(),
         bit_equal=bit_equal,
         max_abs=max_abs,
         relative=relative,
-        tolerance=tolerance,
+        tolerance=bound,
+        is_zero=norm == 0.0,
     )
 
 
@@ -267,40 +318,50 @@ def compare_updates(
 ) -> TensorDifference:
     """What one update did to a parameter in both runs, as the module's docstring says.
 
-    Each pair is (baseline, candidate), all of one shape; ``gradients`` are those that the update was made from.
+    Each pair is (baseline, candidate), all finite and of one shape; ``gradients`` are what the update was made from.
     """
-    if _is_bit_equal(*after) and _is_bit_equal(*before):
-        return TensorDifference(
-            key=key, num_elements=after[0].numel(), bit_equal=True, max_abs=0.0, relative=0.0, tolerance=tolerance
-        )
     counts = torch.ones_like(after[0], dtype=torch.bool)
     if gradients is not None:
         left, right = gradients[0].double(), gradients[1].double()
         counts = (left - right).abs() <= _SIGNIFICANT * left.abs()
     mine, other = (new.double() - old.double() for old, new in zip(before, after, strict=True))
-    stored = after[0].double().abs() * torch.finfo(after[0].dtype).eps
-    difference, rounding, size = (_norm(values, counts) for values in (mine - other, stored, mine))
-    excess = max(0.0, difference - rounding)
+    difference, rounding, size = (_norm(values, counts) for values in (mine - other, _spacing(after[0]), mine))
+    relative, bound = _relate(difference, size, rounding=rounding, tolerance=tolerance)
     return TensorDifference(
         key=key,
         num_elements=after[0].numel(),
-        bit_equal=_is_bit_equal(*after),
-        max_abs=float((after[0].double() - after[1].double()).abs().max()),
-        relative=0.0 if excess == 0.0 else excess / size if size else math.inf,
-        tolerance=tolerance,
+        bit_equal=_is_bit_equal(*after) and _is_bit_equal(*before),
+        max_abs=_norm_inf(after[0].double() - after[1].double()),
+        relative=relative,
+        tolerance=bound,
         num_excluded=int((~counts).sum()),
+        is_zero=_is_bit_equal(before[0], after[0]),
     )
+
+
+def _relate(difference: float, size: float, *, rounding: float, tolerance: float) -> tuple[float, float]:
+    """A difference relative to ``size``, and its bound with the rounding; where the size is 0, 0 or infinite."""
+    if size:
+        return difference / size, tolerance + rounding / size
+    return (0.0, math.inf) if difference <= rounding else (math.inf, tolerance)
+
+
+def _spacing(values: torch.Tensor) -> torch.Tensor:
+    """float64: the distance to the next number that the dtype of ``values`` can hold, at each of them."""
+    exponent = torch.frexp(values).exponent.double() - 1.0
+    return torch.where(values == 0, 0.0, torch.exp2(exponent) * torch.finfo(values.dtype).eps)
+
+
+def _norm_inf(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _norm(values: torch.Tensor, counts: torch.Tensor) -> float:
     return float(values[counts].square().sum().sqrt())
 
 
-def compute_difference(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float]:
-    """Largest |a - b| and ||a - b||_F / ||a||_F of finite tensors of one shape, in float64 and by chunks.
-
-    0/0 = 0, x/0 = inf.
-    """
+def compute_difference(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float, float]:
+    """Largest |a - b|, ||a - b|| and ||a|| of finite tensors of one shape, in float64 and by chunks."""
     left, right = baseline.reshape(-1), candidate.reshape(-1)
     max_abs = square_difference = square_baseline = 0.0
     for start in range(0, left.numel(), _CHUNK_ELEMENTS):
@@ -309,9 +370,7 @@ def compute_difference(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple
         max_abs = max(max_abs, float(delta.max()))
         square_difference += float(delta.square().sum())
         square_baseline += float(wide.square().sum())
-    if square_difference == 0.0:
-        return max_abs, 0.0
-    return max_abs, math.sqrt(square_difference / square_baseline) if square_baseline else math.inf
+    return max_abs, math.sqrt(square_difference), math.sqrt(square_baseline)
 
 
 def _execution_position(name: str) -> tuple[int, int, int, str]:

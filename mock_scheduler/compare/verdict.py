@@ -135,6 +135,9 @@ def describe_coverage(metrics: MetricComparison, tensors: TensorComparison) -> s
 def _judge(
     metrics: MetricComparison, tensors: TensorComparison, first: Divergence | None, tolerance: ToleranceConfig
 ) -> tuple[Verdict, str]:
+    unusable = tensors.unusable[0] if tensors.unusable else None
+    if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
+        return Verdict.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
     missing = _not_compared(metrics, tensors)
     if first is None and missing:
         return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
@@ -142,6 +145,9 @@ def _judge(
         return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
     if first is not None:
         return Verdict.DIVERGED, _describe_divergence(first, metrics, tensors, tolerance)
+    idle = _describe_idle(tensors)
+    if idle:
+        return Verdict.INCOMPARABLE, idle
     if tensors.baseline_conflicts:
         conflict = tensors.baseline_conflicts[0].describe()
         return Verdict.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
@@ -157,6 +163,25 @@ def _judge(
 def _not_compared(metrics: MetricComparison, tensors: TensorComparison) -> list[str]:
     missing = [] if metrics.differences else ["metric"]
     return missing + [kind for kind in JUDGED_KINDS if tensors.group(kind) is None]
+
+
+def _describe_idle(tensors: TensorComparison) -> str:
+    """Why the runs trained nothing that could be compared; empty where they did."""
+    gradients, changes = (
+        [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
+    )
+    if all(item.is_zero for item in gradients):
+        return (
+            "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on "
+            "rollouts whose rewards differ within a group, or with an entropy or KL term"
+        )
+    if all(item.is_zero for item in changes):
+        return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
+    if not any(item.is_judged for item in changes):
+        return (
+            "no parameter was judged: every update changes less than parameters can be stored with; raise training.lr"
+        )
+    return ""
 
 
 def _describe_divergence(
@@ -201,14 +226,16 @@ def _describe_worst(group: TensorGroup) -> str:
         )
     return (
         f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: "
-        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:g}"
+        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:.2g}"
         f"{_describe_excluded(group)})"
     )
 
 
 def _describe_excluded(group: TensorGroup) -> str:
-    """How many elements had no say in how parameters are judged, since their gradients are rounding."""
-    return f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
+    """How much had no say: elements whose gradients are rounding, and tensors that are too small to be judged."""
+    excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
+    unjudged = f"; {group.num_unjudged} not judged, being no larger than rounding" if group.num_unjudged else ""
+    return excluded + unjudged
 
 
 def _describe_margin(margin: float) -> str:
@@ -249,7 +276,7 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         name=key.name,
         value=difference.relative,
         tolerance=difference.tolerance,
-        message=f"{key.describe()}: relative difference {difference.relative:.3g} > {difference.tolerance:g}",
+        message=f"{key.describe()}: relative difference {difference.relative:.3g} > {difference.tolerance:.2g}",
     )
 
 

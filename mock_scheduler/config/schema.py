@@ -16,6 +16,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Mode = Literal["train", "val"]
 
 
 class ConfigSection(BaseModel):
@@ -122,10 +123,15 @@ class TrainingConfig(ConfigSection):
     lr_warmup_iters: NonNegativeInt = 0
     lr_decay_iters: PositiveInt | None = None
     weight_decay: NonNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     adam_eps: float = Field(default=1e-8, gt=0.0)
     clip_grad: NonNegativeFloat = 1.0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one update, over all data-parallel ranks."""
+        return self.global_batch_size // self.micro_batch_size
 
 
 class GeneratingArgs(ConfigSection):
@@ -182,7 +188,11 @@ class RewardNormalizationConfig(ConfigSection):
 
 
 class TraceConfig(ConfigSection):
-    """Which training internals are written; ``full`` writes main gradients and parameters of every step."""
+    """Which training internals are written.
+
+    ``full``: of every step the parameters before its first update, and of every update main gradients, parameters in
+    the precision in which they are updated and, where the model holds narrower ones, these as well.
+    """
 
     level: Literal["off", "full"] = "off"
 
@@ -269,6 +279,23 @@ class PipelineConfig(ConfigSection):
     custom_envs: dict[str, CustomEnvConfig] = {"FrozenLake": CustomEnvConfig()}
     trace: TraceConfig = TraceConfig()
     align: AlignConfig = AlignConfig()
+
+    @property
+    def tags_in_use(self) -> list[str]:
+        """The tags of training and validation, each once, sorted."""
+        return sorted({*self.train_env_manager.tags, *self.val_env_manager.tags})
+
+    def env_manager(self, mode: Mode) -> EnvManagerConfig:
+        """The environments of training or of validation."""
+        return self.train_env_manager if mode == "train" else self.val_env_manager
+
+    def batch_size(self, mode: Mode) -> int:
+        """Trajectories of one batch of training or of validation."""
+        return self.rollout_batch_size if mode == "train" else self.val_batch_size
+
+    def sampling(self, mode: Mode) -> GeneratingArgs:
+        """How actions are sampled: the manager's own arguments, or else the engine's."""
+        return self.env_manager(mode).generating_args or self.actor_infer.generating_args
 
     @property
     def updates_per_step(self) -> int:
@@ -390,13 +417,12 @@ def layout_problems(config: PipelineConfig) -> list[str]:
         parallel.pipeline_model_parallel_size,
         parallel.data_parallel_size,
     )
-    num_micro_batches = training.global_batch_size // training.micro_batch_size
     divisions = (
         ("model.num_attention_heads", model.num_attention_heads, "tensor_model_parallel_size", tp),
         ("model.num_query_groups", model.query_groups, "tensor_model_parallel_size", tp),
         ("model.ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp),
         ("model.num_layers", model.num_layers, "pipeline_model_parallel_size", pp),
-        ("micro-batches per update", num_micro_batches, "data_parallel_size", dp),
+        ("micro-batches per update", training.num_micro_batches, "data_parallel_size", dp),
     )
     problems = [
         f"{name} {value} is not a multiple of {axis} {size}" for name, value, axis, size in divisions if value % size

@@ -24,33 +24,14 @@ class RankGroup(Protocol):
     """The ranks that must agree."""
 
     @property
-    def global_rank(self) -> int:
-        """This process's rank in the group."""
-
-    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
 
     def all_equal(self, digest: bytes) -> bool:
         """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
 
-    def gather(self, value: str) -> list[str]:
-        """The value of every rank, by rank; collective, same answer on every rank."""
-
-
-class SingleRank:
-    """A run of one process, which agrees with itself."""
-
-    global_rank = 0
-    world_size = 1
-
-    def all_equal(self, digest: bytes) -> bool:
-        """True."""
-        return True
-
-    def gather(self, value: str) -> list[str]:
-        """This rank's value alone."""
-        return [value]
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The bytes of every rank, by rank; collective, same answer on every rank. They may differ in length."""
 
 
 class TorchRankGroup:
@@ -58,7 +39,6 @@ class TorchRankGroup:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
     def all_equal(self, digest: bytes) -> bool:
@@ -73,14 +53,14 @@ class TorchRankGroup:
         minimum, maximum = lowest[: len(words)], ~lowest[len(words) :]
         return torch.equal(minimum, maximum)
 
-    def gather(self, value: str) -> list[str]:
-        """Every rank's text, as bytes padded to the longest: nothing is pickled."""
-        data = torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8).to(self._device)
-        sizes = self._gather(torch.tensor([len(data)], device=self._device))
-        padded = data.new_zeros(max(int(size) for size in sizes))
-        padded[: len(data)] = data
-        texts = self._gather(padded)
-        return [bytes(text[: int(size)].tolist()).decode() for text, size in zip(texts, sizes, strict=True)]
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, which travel padded to the longest: nothing is pickled."""
+        sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device=self._device))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        if payload:  # torch.frombuffer refuses none
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        buffers = self._gather(padded.to(self._device))
+        return [buffer[:size].cpu().numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         pieces = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -96,7 +76,7 @@ def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
     text = json.dumps(dict(values), sort_keys=True)
     if group.all_equal(hashlib.sha256(text.encode()).digest()):
         return
-    by_rank: list[dict[str, str]] = [json.loads(gathered) for gathered in group.gather(text)]
+    by_rank: list[dict[str, str]] = [json.loads(gathered) for gathered in group.gather(text.encode())]
     keys = sorted(set().union(*by_rank))
     differing = [key for key in keys if len({ranks_values.get(key) for ranks_values in by_rank}) > 1]
     listed = "".join(f"\n  - {_describe(key, by_rank)}" for key in differing)

@@ -38,14 +38,10 @@ def check_settings(system_envs: Mapping[str, str]) -> None:
         return
     problems, lines = [], []
     for setting in SETTINGS:
-        value = system_envs.get(setting.name)
-        if value is None and setting.required:
-            problems.append(f"{setting.name} is missing")
-        elif value is not None and not setting.allows(value):
-            problems.append(f"{setting.name} is {value!r}: {setting.remedy}")
-        else:
-            continue
-        lines.append(f"{setting.name}: '{setting.recommended}'")
+        problem = setting.problem(system_envs.get(setting.name))
+        if problem is not None:
+            problems.append(problem)
+            lines.append(setting.yaml_line)
     if problems:
         raise DeterminismError(_settings_message(problems, lines))
 

@@ -109,24 +109,14 @@ def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None
         f"{name} is {values[name]}, must be {value}" for name, value in expected.items() if values[name] != value
     ]
     if deterministic:
-        problems += _refused_settings(values)
+        read = {setting: None if values[setting.name] == UNSET else values[setting.name] for setting in SETTINGS}
+        problems += [problem for setting, value in read.items() if (problem := setting.problem(value)) is not None]
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise DeterminismError(
             f"settings that did not take effect:{listed}\n"
             "Start the run through launch/train.sh, and let nothing change these after the start."
         )
-
-
-def _refused_settings(values: Mapping[str, str]) -> list[str]:
-    problems = []
-    for setting in SETTINGS:
-        value = values[setting.name]
-        if value == UNSET and setting.required:
-            problems.append(f"{setting.name} is not set, must be {setting.recommended!r}")
-        elif value != UNSET and not setting.allows(value):
-            problems.append(f"{setting.name} is {value!r}: {setting.remedy}")
-    return problems
 
 
 def is_repeatability_setting(name: str) -> bool:

@@ -46,6 +46,17 @@ class Setting:
         """Whether a deterministic run may have this value."""
         return self.pattern is None or re.fullmatch(self.pattern, value) is not None
 
+    def problem(self, value: str | None) -> str | None:
+        """What is wrong with a value in a deterministic run, or ``None``; ``value``: ``None`` where it is not set."""
+        if value is None:
+            return f"{self.name} is not set; set it to {self.recommended!r}" if self.required else None
+        return None if self.allows(value) else f"{self.name} is {value!r}: {self.remedy}"
+
+    @property
+    def yaml_line(self) -> str:
+        """The line to write under ``system_envs``."""
+        return f"{self.name}: '{self.recommended}'"
+
 
 def _recorded(name: str, read_at: ReadAt, *, reader: str, source: str, remedy: str) -> Setting:
     return Setting(
@@ -214,6 +225,11 @@ _PREFIX_READERS: tuple[tuple[str, ReadAt, str], ...] = (
 )
 
 _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
+
+
+def required_lines() -> list[str]:
+    """The lines of ``system_envs`` that every deterministic run has."""
+    return [setting.yaml_line for setting in SETTINGS if setting.required]
 
 
 def find_setting(name: str) -> Setting | None:

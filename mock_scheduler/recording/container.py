@@ -10,7 +10,6 @@ sizes are bounded before anything is allocated; nothing is unpickled. Equal cont
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -24,15 +23,13 @@ import safetensors.torch
 import torch
 
 from mock_scheduler.batch import (
-    JSON,
     TENSOR_FIELDS,
     RolloutBatch,
     SampleIdentity,
     SamplingParams,
-    canonical_json,
-    compute_tensor_digest,
     sampling_as_json,
 )
+from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, open_sealed, seal
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
 from mock_scheduler.scheduler import Mode
 
@@ -108,7 +105,7 @@ def encode_step(batch: RolloutBatch, info: StepInfo) -> bytes:
         "content": {**tables, "info": _info_as_json(info)},
         "tensor_digests": {name: compute_tensor_digest(tensor) for name, tensor in tensors.items()},
     }
-    metadata = canonical_json({**document, "digest": _document_digest(document)})
+    metadata = canonical_json(seal(document))
     data = bytes(safetensors.torch.save(tensors, {_METADATA_KEY: metadata}))
     (header_size,) = struct.unpack("<Q", data[:8])
     if header_size > MAX_HEADER_BYTES:
@@ -189,15 +186,16 @@ def _parse_canonical(text: bytes, source: str) -> dict[str, Any]:
 
 def _parse_document(text: object, source: str) -> dict[str, Any]:
     """The metadata JSON, with its digest checked before anything in it is believed."""
+    if not isinstance(text, str):
+        raise CorruptRecordingError(f"{source}: header metadata is of type {type(text).__name__}, expected text")
     try:
-        document = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError) as error:
-        raise CorruptRecordingError(f"{source}: header metadata is no JSON: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("tensor_digests"), dict):
+        document = open_sealed(text)
+    except ValueError as error:
+        raise CorruptRecordingError(f"{source}: header metadata {error}") from error
+    if canonical_json(seal(document)) != text:
+        raise CorruptRecordingError(f"{source}: header metadata is not in canonical form: its bytes were changed")
+    if not isinstance(document.get("tensor_digests"), dict):
         raise CorruptRecordingError(f"{source}: header metadata is not that of a recorded step")
-    content = {key: value for key, value in document.items() if key != "digest"}
-    if document.get("digest") != _document_digest(content) or canonical_json(document) != text:
-        raise CorruptRecordingError(f"{source}: header metadata does not match its digest")
     if document.get("format") != STEP_FORMAT or not isinstance(document.get("version"), int):
         raise CorruptRecordingError(f"{source}: format {document.get('format')!r} is not {STEP_FORMAT!r}")
     if document["version"] > STEP_VERSION:
@@ -247,10 +245,6 @@ def _check_tensor_digests(tensors: Mapping[str, torch.Tensor], digests: Mapping[
             f"{source}: tensor {names} does not match its digest: the file was changed after it was written. "
             "Restore it from a copy or record the step again."
         )
-
-
-def _document_digest(document: Mapping[str, JSON]) -> str:
-    return hashlib.sha256(canonical_json(document).encode()).hexdigest()
 
 
 def _info_as_json(info: StepInfo) -> dict[str, JSON]:

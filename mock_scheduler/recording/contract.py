@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.batch import JSON, canonical_json
+from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import ContractError
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")

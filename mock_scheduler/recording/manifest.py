@@ -6,7 +6,6 @@ else in it, and its bytes must be exactly those that writing its content gives, 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.batch import JSON, canonical_json
+from mock_scheduler.digests import JSON, open_sealed, seal
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepNotFoundError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import MANIFEST_NAME, publish_file
@@ -67,7 +66,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "provenance": dict(manifest.provenance),
     }
     try:
-        return _render({**document, "digest": _digest(document)})
+        return _render(seal(document))
     except (TypeError, ValueError) as error:
         raise RecordingError(f"{MANIFEST_NAME}: provenance is no JSON: {error}") from error
 
@@ -139,26 +138,20 @@ def _missing_text(dump_dir: str, path: str) -> str:
 
 
 def _parse(data: bytes, source: str) -> dict[str, Any]:
+    """The document, believed only where these are the very bytes that writing it gives."""
     try:
-        document = json.loads(data)
-        is_canonical = isinstance(document, dict) and _render(document) == data
-    except (ValueError, RecursionError) as error:
-        raise CorruptRecordingError(f"{source}: no JSON: {error}") from error
-    content = {key: value for key, value in document.items() if key != "digest"} if is_canonical else {}
-    if not is_canonical or document.get("digest") != _digest(content):
+        document = open_sealed(data)
+        if _render(seal(document)) != data:
+            raise ValueError("is not laid out as it was written")
+    except ValueError as error:
         raise CorruptRecordingError(
-            f"{source}: does not match its digest: it was changed after it was written. Restore it from a copy or "
-            "record again."
-        )
-    return dict(document)
+            f"{source}: {error}: it was changed after it was written. Restore it from a copy or record again."
+        ) from error
+    return document
 
 
 def _render(document: Mapping[str, JSON]) -> bytes:
     return (json.dumps(document, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _digest(document: Mapping[str, JSON]) -> str:
-    return hashlib.sha256(canonical_json(document).encode()).hexdigest()
 
 
 def _package_version(name: str) -> str | None:

@@ -1,19 +1,19 @@
 """Where things lie in a recording, and the one way in which a file comes to lie there.
 
-Contract: a published file is whole (written aside in the same folder, fsynced, linked to its name, folder fsynced)
-and was never there before. A crash leaves at most a hidden ``.*.tmp`` file, which nothing reads.
+Contract: a published file is whole, as ``files`` says, and was never there before.
 Paths are strings that begin with ``dump_dir`` exactly as the user spelled it.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from mock_scheduler.errors import RecordingError
+from mock_scheduler.files import make_folder, publish_new
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
 
 MANIFEST_NAME = "recording.json"
@@ -21,7 +21,6 @@ MANIFEST_NAME = "recording.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _STEP_NAME = re.compile(r"step_([0-9]{6,12})\.safetensors")
 _FOLDER_NAME = re.compile(r"(train|val)(\.[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?")
-_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 def step_folder(mode: Mode, scheduler_id: str) -> str:
@@ -82,16 +81,8 @@ def publish_file(path: str, data: bytes) -> None:
 
     Raises ``FileExistsError`` (the plain one) where ``path`` exists, ``RecordingError`` for any other failure.
     """
-    folder = os.path.dirname(path) or "."
-    temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        _make_folder(folder)
-        try:
-            _write_synced(temporary, data)
-            _link_new(temporary, path)
-        finally:
-            _remove_if_present(temporary)
-        _sync_folder(folder)
+        publish_new(Path(path), data)
     except FileExistsError:
         raise
     except OSError as error:
@@ -106,8 +97,8 @@ def check_writable(folder: str) -> None:
     """Make the folder where it is missing; raise ``RecordingError`` where no file can be made in it."""
     probe = os.path.join(folder, f".probe.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        _make_folder(folder)
-        _write_synced(probe, b"")
+        make_folder(Path(folder))
+        Path(probe).touch(exist_ok=False)
         os.unlink(probe)
     except OSError as error:
         raise RecordingError(
@@ -121,49 +112,3 @@ def check_inside(dump_dir: str, path: str) -> None:
     root, target = os.path.realpath(dump_dir), os.path.realpath(path)
     if os.path.commonpath([root, target]) != root:
         raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
-
-
-def _make_folder(folder: str) -> None:
-    if os.path.isdir(folder):
-        return
-    parent = os.path.dirname(os.path.abspath(folder))
-    _make_folder(parent)
-    try:
-        os.mkdir(folder)
-    except FileExistsError as error:
-        if not os.path.isdir(folder):
-            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from error
-    _sync_folder(parent)
-
-
-def _write_synced(path: str, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _link_new(temporary: str, path: str) -> None:
-    """Give the file its name, failing where the name is taken."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        # File systems without hard links: between this look and the rename another writer could slip in.
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, "exists", path) from error
-        os.rename(temporary, path)
-
-
-def _remove_if_present(path: str) -> None:
-    if os.path.lexists(path):
-        os.unlink(path)
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

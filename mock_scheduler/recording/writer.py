@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.batch import JSON, RolloutBatch
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import MockSchedulerError, RecordingError, StepExistsError
 from mock_scheduler.recording.container import StepInfo, encode_step
 from mock_scheduler.recording.contract import Contract, check_contract

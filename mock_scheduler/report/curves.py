@@ -16,13 +16,20 @@ from mock_scheduler.errors import ConfigError
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
-def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str], output: Path) -> None:
+#: What is shown where nothing is asked for, as far as it was logged.
+_DEFAULT_METRICS = ("success", "val/success", "entropy", "grad_norm")
+
+
+def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: Path) -> None:
     """Write one panel per metric with a curve per run; ``metrics`` are names as in ``metrics.jsonl``.
 
-    Raises ``AlignmentError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
+    Raises ``TraceError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
     """
     names = _shortest_names([run_dir.resolve() for run_dir in run_dirs])
     logs = {name: load_metrics(run_dir / "metrics.jsonl") for name, run_dir in zip(names, run_dirs, strict=True)}
+    if not metrics:
+        logged = {name for log in logs.values() for values in log.values() for name in values}
+        metrics = [name for name in _DEFAULT_METRICS if name in logged] or sorted(logged)[:4]
     _check_names(metrics, logs)
     columns = min(2, len(metrics))
     rows = -(-len(metrics) // columns)

@@ -6,44 +6,37 @@ Contract: one object, ``format_version`` 1. NaN and infinities, which JSON does 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.verdict import worst_exit_code
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.files import save_json
 
 FORMAT_VERSION = 1
 
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
 
 def save_result(result: AlignmentResult, path: Path) -> None:
-    """Write ``result`` to ``path`` aside and rename it into place; raises ``AlignmentError`` where it cannot."""
-    text = json.dumps(result_to_json(result), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    aside = path.with_name(f".{path.name}.writing")
+    """Write ``result`` to ``path``, whole or not at all; raises ``AlignmentError`` where it cannot."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        save_json(path, result_to_json(result), sort_keys=False)
     except OSError as error:
         raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def result_to_json(result: AlignmentResult) -> dict[str, Json]:
+def result_to_json(result: AlignmentResult) -> dict[str, JSON]:
     """The whole result as JSON values."""
     verdicts = [candidate.alignment.verdict for candidate in result.candidates]
     return {
         "format_version": FORMAT_VERSION,
         "config_name": result.config_name,
         "output_dir": str(result.output_dir),
-        "recording_dir": str(result.recording_dir),
+        "recording_dir": to_json(result.recording_dir),
         "exit_code": int(worst_exit_code(verdicts)),
         "tolerance": to_json(result.tolerance.model_dump()),
         "baseline": _run(result.baseline),
@@ -51,7 +44,7 @@ def result_to_json(result: AlignmentResult) -> dict[str, Json]:
     }
 
 
-def to_json(value: object) -> Json:
+def to_json(value: object) -> JSON:
     """Plain data (dataclasses, mappings, sequences, paths, numbers, text) as JSON values."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -68,17 +61,17 @@ def to_json(value: object) -> Json:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _run(run: RunSummary | None) -> Json:
+def _run(run: RunSummary | None) -> JSON:
     return to_json(run)
 
 
-def _candidate(candidate: CandidateResult) -> Json:
+def _candidate(candidate: CandidateResult) -> JSON:
     alignment = candidate.alignment
     return {
         "name": candidate.name,
         "overrides": list(candidate.overrides),
         "layout": candidate.layout,
-        "log_path": str(candidate.log_path),
+        "log_path": to_json(candidate.log_path),
         "verdict": alignment.verdict.value,
         "reason": alignment.reason,
         "first_divergence": to_json(alignment.first_divergence),
@@ -88,7 +81,7 @@ def _candidate(candidate: CandidateResult) -> Json:
     }
 
 
-def _metrics(metrics: MetricComparison) -> Json:
+def _metrics(metrics: MetricComparison) -> JSON:
     return {
         "steps": list(metrics.steps),
         "differences": to_json(metrics.differences),
@@ -96,7 +89,7 @@ def _metrics(metrics: MetricComparison) -> Json:
     }
 
 
-def _tensors(tensors: TensorComparison) -> Json:
+def _tensors(tensors: TensorComparison) -> JSON:
     return {
         "steps": list(tensors.steps),
         "groups": {kind: _group(tensors.group(kind)) for kind in JUDGED_KINDS},
@@ -106,12 +99,13 @@ def _tensors(tensors: TensorComparison) -> Json:
         ],
         "exceeding": [_tensor(difference) for difference in tensors.exceeding],
         "findings": to_json(tensors.findings),
+        "unusable": to_json(tensors.unusable),
         "baseline_replica_conflicts": to_json(tensors.baseline_conflicts),
         "candidate_replica_conflicts": to_json(tensors.candidate_conflicts),
     }
 
 
-def _group(group: TensorGroup | None) -> Json:
+def _group(group: TensorGroup | None) -> JSON:
     if group is None:
         return None
     return {
@@ -119,10 +113,11 @@ def _group(group: TensorGroup | None) -> Json:
         "num_bit_equal": group.num_bit_equal,
         "worst": _tensor(group.worst),
         "fraction_excluded": group.fraction_excluded,
+        "num_unjudged": group.num_unjudged,
     }
 
 
-def _tensor(difference: TensorDifference) -> Json:
+def _tensor(difference: TensorDifference) -> JSON:
     fields = to_json(difference)
     assert isinstance(fields, dict)
     return {**fields, "margin": to_json(difference.margin)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.files import TraceKind
 
 _PLAIN_WIDTH = 120
-_NUM_FINDINGS = 5
+_NUM_SHOWN = 5
 _NAME_WIDTH = 21
 _STYLES: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "bold green",
@@ -45,18 +45,19 @@ def build_console() -> Console:
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
-def print_report(result: AlignmentResult, console: Console, *, has_files: bool = True) -> None:
+def print_report(result: AlignmentResult, console: Console, *, files: Mapping[str, Path]) -> None:
     """Print each candidate's metrics, then the verdicts, where the eye ends up, the legend and where the files are.
 
-    ``has_files``: whether the result was made by an alignment run, in whose folder they are.
+    ``files``: what lies where; ``result``, where it is among them, is the JSON file that holds all of the result.
     """
+    more = f", all in {files['result']}" if "result" in files else ""
     for candidate in result.candidates:
-        _print_candidate(candidate, result.tolerance, console)
+        _print_candidate(candidate, result.tolerance, console, more=more)
     console.print()
     console.print(_candidates_table(result))
     _print_legend(result, console)
-    if has_files:
-        _print_files(result, console)
+    for what, path in files.items():
+        console.print(Text(f"{what:<13}{path}"), soft_wrap=True)
 
 
 def _candidates_table(result: AlignmentResult) -> Table:
@@ -77,7 +78,7 @@ def _candidates_table(result: AlignmentResult) -> Table:
     return table
 
 
-def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, console: Console) -> None:
+def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, console: Console, *, more: str) -> None:
     alignment = candidate.alignment
     console.print()
     console.print(Text.assemble((candidate.name, "bold"), ": ", (alignment.verdict.value, _STYLES[alignment.verdict])))
@@ -86,11 +87,11 @@ def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, con
         console.print(f"  in this run: {describe_built(candidate.run.built)}", highlight=False)
     if alignment.metrics is not None:
         console.print(_metrics_table(alignment.metrics, tolerance))
-        _print_findings(alignment.metrics.findings, console)
+        _print_first(_messages(alignment.metrics.findings), console, more=more)
     if alignment.tensors is not None:
-        _print_findings(alignment.tensors.findings, console)
-        for conflict in alignment.tensors.candidate_conflicts[:_NUM_FINDINGS]:
-            console.print(Text(f"  replicas: {conflict.describe()}", style="red"))
+        _print_first(_messages(alignment.tensors.findings), console, more=more)
+        conflicts = [f"replicas: {conflict.describe()}" for conflict in alignment.tensors.candidate_conflicts]
+        _print_first(conflicts, console, more=more)
 
 
 def describe_built(built: Mapping[str, int]) -> str:
@@ -129,11 +130,17 @@ def _metric_style(difference: MetricDifference) -> str:
     return "dim" if difference.bit_equal else ""
 
 
-def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
-    for finding in findings[:_NUM_FINDINGS]:
-        console.print(Text(f"  {finding.message}", style="red"))
-    if len(findings) > _NUM_FINDINGS:
-        console.print(f"  and {len(findings) - _NUM_FINDINGS} more, all in align.json", style="red", highlight=False)
+def _messages(findings: Sequence[Finding]) -> list[str]:
+    return [finding.message for finding in findings]
+
+
+def _print_first(messages: Sequence[str], console: Console, *, more: str) -> None:
+    """The first few messages, and how many there are beside them; ``more`` says where."""
+    for message in messages[:_NUM_SHOWN]:
+        console.print(Text(f"  {message}", style="red"))
+    if len(messages) > _NUM_SHOWN:
+        rest = f"  and {len(messages) - _NUM_SHOWN} more{more}"
+        console.print(Text(rest, style="red"), soft_wrap=True)
 
 
 def _print_legend(result: AlignmentResult, console: Console) -> None:
@@ -149,19 +156,6 @@ def _print_legend(result: AlignmentResult, console: Console) -> None:
         highlight=False,
     )
     console.print("a is the baseline, b the candidate; NaN equals NaN only.", highlight=False)
-
-
-def _print_files(result: AlignmentResult, console: Console) -> None:
-    for what, path in (
-        ("result", result.output_dir / "align.json"),
-        ("recording", result.recording_dir),
-        ("runs", result.output_dir / "{name}" / "run.log"),
-    ):
-        _print_path(what, path, console)
-
-
-def _print_path(what: str, path: Path, console: Console) -> None:
-    console.print(Text(f"{what:<13}{path}"), soft_wrap=True)
 
 
 def _stack(name: str, *lines: str) -> Text:
@@ -183,8 +177,6 @@ def _describe_worst(tensors: TensorComparison | None, kind: TraceKind) -> Text:
     if group.num_bit_equal == group.num_compared:
         return Text(f"{kind} 0")
     worst = group.worst
-    if worst.relative == 0:
-        return Text(f"{kind} only rounding")
     style = "red" if worst.exceeds else ""
     return Text(f"{kind} {worst.relative:.1e}\n{_wrap_name(worst.key.name)}", style=style)
 

@@ -6,31 +6,30 @@ Contract::
 
 Tensors are stored under ``{update:06d}/{kind}/{canonical name}``. One metadata key, ``mock_scheduler.trace``, holds
 canonical JSON: format version, step, global rank, world size, rank coordinates, and per tensor its dtype, shard
-spec and SHA-256; ``digest`` is the SHA-256 of all the rest. Equal content gives equal bytes. A file is written
-aside, fsynced and renamed, so its presence is its completeness. Nothing is pickled, no code runs on load.
+spec and digest; it is sealed as ``digests`` says. Equal content gives equal bytes. A file's
+presence is its completeness, as ``files`` says. Nothing is pickled, no code runs on load.
 
 ``reader`` is the other half.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, seal
 from mock_scheduler.errors import TraceError
+from mock_scheduler.files import written_aside
 from mock_scheduler.trace.shards import ShardSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_KEY = "mock_scheduler.trace"
 
 TraceKind = Literal["initial", "gradient", "parameter", "weight"]
@@ -111,14 +110,14 @@ def save_rank_trace(
     if path.exists():
         raise TraceError(f"{path} exists: this step is traced already; choose another output_dir or remove the trace")
     tensors: dict[str, torch.Tensor] = {}
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, JSON] = {}
     for entry in entries:
         name = stored_name(entry.update, entry.kind, entry.spec.name)
         if name in tensors:
             raise TraceError(f"step {step}, global rank {global_rank}: {name} is given twice")
         tensors[name] = _owned_elements(entry, step=step, global_rank=global_rank)
         records[name] = _describe_entry(entry, tensors[name])
-    content = {
+    content: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
         "step": step,
         "global_rank": global_rank,
@@ -126,8 +125,12 @@ def save_rank_trace(
         "coordinates": dict(coordinates),
         "tensors": records,
     }
-    metadata = _canonical_json({**content, "digest": compute_digest(content)})
-    _write_durably(path, tensors, metadata)
+    metadata = {METADATA_KEY: canonical_json(seal(content))}
+    try:
+        with written_aside(path) as aside:
+            save_file(tensors, aside, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise TraceError(f"{path}: the trace cannot be written: {error}") from error
     return path
 
 
@@ -156,7 +159,7 @@ def _owned_elements(entry: TraceEntry, *, step: int, global_rank: int) -> torch.
     return tensor.to("cpu", copy=True).contiguous()
 
 
-def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, Any]:
+def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, JSON]:
     spec = entry.spec
     return {
         "update": entry.update,
@@ -168,39 +171,5 @@ def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, Any]:
         "dim": spec.dim,
         "blocks": [[block.local_start, block.global_start, block.length] for block in spec.blocks],
         "flat_range": list(spec.flat_range) if spec.flat_range is not None else None,
-        "sha256": compute_sha256(owned),
+        "digest": compute_tensor_digest(owned),
     }
-
-
-def compute_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes, in hexadecimal; dtype and shape are in the metadata, which has its own digest."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
-def _canonical_json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def compute_digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the metadata without its digest, as canonical JSON, in hexadecimal."""
-    return hashlib.sha256(_canonical_json(content).encode()).hexdigest()
-
-
-def _write_durably(path: Path, tensors: dict[str, torch.Tensor], metadata: str) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, aside, metadata={METADATA_KEY: metadata})
-        _fsync(aside)
-        os.replace(aside, path)
-        _fsync(path.parent)
-    except (OSError, SafetensorError) as error:
-        raise TraceError(f"{path}: the trace cannot be written: {error}") from error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ ranks hold must agree bit for bit; where it does not, the merge says who differs
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,20 +16,23 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mock_scheduler.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.files import (
     FORMAT_VERSION,
     METADATA_KEY,
     RANK_FILE,
     STEP_FOLDER,
+    TRACE_KINDS,
     RankPlace,
     TraceKey,
-    compute_digest,
-    compute_sha256,
     stored_name,
     view_as_bits,
 )
 from mock_scheduler.trace.shards import Block, ShardSpec, owned_mask, place_shard
+
+_METADATA_KEYS = ("step", "global_rank", "world_size", "coordinates", "tensors")
+_DAMAGED = "the file was changed or damaged after it was written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ class _StoredTensor:
     key: TraceKey
     dtype: str
     spec: ShardSpec
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +112,7 @@ def open_trace(trace_dir: Path) -> TraceReader:
 
     Raises ``TraceError`` where there is no trace, a file is missing, unreadable or not what its name says.
     """
-    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
+    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
     if not folders:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
     steps: dict[int, tuple[_RankFile, ...]] = {}
@@ -143,11 +145,15 @@ class TraceReader:
         """Every tensor that any rank wrote at ``step``."""
         return frozenset(key for rank_file in self._files[step] for key in rank_file.tensors)
 
+    def has(self, key: TraceKey) -> bool:
+        """Whether any rank wrote this tensor."""
+        return any(key in rank_file.tensors for rank_file in self._files.get(key.step, ()))
+
     def merge(self, key: TraceKey) -> MergedTensor:
         """The whole tensor from all ranks' pieces, and the replicas that disagree.
 
         Raises ``TraceError`` where no rank holds the tensor, an element is held by none, ranks disagree on its
-        shape or dtype, or stored bytes do not have their SHA-256.
+        shape or dtype, or stored bytes do not have their digest.
         """
         holders = [
             (rank_file, rank_file.tensors[key]) for rank_file in self._files[key.step] if key in rank_file.tensors
@@ -204,16 +210,13 @@ class TraceReader:
     def _load(self, rank_file: _RankFile, stored: _StoredTensor) -> torch.Tensor:
         """The stored elements as they were written: ``local_shape``, or flat for a ``flat_range``."""
         handle = self._handle(rank_file)
-        name = stored_name(stored.key.update, stored.key.kind, stored.key.name)
+        name = _stored_name(stored.key)
         try:
             tensor = handle.get_tensor(name)
         except SafetensorError as error:
             raise TraceError(f"{rank_file.path}: {name} cannot be read: {error}") from error
-        if compute_sha256(tensor) != stored.sha256:
-            raise TraceError(
-                f"{rank_file.path}: {name}: SHA-256 of the stored bytes is not the recorded one; "
-                "the file was changed or damaged after it was written"
-            )
+        if compute_tensor_digest(tensor) != stored.digest:
+            raise TraceError(f"{rank_file.path}: {name} does not match its digest; {_DAMAGED}")
         return tensor
 
     def _handle(self, rank_file: _RankFile) -> _Handle:
@@ -224,22 +227,6 @@ class TraceReader:
         if global_rank not in self._handles:
             self._handles[global_rank] = self._stack.enter_context(_open_file(rank_file.path))
         return self._handles[global_rank]
-
-
-def _parse_stored(record: Mapping[str, Any], step: int) -> _StoredTensor:
-    flat_range = record["flat_range"]
-    spec = ShardSpec(
-        name=record["name"],
-        global_shape=tuple(record["global_shape"]),
-        local_shape=tuple(record["local_shape"]),
-        dim=record["dim"],
-        blocks=tuple(
-            Block(local_start=local, global_start=start, length=length) for local, start, length in record["blocks"]
-        ),
-        flat_range=(flat_range[0], flat_range[1]) if flat_range is not None else None,
-    )
-    key = TraceKey(step=step, update=record["update"], kind=record["kind"], name=record["name"])
-    return _StoredTensor(key=key, dtype=record["dtype"], spec=spec, sha256=record["sha256"])
 
 
 @contextmanager
@@ -258,21 +245,80 @@ def _read_rank_file(path: Path) -> _RankFile:
         stored_names = set(handle.keys())
     if METADATA_KEY not in metadata:
         raise TraceError(f"{path}: no metadata key {METADATA_KEY!r}; this is no trace file")
-    content = json.loads(metadata[METADATA_KEY])
-    if content.get("format_version") != FORMAT_VERSION:
-        raise TraceError(f"{path}: format version {content.get('format_version')}, expected {FORMAT_VERSION}")
-    recorded = content.pop("digest", None)
-    if recorded != compute_digest(content) or stored_names != set(content["tensors"]):
-        raise TraceError(f"{path}: the digest does not fit the metadata; the file was changed after it was written")
-    step = content["step"]
+    content = _open_metadata(path, metadata[METADATA_KEY])
+    try:
+        rank_file = _parse_rank_file(path, content)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path}: the metadata is not that of a trace: {error!r}") from error
+    if stored_names != {_stored_name(key) for key in rank_file.tensors}:
+        raise TraceError(f"{path}: the stored tensors are not those that the metadata lists; {_DAMAGED}")
+    return rank_file
+
+
+def _open_metadata(path: Path, text: str) -> dict[str, Any]:
+    """The metadata's JSON: its digest is checked before anything in it is believed, then its version and keys."""
+    try:
+        content = open_sealed(text)
+    except ValueError as error:
+        raise TraceError(f"{path}: the metadata {error}; {_DAMAGED}") from error
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise TraceError(
+            f"{path}: format version {version!r}, expected {FORMAT_VERSION}; another release wrote it: run it again "
+            "with this one"
+        )
+    missing = [name for name in _METADATA_KEYS if name not in content]
+    if missing:
+        raise TraceError(f"{path}: the metadata has no {', '.join(missing)}")
+    return content
+
+
+def _parse_rank_file(path: Path, content: Mapping[str, Any]) -> _RankFile:
+    step, coordinates = _as_count(content["step"]), content["coordinates"]
     stored = [_parse_stored(record, step) for record in content["tensors"].values()]
     return _RankFile(
         path=path,
         step=step,
-        place=RankPlace(global_rank=content["global_rank"], coordinates=content["coordinates"]),
-        world_size=content["world_size"],
+        place=RankPlace(
+            global_rank=_as_count(content["global_rank"]),
+            coordinates={axis: _as_count(place) for axis, place in coordinates.items()},
+        ),
+        world_size=_as_count(content["world_size"]),
         tensors={record.key: record for record in stored},
     )
+
+
+def _parse_stored(record: Mapping[str, Any], step: int) -> _StoredTensor:
+    kind, flat_range, dim = record["kind"], record["flat_range"], record["dim"]
+    if kind not in TRACE_KINDS:
+        raise ValueError(f"unknown kind {kind!r}")
+    key = TraceKey(step=step, update=_as_count(record["update"]), kind=kind, name=record["name"])
+    spec = ShardSpec(
+        name=key.name,
+        global_shape=_as_counts(record["global_shape"]),
+        local_shape=_as_counts(record["local_shape"]),
+        dim=None if dim is None else _as_count(dim),
+        blocks=tuple(
+            Block(local_start=local, global_start=start, length=length)
+            for local, start, length in map(_as_counts, record["blocks"])
+        ),
+        flat_range=None if flat_range is None else (_as_count(flat_range[0]), _as_count(flat_range[1])),
+    )
+    return _StoredTensor(key=key, dtype=record["dtype"], spec=spec, digest=record["digest"])
+
+
+def _as_count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _as_counts(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(_as_count(value) for value in values)
+
+
+def _stored_name(key: TraceKey) -> str:
+    return stored_name(key.update, key.kind, key.name)
 
 
 def _check_ranks(folder: Path, rank_files: Sequence[_RankFile]) -> None:

@@ -22,7 +22,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossInputs:
-    """``[b, T]`` tensors of one micro-batch; values where ``mask`` is False are never used.
+    """``[b, T]`` tensors of one micro-batch; values where ``response_mask`` is False are never used.
 
     new_logprobs, entropy: with graph, from the policy under training. old_logprobs: the trainer's own, before this
     step's first update. ref_logprobs: the reference policy's, ``None`` without a KL term. advantages: per token.
@@ -33,7 +33,7 @@ class PolicyLossInputs:
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
-    mask: torch.Tensor
+    response_mask: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> P
     ``approx_kl`` is k3(new - old), an estimate of KL(old‖new); ``clip_frac`` counts tokens where the clipped branch
     is strictly larger, which are those without gradient.
     """
-    mask = inputs.mask
+    mask = inputs.response_mask
     new_logprobs = torch.where(mask, inputs.new_logprobs, 0.0)
     entropy = torch.where(mask, inputs.entropy, 0.0)
     old_logprobs = torch.where(mask, inputs.old_logprobs, 0.0)

@@ -12,10 +12,8 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from mock_scheduler.config.schema import CustomEnvConfig
 from pipelines.environments.base import StepResult
+from pipelines.environments.frozen_lake_alphabet import PLAIN, UNDER_PLAYER
 from pipelines.environments.grid_tokens import GridTokenizer
-
-_PLAIN = {"S": "_", "F": "_", "H": "O", "G": "G"}
-_UNDER_PLAYER = {"S": "P", "F": "P", "H": "X", "G": "√"}
 
 
 class FrozenLakeEnvironment:
@@ -68,7 +66,5 @@ class FrozenLakeEnvironment:
             self._env = None
 
     def _observe(self) -> list[int]:
-        cells = (
-            (_UNDER_PLAYER if cell == self._state else _PLAIN)[content] for cell, content in enumerate(self._board)
-        )
+        cells = ((UNDER_PLAYER if cell == self._state else PLAIN)[content] for cell, content in enumerate(self._board))
         return self._tokenizer.encode_board("".join(cells), self._state)

@@ -9,10 +9,8 @@ from __future__ import annotations
 from mock_scheduler.config.schema import CustomEnvConfig, PipelineConfig
 from mock_scheduler.errors import ConfigError
 from pipelines.environments.base import TokenEnvironment
+from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS
 from pipelines.environments.grid_tokens import GridTokenizer
-
-FROZEN_LAKE_GLYPHS = "P_OGX√"
-FROZEN_LAKE_ACTIONS = ("Left", "Down", "Right", "Up")
 
 
 def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
@@ -21,9 +19,8 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
     Raises:
         ConfigError: the tags in use speak different vocabularies, or the model's vocabulary is too small.
     """
-    tags = sorted({*config.train_env_manager.tags, *config.val_env_manager.tags})
-    tokenizers = {tag: _frozen_lake_tokenizer(config.custom_envs[tag]) for tag in tags}
-    tokenizer = tokenizers[tags[0]]
+    tokenizers = {tag: _frozen_lake_tokenizer(config.custom_envs[tag]) for tag in config.tags_in_use}
+    tokenizer = tokenizers[config.tags_in_use[0]]
     if any(other != tokenizer for other in tokenizers.values()):
         sizes = ", ".join(f"{tag}: {other.vocab_size} tokens" for tag, other in tokenizers.items())
         raise ConfigError(f"custom_envs of one run must share a vocabulary, but these differ: {sizes}")
@@ -36,9 +33,14 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
     return tokenizer
 
 
+def vocab_size_in_effect(config: PipelineConfig, tokenizer: GridTokenizer) -> int:
+    """The model's vocabulary, unpadded: the configured size, or else the tokenizer's."""
+    return config.model.vocab_size or tokenizer.vocab_size
+
+
 def _frozen_lake_tokenizer(config: CustomEnvConfig) -> GridTokenizer:
     size = 4 if config.env_config.map_name else config.env_config.size
-    return GridTokenizer(num_cells=size * size, glyphs=FROZEN_LAKE_GLYPHS, actions=FROZEN_LAKE_ACTIONS)
+    return GridTokenizer(num_cells=size * size, glyphs=GLYPHS, actions=ACTIONS)
 
 
 def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer) -> TokenEnvironment:

@@ -20,8 +20,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.scheduler import JSON
+from mock_scheduler.files import save_json
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.trainer import PolicyTrainer
 
@@ -111,7 +112,7 @@ def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> No
             "fixed": dict(state.fixed),
             "scheduler": dict(state.scheduler),
         }
-        (folder / RUN_STATE_FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_json(folder / RUN_STATE_FILE, content)
     dist.barrier()
 
 

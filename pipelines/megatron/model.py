@@ -142,11 +142,7 @@ def build_policy(
 
 
 def wrap_data_parallel(
-    policy: torch.nn.Module,
-    transformer_config: TransformerConfig,
-    *,
-    use_distributed_optimizer: bool,
-    disable_bucketing: bool = True,
+    policy: torch.nn.Module, transformer_config: TransformerConfig, *, use_distributed_optimizer: bool
 ) -> DistributedDataParallel:
     """The policy with Megatron's gradient buffers: main gradients accumulate and reduce in float32."""
     ddp_config = DistributedDataParallelConfig(
@@ -155,7 +151,7 @@ def wrap_data_parallel(
         overlap_param_gather=False,
         use_distributed_optimizer=use_distributed_optimizer,
     )
-    return DistributedDataParallel(transformer_config, ddp_config, policy, disable_bucketing=disable_bucketing)
+    return DistributedDataParallel(transformer_config, ddp_config, policy, disable_bucketing=True)
 
 
 def unwrapped(model: torch.nn.Module) -> GPTModel:

@@ -83,9 +83,9 @@ def _own_gpu() -> int:
     return local_rank
 
 
-def _init_process_group() -> None:
+def _init_process_group(world_size: int) -> None:
     backend = "nccl" if has_cuda() else "gloo"
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -97,11 +97,12 @@ def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
     Raises:
         LayoutError: the number of processes does not fit the layout; raised before anything communicates.
     """
-    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world_size(parallel, world_size)
     if has_cuda():
         torch.cuda.set_device(_own_gpu())
     use_host_device()
-    _init_process_group()
+    _init_process_group(world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,

@@ -8,21 +8,22 @@ no bit of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.trace.files import TraceKind
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
+from pipelines.megatron.forward import forward_only, model_inputs
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.model import DTYPES, build_policy, build_transformer_config, wrap_data_parallel
+from pipelines.megatron.model import build_policy, build_transformer_config, wrap_data_parallel
+from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.weights import ModelShape, load_initial_weights
 from pipelines.micro_batches import MicroBatch
@@ -31,8 +32,8 @@ UpdateProbe = Callable[[int, TraceKind], None]
 """Called with (update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
 
 
-LogitsReduction = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a batch's position and its logits to what is kept of them."""
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""From a micro-batch's logits to its loss, its number of tokens and its metrics, as Megatron's schedules want them."""
 
 
 def _no_probe(update: int, kind: TraceKind) -> None:
@@ -63,7 +64,7 @@ class PolicyTrainer:
             self.transformer_config,
             use_distributed_optimizer=config.training.use_distributed_optimizer,
         )
-        self.optimizer = _build_optimizer(config, self.data_parallel)
+        self.optimizer = build_optimizer(config, self.data_parallel)
         self.lr_schedule = build_lr_schedule(config, self.optimizer)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         self._loss_config = PolicyLossConfig(
@@ -103,30 +104,6 @@ class PolicyTrainer:
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def forward_only(
-        self, model: torch.nn.Module, token_batches: Sequence[torch.Tensor], *, reduce: LogitsReduction
-    ) -> list[torch.Tensor]:
-        """``reduce(i, logits)`` of each ``[b, T]`` batch i, without graph; an empty list off the last stage.
-
-        logits: ``[b, T, V / tp]``; they are freed before those of the next batch are computed, so ``reduce`` must not
-        return a view of them. All batches must have one shape. Every rank of the model-parallel group must call it.
-        """
-        model.eval()
-        try:
-            with torch.no_grad():
-                return get_forward_backward_func()(
-                    forward_step_func=_reduced_logits_step(reduce),
-                    data_iterator=iter(enumerate(token_batches)),
-                    model=[model],
-                    num_microbatches=len(token_batches),
-                    seq_length=token_batches[0].shape[1],
-                    micro_batch_size=token_batches[0].shape[0],
-                    forward_only=True,
-                    collect_non_loss_data=True,
-                )
-        finally:
-            model.train()
-
     def compute_logprobs(
         self, owned: Sequence[MicroBatch], *, model: torch.nn.Module | None = None
     ) -> dict[int, torch.Tensor]:
@@ -138,7 +115,7 @@ class PolicyTrainer:
         def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
             return self._logprobs(logits, owned[position].targets)[0]
 
-        logprobs = self.forward_only(model or self.data_parallel, [batch.tokens for batch in owned], reduce=reduce)
+        logprobs = forward_only(model or self.data_parallel, [batch.tokens for batch in owned], reduce=reduce)
         if not self.runtime.is_last_stage:
             return {}
         return {batch.index: values for batch, values in zip(owned, logprobs, strict=True)}
@@ -156,7 +133,7 @@ class PolicyTrainer:
         old_logprobs = self.compute_logprobs(list(owned.values()))
         ref_logprobs = self.compute_logprobs(list(owned.values()), model=self.reference) if self.reference else None
         differences = self._rollout_differences(micro_batches, owned, old_logprobs)
-        per_update = self.config.training.global_batch_size // self.config.training.micro_batch_size
+        per_update = self.config.training.num_micro_batches
         results: list[dict[str, float]] = []
         for _ in range(self.config.ppo_epochs):
             for start in range(0, len(micro_batches), per_update):
@@ -172,18 +149,32 @@ class PolicyTrainer:
         old_logprobs: Mapping[int, torch.Tensor],
     ) -> dict[str, float]:
         """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
-        first = micro_batches[0].index
-        table = torch.zeros(len(micro_batches), 2, dtype=torch.float64, device=self.runtime.device)
-        if self.runtime.is_last_stage and self.runtime.tp_rank == 0:
-            for index, batch in owned.items():
-                table[index - first] = sum_and_max_difference(old_logprobs[index], batch.rollout_logprobs, batch.mask)
-        dist.all_reduce(table)  # each row is another rank's; all others add 0
-        rows = table.cpu().numpy()
-        num_tokens = sum(int(batch.mask.sum()) for batch in micro_batches)
+        own_rows = {
+            index: sum_and_max_difference(logprobs, owned[index].rollout_logprobs, owned[index].response_mask)
+            for index, logprobs in old_logprobs.items()
+        }
+        rows = self._exchange_rows(micro_batches, own_rows, width=2)
+        num_tokens = sum(int(batch.response_mask.sum()) for batch in micro_batches)
         return {
             "rollout_logprob_diff_mean": float(rows[:, 0].sum()) / max(num_tokens, 1),
             "rollout_logprob_diff_max": float(rows[:, 1].max()),
         }
+
+    def _exchange_rows(
+        self, micro_batches: Sequence[MicroBatch], own_rows: Mapping[int, torch.Tensor], *, width: int
+    ) -> np.ndarray:
+        """One row of numbers per micro-batch, float64 ``[len(micro_batches), width]``, in order, on every rank.
+
+        own_rows: ``[width]`` by micro-batch index, of those that this rank computed; empty off the last stage. The tp
+        ranks hold them alike, and the first speaks. Collective.
+        """
+        first = micro_batches[0].index
+        table = torch.zeros(len(micro_batches), width, dtype=torch.float64, device=self.runtime.device)
+        if self.runtime.tp_rank == 0:
+            for index, row in own_rows.items():
+                table[index - first] = row
+        dist.all_reduce(table)  # each row is one rank's; all others add 0
+        return table.cpu().numpy()
 
     def _update(
         self,
@@ -198,7 +189,7 @@ class PolicyTrainer:
         self.data_parallel.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = get_forward_backward_func()(
-            forward_step_func=_LossStep(self, old_logprobs, ref_logprobs, self._loss_config),
+            forward_step_func=self._loss_step(old_logprobs, ref_logprobs),
             data_iterator=iter(owned),
             model=[self.data_parallel],
             num_microbatches=len(owned),
@@ -218,16 +209,38 @@ class PolicyTrainer:
             "skipped_updates": 0.0 if succeeded else 1.0,
         }
 
+    def _loss_step(
+        self, old_logprobs: Mapping[int, torch.Tensor], ref_logprobs: Mapping[int, torch.Tensor] | None
+    ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, LossFunction]]:
+        """Megatron's forward step: the model's output, and the function that makes it a loss."""
+
+        def step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+            batch = next(data_iterator)
+
+            def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                new_logprobs, entropy = self._logprobs(logits, batch.targets)
+                inputs = PolicyLossInputs(
+                    new_logprobs=new_logprobs,
+                    entropy=entropy,
+                    old_logprobs=old_logprobs[batch.index],
+                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.index],
+                    advantages=batch.advantages,
+                    response_mask=batch.response_mask,
+                )
+                output = compute_policy_loss(inputs, self._loss_config)
+                return output.total, output.num_tokens.int(), output.metrics
+
+            return model(*model_inputs(batch.tokens)), loss
+
+        return step
+
     def _merge_metrics(
         self, micro_batches: Sequence[MicroBatch], owned: Sequence[MicroBatch], sums: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        first = micro_batches[0].index
-        table = torch.zeros(len(micro_batches), len(METRIC_SUMS), dtype=torch.float64, device=self.runtime.device)
-        if self.runtime.is_last_stage and self.runtime.tp_rank == 0:
-            for batch, batch_sums in zip(owned, sums, strict=True):
-                table[batch.index - first] = batch_sums
-        dist.all_reduce(table)
-        totals = table.cpu().numpy().sum(axis=0)
+        """``sums``: of the owned micro-batches, in order; empty off the last stage."""
+        computed = zip(owned, sums, strict=True) if self.runtime.is_last_stage else ()
+        own_rows = {batch.index: batch_sums for batch, batch_sums in computed}
+        totals = self._exchange_rows(micro_batches, own_rows, width=len(METRIC_SUMS)).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
         num_tokens = named.pop("num_tokens")
         if not self.config.use_kl_loss:
@@ -236,137 +249,7 @@ class PolicyTrainer:
         return means | {"num_response_tokens": num_tokens}
 
 
-def _model_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Token ids and positions; the causal mask is the layers' own."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return tokens, positions, None
-
-
 def sum_and_max_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum and largest of |one - other| where the mask is True, float64 ``[2]``; both 0 where it never is."""
     difference = torch.where(mask, one.double() - other.double(), 0.0).abs()
     return torch.stack((difference.sum(), difference.max()))
-
-
-def _reduced_logits_step(
-    reduce: LogitsReduction,
-) -> Callable[[Iterator[tuple[int, torch.Tensor]], torch.nn.Module], tuple[torch.Tensor, Callable[..., torch.Tensor]]]:
-    """Megatron's forward step: the model's output, and the function that reduces it on the last stage."""
-
-    def step(
-        data_iterator: Iterator[tuple[int, torch.Tensor]], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-        position, tokens = next(data_iterator)
-
-        def collect(logits: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-            kept = reduce(position, logits)
-            # Megatron's loop (0.16.1) holds each output until it has the next, as its deallocate_output_tensor knows.
-            logits.data = logits.new_empty(0)
-            return kept
-
-        return model(*_model_inputs(tokens)), collect
-
-    return step
-
-
-class _LossStep:
-    """Megatron's forward step: the model's output, and the function that makes it a loss."""
-
-    def __init__(
-        self,
-        trainer: PolicyTrainer,
-        old_logprobs: dict[int, torch.Tensor],
-        ref_logprobs: dict[int, torch.Tensor] | None,
-        loss_config: PolicyLossConfig,
-    ) -> None:
-        self._trainer = trainer
-        self._old_logprobs = old_logprobs
-        self._ref_logprobs = ref_logprobs
-        self._loss_config = loss_config
-
-    def __call__(
-        self, data_iterator: Iterator[MicroBatch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        batch = next(data_iterator)
-
-        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            new_logprobs, entropy = self._trainer._logprobs(logits, batch.targets)
-            output = compute_policy_loss(
-                PolicyLossInputs(
-                    new_logprobs=new_logprobs,
-                    entropy=entropy,
-                    old_logprobs=self._old_logprobs[batch.index],
-                    ref_logprobs=None if self._ref_logprobs is None else self._ref_logprobs[batch.index],
-                    advantages=batch.advantages,
-                    mask=batch.mask,
-                ),
-                self._loss_config,
-            )
-            return output.total, output.num_tokens.int(), output.metrics
-
-        return model(*_model_inputs(batch.tokens)), loss
-
-
-def _build_optimizer(config: PipelineConfig, model: DistributedDataParallel) -> MegatronOptimizer:
-    training, dtype = config.training, DTYPES[config.precision]
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=training.lr,
-            min_lr=training.min_lr,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_eps=training.adam_eps,
-            clip_grad=training.clip_grad,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=training.use_distributed_optimizer,
-        ),
-        [model],
-    )
-
-
-class LearningRateSchedule(OptimizerParamScheduler):
-    """Megatron's schedule, whose warm-up would lose the run's first update to a rate of 0.
-
-    With w = ``lr_warmup_iters``, N = ``lr_decay_iters`` (where not set: all updates of the run), and update k of the
-    run, from 0::
-
-        k < w:       lr · (k + 1) / w
-        w ≤ k < N:   constant: lr
-                     linear:   min_lr + (lr - min_lr) · (N - k) / (N - w)
-                     cosine:   min_lr + (lr - min_lr) · (1 + cos(π · (k - w) / (N - w))) / 2
-        N ≤ k:       constant: lr; else min_lr
-
-    So the first update after the warm-up has the full rate, and the last of the decay not yet ``min_lr``.
-    ``num_steps`` is k.
-    """
-
-    def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The rate of update ``num_steps``; from w on it is Megatron's own (megatron-core 0.16.1)."""
-        if self.num_steps < self.lr_warmup_steps:
-            return float(self.max_lr) * (self.num_steps + 1) / self.lr_warmup_steps
-        return float(super().get_lr(param_group))
-
-
-def build_lr_schedule(config: PipelineConfig, optimizer: MegatronOptimizer) -> LearningRateSchedule:
-    """The schedule of a run, standing at its first update."""
-    training = config.training
-    return LearningRateSchedule(
-        optimizer,
-        init_lr=0.0,
-        max_lr=training.lr,
-        min_lr=training.min_lr,
-        lr_warmup_steps=training.lr_warmup_iters,
-        # A constant rate has no decay, and Megatron wants one that is longer than the warm-up.
-        lr_decay_steps=max(config.lr_decay_updates, training.lr_warmup_iters + 1),
-        lr_decay_style=training.lr_decay_style,
-        start_wd=training.weight_decay,
-        end_wd=training.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # What the configuration says counts, also after a resume; the checkpoint only says where the run stands.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )

@@ -112,12 +112,3 @@ def load_initial_weights(policy: torch.nn.Module, shape: ModelShape, runtime: Ru
         spec = local.spec
         full = canonical_initial_weight(spec.name, spec.global_shape, model=shape.model, seed=seed)
         local.parameter.copy_(cut_shard(full, spec))
-
-
-@torch.no_grad()
-def load_weights(
-    policy: torch.nn.Module, weights: dict[str, torch.Tensor], shape: ModelShape, runtime: Runtime
-) -> None:
-    """Set this rank's parameters from whole tensors by canonical name."""
-    for local in iterate_parameters(policy, shape, runtime):
-        local.parameter.copy_(cut_shard(weights[local.spec.name], local.spec))

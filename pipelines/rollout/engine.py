@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from mock_scheduler.config.schema import GeneratingArgs
 from mock_scheduler.ledger import Ledger
 from pipelines.environments.grid_tokens import PAD_ID
+from pipelines.megatron.forward import forward_only
 from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 
@@ -35,7 +36,6 @@ class PolicyEngine:
         self._leader = dist.get_global_rank(self._group, 0)
         last_stage = (self._runtime.pp_size - 1) * self._runtime.tp_size
         self._sampler = dist.get_global_rank(self._group, last_stage)
-        self.num_sampled_tokens = 0
 
     def sample(
         self, prefixes: Sequence[Sequence[int]], uniforms: Sequence[float], args: GeneratingArgs
@@ -53,7 +53,6 @@ class PolicyEngine:
         packed = torch.cat((lengths.unsqueeze(1), tokens), dim=1)
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         sampled, logprobs = self._forward(self._broadcast(packed), self._broadcast(numbers), args)
-        self.num_sampled_tokens += len(prefixes)
         return sampled.tolist(), logprobs.tolist()
 
     def follow(self, args: GeneratingArgs) -> None:
@@ -80,7 +79,7 @@ class PolicyEngine:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lengths, tokens = packed[:, 0], packed[:, 1:].contiguous()
         rows = torch.arange(len(tokens), device=tokens.device)
-        last_logits = self._trainer.forward_only(
+        last_logits = forward_only(
             self._trainer.data_parallel, [tokens], reduce=lambda _, logits: logits[rows, lengths - 1]
         )
         result = torch.zeros(2, len(tokens), dtype=torch.float64, device=self._runtime.device)

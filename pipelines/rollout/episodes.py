@@ -27,8 +27,8 @@ class Episode:
     seed: int
     tokens: list[int] = field(default_factory=list)
     response_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
     prompt_length: int = 0
     termination: Termination | None = None
 
@@ -37,13 +37,13 @@ class Episode:
         self._read(self.environment.reset(self.seed))
         self.prompt_length = len(self.tokens)
 
-    def act(self, token: int, logprob: float, *, sequence_length: int) -> None:
+    def act(self, token: int, rollout_logprob: float, *, sequence_length: int) -> None:
         """Take one sampled action and read what the environment answers, as far as the sequence has room."""
         self.tokens.append(token)
         self.response_mask.append(True)
-        self.logprobs.append(logprob)
+        self.rollout_logprobs.append(rollout_logprob)
         result = self.environment.step(token)
-        self.rewards.append(result.reward)
+        self.turn_rewards.append(result.reward)
         if result.terminated:
             self.termination = Termination.TERMINATED
         elif result.truncated or len(self.tokens) + len(result.observation) >= sequence_length:
@@ -63,9 +63,9 @@ class Episode:
             identity=self.identity,
             tokens=torch.tensor(self.tokens, dtype=torch.int32),
             response_mask=torch.tensor(self.response_mask, dtype=torch.bool),
-            rollout_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
-            turn_rewards=torch.tensor(self.rewards, dtype=torch.float32),
-            policy_versions=torch.full((len(self.rewards),), policy_version, dtype=torch.int32),
+            rollout_logprobs=torch.tensor(self.rollout_logprobs, dtype=torch.float32),
+            turn_rewards=torch.tensor(self.turn_rewards, dtype=torch.float32),
+            policy_versions=torch.full((len(self.turn_rewards),), policy_version, dtype=torch.int32),
             termination=self.termination,
             prompt_length=self.prompt_length,
             tag=self.tag,
@@ -92,9 +92,9 @@ def play_episodes(
     turn = 0
     while running:
         uniforms = [uniform(episode.identity, turn) for episode in running]
-        tokens, logprobs = sample([episode.tokens for episode in running], uniforms)
-        for episode, token, logprob in zip(running, tokens, logprobs, strict=True):
-            episode.act(token, logprob, sequence_length=sequence_length)
+        tokens, rollout_logprobs = sample([episode.tokens for episode in running], uniforms)
+        for episode, token, rollout_logprob in zip(running, tokens, rollout_logprobs, strict=True):
+            episode.act(token, rollout_logprob, sequence_length=sequence_length)
         running = [episode for episode in running if episode.termination is None]
         turn += 1
     return [episode.trajectory(policy_version) for episode in episodes]

@@ -8,13 +8,15 @@ decide each token depend on the configuration's seed and on identities only, nev
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
 from mock_scheduler.config.schema import EnvManagerConfig, GeneratingArgs, PipelineConfig
+from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.container import StepInfo
-from mock_scheduler.scheduler import JSON, RolloutRequest
+from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment
@@ -29,24 +31,28 @@ class AgenticRolloutScheduler:
     """Every rank holds one and calls it alike; all get the same batch."""
 
     def __init__(
-        self, config: PipelineConfig, trainer: PolicyTrainer, tokenizer: GridTokenizer, ledger: Ledger
+        self,
+        config: PipelineConfig,
+        trainer: PolicyTrainer,
+        tokenizer: GridTokenizer,
+        ledger: Ledger,
+        *,
+        ranks: RankGroup,
     ) -> None:
         self._config = config
+        self._ranks = ranks
         self._runtime = trainer.runtime
         self._tokenizer = tokenizer
         self._ledger = ledger
         self._engine = PolicyEngine(trainer, ledger)
         self._environments: dict[tuple[str, int], TokenEnvironment] = {}
-        self._policy_version = 0
         self._metrics: dict[str, float] = {}
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """Play ``request.batch_size`` episodes, in whole groups."""
-        started = time.perf_counter()
-        sampled_before = self._engine.num_sampled_tokens
-        manager = self._manager(request)
-        args = manager.generating_args or self._config.actor_infer.generating_args
-        batch = self._play(request, manager, args) if self._runtime.is_leader else None
+        started_s = time.perf_counter()
+        args = self._config.sampling(request.mode)
+        batch = self._play(request, args) if self._runtime.is_leader else None
         if not self._runtime.is_leader:
             self._engine.follow(args)
         info = StepInfo(
@@ -56,19 +62,18 @@ class AgenticRolloutScheduler:
             run_id="exchange",
             policy_version=request.policy_version,
         )
-        whole = gather_rows(batch, info, device=self._runtime.device)
-        seconds = time.perf_counter() - started
+        whole = gather_rows(batch, info, self._ranks)
+        elapsed_s = time.perf_counter() - started_s
+        num_sampled_tokens = float(whole.response_mask.sum())  # every sampled token is one response token
         self._metrics = {
-            "rollout/seconds": seconds,
-            "rollout/sampled_tokens": float(whole.response_mask.sum()),
-            "rollout/tokens_per_second": float(self._engine.num_sampled_tokens - sampled_before) / seconds,
+            "rollout/seconds": elapsed_s,
+            "rollout/sampled_tokens": num_sampled_tokens,
+            "rollout/tokens_per_second": num_sampled_tokens / elapsed_s,
         }
         return whole
 
-    def _manager(self, request: RolloutRequest) -> EnvManagerConfig:
-        return self._config.train_env_manager if request.mode == "train" else self._config.val_env_manager
-
-    def _play(self, request: RolloutRequest, manager: EnvManagerConfig, args: GeneratingArgs) -> RolloutBatch | None:
+    def _play(self, request: RolloutRequest, args: GeneratingArgs) -> RolloutBatch | None:
+        manager = self._config.env_manager(request.mode)
         episodes = self._episodes(request, manager)
         seed, mode = self._config.seed, request.mode
 
@@ -86,7 +91,7 @@ class AgenticRolloutScheduler:
             sample,
             uniform,
             sequence_length=self._config.sequence_length,
-            policy_version=self._policy_version,
+            policy_version=request.policy_version,
         )
         self._engine.finish()
         if not trajectories:
@@ -139,20 +144,18 @@ class AgenticRolloutScheduler:
         """Nothing to start: episodes are played within ``get_batch``."""
 
     def update_weights(self, policy_version: int) -> None:
-        """The engine computes with the trainer's own weights; only their version is noted."""
-        self._policy_version = policy_version
+        """Nothing to load: the engine computes with the trainer's own weights."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """Seconds and tokens of the last batch."""
+        """Seconds and tokens of the last batch, of all ranks."""
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
-        """The policy version; which episodes come next follows from the global step."""
-        return {"policy_version": self._policy_version}
+        """Nothing to keep: which episodes come next follows from the request."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, JSON]) -> None:
-        """Continue from ``state_dict``."""
-        self._policy_version = int(str(state["policy_version"]))
+    def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        """Nothing to go on from."""
 
     def close(self) -> None:
         """Close all environments."""

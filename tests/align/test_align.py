@@ -38,7 +38,7 @@ align:
 NORM = "decoder.final_layernorm.weight"
 
 
-def write_results(run: PlannedRun, *, gradient: float = 1.0) -> int:
+def write_results(run: PlannedRun, *, gradient: float = 1.0, batches: tuple[str, str] = ("a", "b")) -> int:
     """What a completed run leaves behind, and its exit code."""
     for step in range(2):
         entries = [
@@ -51,6 +51,7 @@ def write_results(run: PlannedRun, *, gradient: float = 1.0) -> int:
     rows = [json.dumps({"step": step, "metrics": {"pg_loss": 0.5}}) for step in range(2)]
     (run.output_dir / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     stated = {"status": "completed", "layout": run.layout, "wall_s": 10.0, "rollout_s": 4.0}
+    stated["batches"] = {str(step): digest for step, digest in enumerate(batches)}
     (run.output_dir / "run.json").write_text(json.dumps(stated))
     built = {"engine": 0, "environment": 0}
     (run.output_dir / "ledger.json").write_text(json.dumps({"built": built}))
@@ -288,4 +289,22 @@ def test_without_determinism_a_difference_proves_nothing_and_bit_equality_still_
     assert (same["verdict"], tp2["verdict"], code) == ("identical", "unverified", 4)
     assert tp2["reason"].startswith(
         "without DETERMINISTIC_MODE=1 two equal runs may differ as much: first divergence: gradient of "
+    )
+
+
+def test_a_difference_is_unverified_where_only_the_candidate_was_not_deterministic(bench: Bench) -> None:
+    """Only the baseline was asked, so a candidate that may not repeat itself was called diverged."""
+    loose = "[\"system_envs.DETERMINISTIC_MODE='0'\", rollout_mock.allow_nondeterministic=true]"
+    bench.write(CONFIG.format(output_dir=bench.folder / "out dir=1") + f"    - {{name: loose, overrides: {loose}}}\n")
+    assert bench.align(FakeLauncher({"loose": lambda run: write_results(run, gradient=2.0)})) == 4
+    candidates = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert [candidate["verdict"] for candidate in candidates] == ["identical", "identical", "unverified"]
+
+
+def test_the_report_says_where_result_recording_and_logs_are(bench: Bench) -> None:
+    bench.align(FakeLauncher())
+    assert bench.output.getvalue().endswith(
+        f"\nresult       {bench.root}/align.json"
+        f"\nrecording    {bench.root}/recording"
+        f"\nruns         {bench.root}/{{name}}/run.log\n"
     )

@@ -15,16 +15,7 @@ from mock_scheduler.align.finished import run_compare
 from mock_scheduler.align.plan import PlannedRun
 from mock_scheduler.config.loading import dump_config, load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.recording import open_recording
 from tests.align.test_align import CONFIG, NORM, write_results
-from tests.recording.builders import make_batch, make_contract, make_info
-
-
-def record(dump_dir: Path) -> str:
-    """A recording of one step; returns its run id."""
-    writer = open_recording(str(dump_dir), contract=make_contract(), plan=(), provenance={}, resume=False)
-    writer.write_step(make_batch(), make_info(0, run_id=writer.run_id))
-    return writer.run_id
 
 
 @dataclass
@@ -34,12 +25,12 @@ class Runs:
     folder: Path
     output: io.StringIO = field(default_factory=io.StringIO)
 
-    def make(self, name: str, *overrides: str, gradient: float = 1.0, dump_dir: str = "recording") -> Path:
-        """A finished run in mock on ``dump_dir``, under this folder."""
+    def make(self, name: str, *overrides: str, gradient: float = 1.0, batches: tuple[str, str] = ("a", "b")) -> Path:
+        """A finished run in mock, under this folder; ``batches``: the digests of what its two steps trained on."""
         (self.folder / "lake.yaml").write_text(CONFIG.format(output_dir="out"))
         chosen = [
             *("rollout_mock.enable=true", "rollout_mock.mode=mock", "trace.level=full"),
-            f"rollout_mock.dump_dir='{self.folder / dump_dir}'",
+            f"rollout_mock.dump_dir='{self.folder / 'recording'}'",
             *overrides,
         ]
         config = load_config("lake", config_path=self.folder, overrides=chosen)
@@ -47,7 +38,7 @@ class Runs:
             name=name, entry="", own_overrides=(), overrides=(), config=config, output_dir=self.folder / name
         )
         run.output_dir.mkdir()
-        write_results(run, gradient=gradient)
+        write_results(run, gradient=gradient, batches=batches)
         (run.output_dir / "config.yaml").write_text(dump_config(config))
         return run.output_dir
 
@@ -67,7 +58,6 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def test_two_equal_runs_are_identical_with_the_report_of_an_alignment(runs: Runs) -> None:
-    record(runs.folder / "recording")
     code = runs.compare(runs.make("base"), runs.make("tp2", "parallel.tensor_model_parallel_size=2"))
     printed = runs.output.getvalue()
     assert code == 0
@@ -102,21 +92,29 @@ def test_a_difference_is_unverified_where_one_run_was_not_deterministic(runs: Ru
     assert runs.compare(base, runs.make("new", *(loose if side == "new" else ()), gradient=1.5)) == 4
 
 
-def test_runs_of_two_recordings_are_refused_with_both(runs: Runs) -> None:
-    first, second = record(runs.folder / "recording"), record(runs.folder / "other")
-    base, new = runs.make("base"), runs.make("new", dump_dir="other")
-    assert runs.refused(AlignmentError, base, new) == (
-        "the two runs have the rollouts of two recordings, so nothing in their training can be compared:\n"
-        f"  {base}: run id {first} in {runs.folder}/recording\n"
-        f"  {new}: run id {second} in {runs.folder}/other\n"
-        "Replay the baseline's recording: rollout_mock.mode=mock and its rollout_mock.dump_dir."
-    )
+def test_runs_that_trained_on_other_rollouts_are_incomparable(runs: Runs) -> None:
+    """Two recordings made in the same folder were told apart by what lay in the folder later."""
+    base, new = runs.make("base"), runs.make("new", batches=("a", "c"))
+    assert runs.compare(base, new) == 3
+    printed = " ".join(runs.output.getvalue().split())
+    assert (
+        "new: incomparable the two runs trained on other rollouts from step 1 on (1 of 2 steps), so nothing in their "
+        "training can be compared; replay the baseline's recording in the candidate: rollout_mock.mode=mock and its "
+        "rollout_mock.dump_dir"
+    ) in printed
 
 
-def test_a_copy_of_the_recording_is_the_same_recording(runs: Runs) -> None:
-    record(runs.folder / "recording")
-    shutil.copytree(runs.folder / "recording", runs.folder / "copy")
-    assert runs.compare(runs.make("base"), runs.make("new", dump_dir="copy")) == 0
+def test_the_json_names_a_log_only_where_there_is_one(runs: Runs) -> None:
+    """It named a run.log that only align keeps."""
+    json_path = runs.folder / "verdict.json"
+    base, new = runs.make("base"), runs.make("new")
+    runs.compare(base, new, json_path=json_path)
+    result = json.loads(json_path.read_text())
+    assert (result["recording_dir"], result["candidates"][0]["log_path"]) == (f"{runs.folder}/recording", None)
+    (new / "run.log").touch()
+    runs.compare(base, new, json_path=json_path)
+    assert json.loads(json_path.read_text())["candidates"][0]["log_path"] == f"{new}/run.log"
+    assert runs.output.getvalue().endswith(f"\nresult       {json_path}\n")
 
 
 @pytest.mark.parametrize("side", ["base", "new"])

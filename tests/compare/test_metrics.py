@@ -7,7 +7,7 @@ import pytest
 
 from mock_scheduler.compare.metrics import compare_metrics, differ, load_metrics
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import TraceError
 
 TOLERANCE = ToleranceConfig(metric=1e-3, metric_floor=1e-3)
 
@@ -90,7 +90,7 @@ def test_metrics_are_read_in_full_precision(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(AlignmentError) as caught:
+    with pytest.raises(TraceError) as caught:
         load_metrics(path)
     assert str(caught.value) == f"{path}:1: {message}"
 
@@ -98,6 +98,6 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> Non
 def test_a_step_logged_twice_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "metrics": {}}\n' * 2)
-    with pytest.raises(AlignmentError) as caught:
+    with pytest.raises(TraceError) as caught:
         load_metrics(path)
     assert str(caught.value) == f"{path}:2: step 0 is logged twice"

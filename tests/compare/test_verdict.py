@@ -58,8 +58,8 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; the others within the rounding "
-        "of storing)"
+        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
+        "decoder.layers.0.input_layernorm.weight at step 0: 5.96e-08, 83,888 times below 0.005)"
     )
 
 
@@ -77,10 +77,36 @@ def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_p
     # 2**-14 of gradients of norm sqrt(3); 2**-9, less the rounding sqrt(3)·2**-23, of a change of norm sqrt(3).
     assert alignment.reason == (
         "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: 3.52e-05, 2.8 times below 0.0001), 1 parameter "
+        "decoder.layers.0.input_layernorm.weight at step 0: 3.52e-05, 2.9 times below 0.0001), 1 parameter "
         "(0 bit-equal; worst decoder.layers.0.input_layernorm.weight at step 0: 1.13e-03, 4.4 times below 0.005; "
         "25.00% of elements left out)"
     )
+
+
+def test_a_run_that_trains_nothing_is_no_comparison(tmp_path: Path) -> None:
+    """Without reward there is no gradient, and a frozen optimizer was identical to a healthy one."""
+    idle: Tensors = {"initial": torch.ones(4), "gradient": torch.zeros(4), "parameter": torch.ones(4)}
+    alignment = align(write_run(tmp_path / "a", ranks=(idle,)), write_run(tmp_path / "b", ranks=(idle,)))
+    assert alignment.verdict is Verdict.INCOMPARABLE
+    assert alignment.reason == (
+        "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rollouts "
+        "whose rewards differ within a group, or with an entropy or KL term"
+    )
+    frozen = {**idle, "gradient": torch.ones(4)}
+    alignment = align(write_run(tmp_path / "c", ranks=(frozen,)), write_run(tmp_path / "d", ranks=(frozen,)))
+    assert alignment.reason.startswith("nothing was trained: no update of the baseline changed a parameter")
+
+
+def test_two_broken_runs_are_no_comparison_and_one_is_diverged(tmp_path: Path) -> None:
+    broken: Tensors = {**SAME, "gradient": torch.full((4,), float("nan"))}
+    both = align(write_run(tmp_path / "a", ranks=(broken,)), write_run(tmp_path / "b", ranks=(broken,)))
+    assert both.verdict is Verdict.INCOMPARABLE
+    assert both.reason == (
+        "both runs are broken, so neither is a reference: gradient of decoder.layers.0.input_layernorm.weight at step "
+        "0, update 0 has NaN in 4 of 4 elements in both runs"
+    )
+    one = align(write_run(tmp_path / "c"), write_run(tmp_path / "d", ranks=(broken,)))
+    assert one.verdict is Verdict.DIVERGED
 
 
 def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Path) -> None:

@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import load_config
+from mock_scheduler.config.schema import (
+    ActorInferConfig,
+    CustomEnvConfig,
+    EnvManagerConfig,
+    GeneratingArgs,
+    PipelineConfig,
+)
 from mock_scheduler.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -91,3 +98,21 @@ def test_a_warm_up_that_outlasts_the_decay_is_refused() -> None:
 def test_a_smallest_rate_above_the_largest_is_refused() -> None:
     """It was an AssertionError of Megatron's without a message."""
     assert refused("training.min_lr=0.1") == "training.min_lr 0.1 is larger than training.lr 0.002"
+
+
+def test_what_depends_on_the_mode_is_that_of_the_mode() -> None:
+    config = PipelineConfig(
+        exp_name="x",
+        rollout_batch_size=256,
+        val_batch_size=64,
+        actor_infer=ActorInferConfig(generating_args=GeneratingArgs(temperature=0.5)),
+        train_env_manager=EnvManagerConfig(tags=["B"], num_env_groups=8),
+        val_env_manager=EnvManagerConfig(tags=["B", "A"], num_env_groups=4, generating_args=GeneratingArgs(top_k=1)),
+        custom_envs={tag: CustomEnvConfig() for tag in ("A", "B", "unused")},
+    )
+    assert (config.batch_size("train"), config.batch_size("val")) == (256, 64)
+    assert (config.env_manager("train").num_env_groups, config.env_manager("val").num_env_groups) == (8, 4)
+    assert config.sampling("train") == GeneratingArgs(temperature=0.5)
+    assert config.sampling("val") == GeneratingArgs(top_k=1)
+    assert config.tags_in_use == ["A", "B"]
+    assert config.training.num_micro_batches == 4

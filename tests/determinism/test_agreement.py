@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mock_scheduler.determinism.agreement import SingleRank, TorchRankGroup, check_agreement
+from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.errors import RankDisagreementError
 
 DIFFERENCE = (
@@ -24,8 +24,6 @@ DIFFERENCE = (
 class GatheredRanks:
     """A group whose ranks' values are known beforehand."""
 
-    global_rank = 0
-
     def __init__(self, values: Sequence[str]) -> None:
         self._values = list(values)
         self.world_size = len(values)
@@ -33,8 +31,8 @@ class GatheredRanks:
     def all_equal(self, digest: bytes) -> bool:
         return len(set(self._values)) == 1
 
-    def gather(self, value: str) -> list[str]:
-        return self._values
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [value.encode() for value in self._values]
 
 
 def _check_on_rank(global_rank: int, folder: str) -> None:
@@ -45,6 +43,9 @@ def _check_on_rank(global_rank: int, folder: str) -> None:
     # -1 and the extremes of int64 are where a maximum by negation would overflow.
     assert group.all_equal(b"\xff" * 8 + b"\x00" * 7 + b"\x80")
     assert not group.all_equal(b"\x00" * 7 + (b"\x80" if global_rank else b"\x7f"))
+    # Neither length nor content is taken for granted: none at all, and bytes that look like the padding.
+    assert group.gather(b"\x00\xff\x00" if global_rank else b"") == [b"", b"\x00\xff\x00"]
+    assert group.gather(b"") == [b"", b""]
     values = {"NCCL_ALGO": "Träe", "NCCL_PROTO": "LL"} if global_rank else {"NCCL_ALGO": "Ring"}
     try:
         check_agreement({**values, "same": "1"}, group)
@@ -65,6 +66,11 @@ def test_ranks_are_named_as_ranges() -> None:
     assert str(caught.value).splitlines()[1] == "  - NCCL_ALGO: ranks 0-2,4 'Ring'; ranks 3,5 'Tree'"
 
 
-def test_one_rank_agrees_with_itself() -> None:
-    check_agreement({"NCCL_ALGO": "Ring"}, SingleRank())
-    assert SingleRank().gather("x") == ["x"]
+def test_one_process_agrees_with_itself() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = TorchRankGroup(torch.device("cpu"))
+        check_agreement({"NCCL_ALGO": "Ring"}, group)
+        assert group.gather(b"x\x00") == [b"x\x00"]
+    finally:
+        dist.destroy_process_group()

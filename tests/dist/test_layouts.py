@@ -99,6 +99,19 @@ def test_names_and_shapes_are_megatrons(runs: Path, variant: str) -> None:
 
 
 @variants
+@pytest.mark.parametrize("layout", ["tp1", *SAMPLING_LAYOUTS])
+def test_the_speed_of_a_rollout_counts_the_tokens_of_all_replicas(runs: Path, layout: str, variant: str) -> None:
+    """Under dp it divided the tokens of one replica by the seconds of all: half the speed under dp2."""
+    rows, _ = decode_step((runs / layout / variant / "rows.safetensors").read_bytes())
+    files = sorted((runs / layout / variant).glob("rollout_*.json"))
+    assert len(files) == (1 if layout == "tp1" else 4)
+    for found in (json.loads(path.read_text(encoding="utf-8")) for path in files):
+        assert found["rollout/sampled_tokens"] == int(rows.response_mask.sum())
+        speed = found["rollout/sampled_tokens"] / found["rollout/seconds"]
+        assert found["rollout/tokens_per_second"] == pytest.approx(speed, rel=1e-12)
+
+
+@variants
 @pytest.mark.parametrize("layout", ["tp1", *LAYOUTS])
 def test_initial_weights_are_the_canonical_ones_to_the_bit(runs: Path, layout: str, variant: str) -> None:
     """Under every layout, with a padded vocabulary, a gated MLP and tied embeddings among them."""

@@ -21,6 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.container import StepInfo, decode_step, encode_step
 from mock_scheduler.scheduler import RolloutRequest
@@ -97,7 +98,7 @@ def join_layout(config: PipelineConfig) -> Runtime:
     """This rank's place in the layout; Megatron's groups are made anew in the same process group."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        runtime_module._init_process_group = lambda: None
+        runtime_module._init_process_group = lambda world_size: None
     return start_runtime(config.parallel, seed=config.seed)
 
 
@@ -110,9 +111,12 @@ def build_trainer(config: PipelineConfig, runtime: Runtime) -> PolicyTrainer:
 def write_rows(folder: Path, trainer: PolicyTrainer) -> RolloutBatch:
     """Sample one batch; the first rank writes it, every rank its digest."""
     tokenizer = build_tokenizer(trainer.config)
-    scheduler = AgenticRolloutScheduler(trainer.config, trainer, tokenizer, Ledger())
+    scheduler = AgenticRolloutScheduler(
+        trainer.config, trainer, tokenizer, Ledger(), ranks=TorchRankGroup(trainer.runtime.device)
+    )
     batch = scheduler.get_batch(RolloutRequest(global_step=0, batch_size=8, mode="train", policy_version=0))
     scheduler.close()
+    write_metrics(folder, "rollout", scheduler.collect_metrics())
     rank = trainer.runtime.global_rank
     (folder / f"rows_digest_{rank}.txt").write_text(batch.digest(), encoding="utf-8")
     if trainer.runtime.is_writer:

@@ -119,7 +119,7 @@ def test_a_layout_that_does_not_divide_is_refused_with_every_rule(capsys: pytest
 def test_a_missing_determinism_setting_is_refused_with_the_line_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused_by_the_launcher(capsys, "~system_envs.NCCL_ALGO", exit_code=4) == (
         "system_envs do not make a deterministic run:\n"
-        "  - NCCL_ALGO is missing\n"
+        "  - NCCL_ALGO is not set; set it to 'Ring'\n"
         "Write in the configuration:\n"
         "system_envs:\n"
         "  NCCL_ALGO: 'Ring'"
@@ -257,7 +257,7 @@ def test_a_replay_without_deterministic_mode_is_refused_with_the_lines_to_write(
         "rollout_mock.mode mock without deterministic settings proves nothing: two runs would differ by themselves. "
         "Add to the configuration:\n"
         "  system_envs:\n"
-        "    NCCL_ALGO: Ring\n"
+        "    NCCL_ALGO: 'Ring'\n"
         "    NVTE_ALLOW_NONDETERMINISTIC_ALGO: '0'\n"
         "    CUBLAS_WORKSPACE_CONFIG: ':4096:8'\n"
         "    DETERMINISTIC_MODE: '1'\n"

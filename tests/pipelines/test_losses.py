@@ -37,7 +37,7 @@ def loss_inputs(
         old_logprobs=row([-1.0] * len(ratios)),
         ref_logprobs=None if ref is None else row(ref),
         advantages=row(advantages),
-        mask=torch.tensor([mask or [True] * len(ratios)]),
+        response_mask=torch.tensor([mask or [True] * len(ratios)]),
     )
 
 
@@ -118,7 +118,7 @@ def test_nan_under_the_mask_enters_neither_value_nor_gradient() -> None:
         old_logprobs=row([-1.0, nan]),
         ref_logprobs=row([-1.0, nan]),
         advantages=row([2.0, nan]),
-        mask=torch.tensor([[True, False]]),
+        response_mask=torch.tensor([[True, False]]),
     )
     config = PolicyLossConfig(pg_clip=0.2, entropy_loss_coef=0.1, kl_loss_coef=0.1)
     output = compute_policy_loss(inputs, config)
@@ -143,7 +143,7 @@ def test_gradient_is_that_of_finite_differences() -> None:
             old_logprobs=base.old_logprobs,
             ref_logprobs=base.ref_logprobs,
             advantages=base.advantages,
-            mask=base.mask,
+            response_mask=base.response_mask,
         )
         return compute_policy_loss(inputs, config).total
 

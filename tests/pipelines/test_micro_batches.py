@@ -37,7 +37,7 @@ def test_position_t_predicts_token_t_plus_1() -> None:
     (micro_batch,) = build(make_batch(4, 3), size=2)
     assert micro_batch.tokens.tolist() == [[10, 11, 12, 13], [20, 21, 22, 0]]
     assert micro_batch.targets.tolist() == [[11, 12, 13, 0], [21, 22, 0, 0]]
-    assert micro_batch.mask.tolist() == [[False, True, True, False], [False, True, False, False]]
+    assert micro_batch.response_mask.tolist() == [[False, True, True, False], [False, True, False, False]]
     assert micro_batch.advantages.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 2.0, 0.0, 0.0]]
     assert micro_batch.advantages.dtype is torch.float32
     assert micro_batch.rollout_logprobs.tolist() == [[0.0, -0.25, -0.5, 0.0], [0.0, -0.25, 0.0, 0.0]]
@@ -64,7 +64,7 @@ def test_the_difference_of_logprobs_is_summed_over_response_tokens_only() -> Non
 def test_every_response_token_is_a_target_once() -> None:
     batch = make_batch(5, 3, 7, 4)
     micro_batches = build(batch, size=2, multiple_of=8)
-    predicted = torch.cat([micro_batch.targets[micro_batch.mask] for micro_batch in micro_batches])
+    predicted = torch.cat([micro_batch.targets[micro_batch.response_mask] for micro_batch in micro_batches])
     assert predicted.tolist() == batch.tokens[batch.response_mask].tolist()
 
 
@@ -87,7 +87,7 @@ def test_arrival_order_changes_nothing() -> None:
     shuffled = RolloutBatch.from_trajectories(reversed(batch.rows()), sampling=SAMPLING, group_size=3)
     for one, other in zip(build(batch, size=2), build(shuffled, size=2), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.mask.tolist() == other.mask.tolist()
+        assert one.response_mask.tolist() == other.response_mask.tolist()
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])

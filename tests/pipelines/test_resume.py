@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_mock_run_says_so_and_where_it_stands(resumed: Path) -
         "mode": "mock",
         "policy_version": 0,
         "last_steps": {"train": 0},
-        "scheduler": {"policy_version": 0},
+        "scheduler": {},
     }
 
 

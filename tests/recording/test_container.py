@@ -125,7 +125,8 @@ def test_content_that_is_no_batch_is_refused_though_its_digests_are_right() -> N
         (b"[" * 100_000, "header is no JSON"),
         (b"[]", "header is not in canonical form"),
         (b"{}", "header has no metadata 'rollout'"),
-        (b'{"__metadata__":{"rollout":"1"}}', "header metadata is not that of a recorded step"),
+        (b'{"__metadata__":{"rollout":"1"}}', "header metadata is of type int, expected an object"),
+        (b'{"__metadata__":{"rollout":1}}', "header metadata is of type int, expected text"),
         (b'{"a":1e999}', "header is not in canonical form"),
     ],
 )

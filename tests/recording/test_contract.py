@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from mock_scheduler.batch import JSON
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording import Contract, ContractField, Rule, check_contract
 from tests.recording.builders import make_contract

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.report.curves import plot_runs
 
 
@@ -47,5 +47,5 @@ def test_an_unknown_metric_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AlignmentError, match=r"metrics.jsonl: metrics cannot be read: No such file"):
+    with pytest.raises(TraceError, match=r"metrics.jsonl: metrics cannot be read: No such file"):
         plot_runs([tmp_path / "none"], ["success"], tmp_path / "curves.html")

@@ -3,10 +3,14 @@
 import io
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.metrics import compare_metrics
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
@@ -14,7 +18,8 @@ from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_ru
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.json_file import save_result, to_json
 from mock_scheduler.report.terminal import print_report
-from mock_scheduler.trace.files import TraceKey
+from mock_scheduler.trace.files import RankPlace, TraceKey
+from mock_scheduler.trace.reader import ReplicaConflict
 
 TOLERANCE = ToleranceConfig()
 NAME = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -29,6 +34,7 @@ def make_run(name: str) -> RunSummary:
         rollout_s=4.2,
         elapsed_s=12.3,
         built={"engine": 0, "environment": 0},
+        batches={},
     )
 
 
@@ -79,10 +85,47 @@ def make_result() -> AlignmentResult:
     )
 
 
-def render(width: int) -> str:
+FILES = {"result": Path("/runs/align.json"), "recording": Path("/runs/recording")}
+
+
+def render(width: int, result: AlignmentResult | None = None, *, files: Mapping[str, Path] = FILES) -> str:
     output = io.StringIO()
-    print_report(make_result(), Console(file=output, width=width))
+    print_report(result or make_result(), Console(file=output, width=width), files=files)
     return output.getvalue()
+
+
+def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult:
+    """One candidate with this many findings and replica conflicts in its tensors."""
+    result = make_result()
+    candidate = result.candidates[0]
+    assert candidate.alignment.tensors is not None
+    finding = Finding(kind="gradient", step=0, update=0, name=NAME, message="a finding")
+    place = RankPlace(global_rank=0, coordinates={"tp": 0})
+    key = TraceKey(step=0, update=0, kind="gradient", name=NAME)
+    conflict = ReplicaConflict(key=key, first=place, second=place, num_elements=1, max_abs=1.0)
+    tensors = replace(
+        candidate.alignment.tensors,
+        findings=(finding,) * num_findings,
+        candidate_conflicts=(conflict,) * num_conflicts,
+    )
+    alignment = replace(candidate.alignment, tensors=tensors)
+    return replace(result, candidates=(replace(candidate, alignment=alignment),))
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [(FILES, ", all in /runs/align.json"), ({"result": Path("v.json")}, ", all in v.json"), ({}, "")],
+)
+def test_what_is_not_shown_is_counted_with_the_file_that_has_it(files: Mapping[str, Path], where: str) -> None:
+    """Compare named an align.json that it never writes, and conflicts after the fifth were dropped in silence."""
+    lines = render(200, with_many_problems(7, 9), files=files).splitlines()
+    assert lines.count("  a finding") == 5
+    assert sum(line.startswith("  replicas: ") for line in lines) == 5
+    assert [line for line in lines if " more" in line] == [f"  and 2 more{where}", f"  and 4 more{where}"]
+
+
+def test_five_problems_are_all_shown() -> None:
+    assert " more" not in render(200, with_many_problems(5, 5))
 
 
 def test_the_report_fits_100_columns_and_cuts_nothing_off() -> None:

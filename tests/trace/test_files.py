@@ -1,15 +1,20 @@
 """Trace files: what goes in comes out merged, and every damage is found and named."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from mock_scheduler.digests import canonical_json, open_sealed, seal
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.files import TraceEntry, TraceKey, TraceKind, save_rank_trace
+from mock_scheduler.trace.files import METADATA_KEY, TraceEntry, TraceKey, TraceKind, save_rank_trace
 from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, whole
 
@@ -145,16 +150,134 @@ def test_a_damaged_byte_is_found_and_named(tmp_path: Path) -> None:
     with open_trace(tmp_path) as reader, pytest.raises(TraceError) as caught:
         reader.merge(key(NORM))
     assert str(caught.value) == (
-        f"{path}: 000000/gradient/{NORM}: SHA-256 of the stored bytes is not the recorded one; "
+        f"{path}: 000000/gradient/{NORM} does not match its digest; "
         "the file was changed or damaged after it was written"
     )
 
 
-def test_changed_metadata_is_found(tmp_path: Path) -> None:
-    path = save(tmp_path, 0, 1, [entry(whole(NORM, (4,)), torch.ones(4))])
-    path.write_bytes(path.read_bytes().replace(b'\\"tp\\":0', b'\\"tp\\":1'))
-    with pytest.raises(TraceError, match="the digest does not fit the metadata"):
-        open_trace(tmp_path)
+def save_one(trace_dir: Path) -> Path:
+    return save(trace_dir, 0, 1, [entry(whole(NORM, (4,)), torch.ones(4))])
+
+
+def refused(trace_dir: Path) -> str:
+    with pytest.raises(TraceError) as caught:
+        open_trace(trace_dir)
+    return str(caught.value)
+
+
+def rewrite_metadata(path: Path, change: Callable[[str], str]) -> None:
+    """Replace the text of the metadata in a trace file, and nothing else."""
+    with safe_open(path, framework="pt") as handle:
+        text = handle.metadata()[METADATA_KEY]
+    save_file(load_file(path), path, metadata={METADATA_KEY: change(text)})
+
+
+def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the metadata's content and give it a digest that fits."""
+
+    def rewrite(text: str) -> str:
+        content = open_sealed(text)
+        change(content)
+        return canonical_json(seal(content))
+
+    rewrite_metadata(path, rewrite)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda text: text.replace('"tp":0', '"tp":1'), "does not match its digest"),
+        (lambda text: text.replace('"format_version":2', '"format_version":3'), "does not match its digest"),
+        (lambda text: text.replace('"digest"', '"digets"'), "does not match its digest"),
+        (lambda text: text.replace('"tp":0', '"tp":NaN'), "does not match its digest"),
+        (lambda text: text[1:], "is not JSON: Extra data: line 1 column 14 (char 13)"),
+        (lambda _: "[]", "is of type list, expected an object"),
+        (lambda _: "null", "is of type NoneType, expected an object"),
+    ],
+    ids=["value", "version", "no-digest", "nan", "no-json", "list", "null"],
+)
+def test_changed_metadata_is_found_before_anything_in_it_is_read(
+    tmp_path: Path, change: Callable[[str], str], problem: str
+) -> None:
+    """Metadata that was no JSON, or no object, was a JSONDecodeError or AttributeError, which ended a whole align."""
+    path = save_one(tmp_path)
+    rewrite_metadata(path, change)
+    assert refused(tmp_path) == (
+        f"{path}: the metadata {problem}; the file was changed or damaged after it was written"
+    )
+
+
+def test_a_trace_of_another_format_version_says_so(tmp_path: Path) -> None:
+    path = save_one(tmp_path)
+    reseal(path, lambda content: content.update(format_version=1))
+    assert refused(tmp_path) == (
+        f"{path}: format version 1, expected 2; another release wrote it: run it again with this one"
+    )
+
+
+def test_missing_metadata_keys_are_listed(tmp_path: Path) -> None:
+    """A missing key was a KeyError, which ended a whole align."""
+    path = save_one(tmp_path)
+    reseal(path, lambda content: [content.pop(name) for name in ("step", "tensors")])
+    assert refused(tmp_path) == f"{path}: the metadata has no step, tensors"
+
+
+STORED = f"000000/gradient/{NORM}"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda content: content.update(step="0"), "ValueError(\"'0' is no count\")"),
+        (lambda content: content.update(world_size=True), "ValueError('True is no count')"),
+        (
+            lambda content: content.update(coordinates=[0]),
+            "AttributeError(\"'list' object has no attribute 'items'\")",
+        ),
+        (lambda content: content["tensors"][STORED].pop("digest"), "KeyError('digest')"),
+        (lambda content: content["tensors"][STORED].update(kind="grad"), "ValueError(\"unknown kind 'grad'\")"),
+        (
+            lambda content: content["tensors"][STORED].update(blocks=[[0, 1]]),
+            "ValueError('not enough values to unpack (expected 3, got 2)')",
+        ),
+        (lambda content: content["tensors"][STORED].update(global_shape=[-1]), "ValueError('-1 is no count')"),
+        (lambda content: content["tensors"][STORED].update(flat_range=[0]), "IndexError('list index out of range')"),
+    ],
+    ids=["step", "world-size", "coordinates", "digest", "kind", "blocks", "shape", "flat-range"],
+)
+def test_metadata_of_another_form_is_a_trace_error(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    path = save_one(tmp_path)
+    reseal(path, change)
+    assert refused(tmp_path) == f"{path}: the metadata is not that of a trace: {problem}"
+
+
+def test_stored_tensors_that_the_metadata_does_not_list_are_found(tmp_path: Path) -> None:
+    path = save_one(tmp_path)
+    reseal(path, lambda content: content["tensors"].clear())
+    assert refused(tmp_path) == (
+        f"{path}: the stored tensors are not those that the metadata lists; "
+        "the file was changed or damaged after it was written"
+    )
+
+
+def test_every_single_changed_byte_is_a_trace_error(tmp_path: Path) -> None:
+    """One changed byte in the metadata was a JSONDecodeError, which ended a whole align."""
+    path = save_one(tmp_path)
+    content = path.read_bytes()
+    unnoticed = []
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        try:
+            with open_trace(tmp_path) as reader:
+                reader.merge(key(NORM))
+            unnoticed.append(position)
+        except TraceError:
+            pass
+    assert unnoticed == []
 
 
 def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
@@ -204,6 +327,7 @@ def test_a_rank_without_entries_still_counts(tmp_path: Path) -> None:
     with open_trace(tmp_path) as reader:
         assert [place.global_rank for place in reader.ranks(0)] == [0, 1]
         assert reader.keys(0) == {key(NORM)}
+        assert [reader.has(key(NORM)), reader.has(key(FC1)), reader.has(key(NORM, step=7))] == [True, False, False]
 
 
 def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""How a file comes to lie where it is read: whole, on the disk, and in one step.
+
+Contract: standard library only. A file is written aside, in the same folder under a hidden name of its own, fsynced,
+and only then given its name; then the folder is fsynced. So its presence is its completeness, and of several writers
+one wins as a whole. A crash leaves at most a hidden ``.*.tmp`` file, which nothing reads.
+All functions make the folder where it is missing, and raise ``OSError``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """The hidden path to write the file to; at the end of the block it replaces ``path``.
+
+    Where the block raises, ``path`` stays as it was. A device or a folder is never replaced.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    with _temporary(path) as aside:
+        yield aside
+        _sync(aside)
+        os.replace(aside, path)
+    _sync(path.parent)
+
+
+def publish_new(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken."""
+    with _temporary(path) as aside:
+        aside.write_bytes(data)
+        _sync(aside)
+        _link_new(aside, path)
+    _sync(path.parent)
+
+
+def save_json(path: Path, content: Mapping[str, object], *, sort_keys: bool = True) -> None:
+    """Write one JSON object, indented, in place of an older file; raises ``ValueError`` for NaN or an infinity."""
+    data = encode_json(content, sort_keys=sort_keys)
+    with written_aside(path) as aside:
+        aside.write_bytes(data)
+
+
+def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> bytes:
+    """The bytes that ``save_json`` writes: strict JSON in ASCII, which every text can be written in."""
+    return (json.dumps(content, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode("ascii")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each on the disk when this returns."""
+    if folder.is_dir():
+        return
+    parent = folder.absolute().parent
+    make_folder(parent)
+    try:
+        folder.mkdir()
+    except FileExistsError as error:
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from error
+    _sync(parent)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    make_folder(path.parent)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield aside
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _link_new(aside: Path, path: Path) -> None:
+    """Give the file its name, failing where the name is taken."""
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        # File systems without hard links: between this look and the rename another writer could slip in.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "exists", str(path)) from error
+        os.rename(aside, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
