@@ -196,7 +196,7 @@ def _gradient_sizes(reader: TraceReader, keys: Iterable[TraceKey]) -> dict[int, 
     """Root mean square of all gradients of a step, by update; not finite where one of them is not."""
     squares: dict[int, float] = {}
     counts: dict[int, int] = {}
-    for key in keys:
+    for key in order_keys(keys):  # a sum in the order of a set would differ from process to process
         if key.kind == "gradient":
             tensor = reader.merge(key).tensor
             squares[key.update] = squares.get(key.update, 0.0) + float(tensor.double().square().sum())
