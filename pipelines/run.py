@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.trace.files import STEP_FOLDER
+from mock_scheduler.trace.files import remove_steps_from
 from pipelines.algorithm.advantages import compute_grpo_advantages
 from pipelines.batch_metrics import compute_batch_metrics
 from pipelines.clock import Clock
@@ -136,7 +135,7 @@ class AgenticPipeline:
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
             (self._output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             if self._is_resumed:
-                drop_trace_from(self._trace_dir, self._first_step)
+                remove_steps_from(self._trace_dir, self._first_step)
         use_tensorboard = config.track_with == "tensorboard"
         with (
             MetricsWriter(
@@ -304,14 +303,3 @@ def _read_resumed_state(config: PipelineConfig, *, vocab_size: int) -> RunState 
             f"max_steps is {config.max_steps}: nothing is left to run; raise max_steps"
         )
     return resumed
-
-
-def drop_trace_from(trace_dir: Path, step: int) -> None:
-    """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
-
-    The others write their first trace only after the first batch, for which they wait for each other.
-    """
-    for folder in trace_dir.glob("step_*"):
-        name = STEP_FOLDER.fullmatch(folder.name)
-        if name is not None and int(name[1]) >= step:
-            shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """Gradients and parameters of two traces, compared in the order in which training computes them.
 
 Within a step: update by update, its gradients, then the parameters after it; within each, from the embedding through
-the layers to the output. Bits are compared first, and only where they differ is anything computed.
+the layers to the output. Equal bits are counted as such; all figures are computed in float64.
 
 - A *gradient* is judged by ||a - b|| / ||a||.
 - A *parameter* is judged by what the update did to it: with d the change from before to after the update,
@@ -15,7 +15,8 @@ the layers to the output. Bits are compared first, and only where they differ is
 - An *initial* parameter of the first step must be bit-equal: both runs start from the same weights.
 - A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
 
-One name is walked at a time: at most six tensors of it are in memory.
+One name is walked at a time: in memory are six tensors of it and what their comparison computes from them. Before
+that, a step's baseline gradients are read once more, for their root mean square.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ presence is its completeness, as ``files`` says. Nothing is pickled, no code run
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,17 @@ def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
 def step_folder(trace_dir: Path, step: int) -> Path:
     """The folder of one step."""
     return trace_dir / f"step_{step:06d}"
+
+
+def remove_steps_from(trace_dir: Path, step: int) -> None:
+    """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
+
+    The others write their first trace only after the first batch, for which they wait for each other.
+    """
+    for folder in trace_dir.glob("step_*"):
+        name = STEP_FOLDER.fullmatch(folder.name)
+        if name is not None and int(name[1]) >= step:
+            shutil.rmtree(folder)
 
 
 def save_rank_trace(

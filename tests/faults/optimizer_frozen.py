@@ -6,12 +6,10 @@ The first update's loss and gradients are equal to a healthy run's; only what th
 
 from __future__ import annotations
 
-import sys
-
-from pipelines.agentic import main
+from tests.faults.harness import Fired, run_with_fault
 
 
-def plant() -> None:
+def plant(fired: Fired) -> None:
     """Put every parameter back after the update."""
     import torch
 
@@ -19,21 +17,15 @@ def plant() -> None:
 
     @torch.no_grad()
     def lost_update(optimizer: torch.optim.AdamW) -> None:
-        global num_lost
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         before = [parameter.clone() for parameter in parameters]
         update(optimizer)
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
-        num_lost += 1
+        fired.count += 1
 
     torch.optim.AdamW.step = lost_update
 
 
-num_lost = 0
-
 if __name__ == "__main__":
-    exit_code = main(prepare=plant)
-    if exit_code == 0 and num_lost == 0:
-        sys.exit("the fault never fired")
-    sys.exit(exit_code)
+    run_with_fault(plant)

@@ -10,6 +10,7 @@ import torch
 
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.errors import ConfigError, LayoutError
+from mock_scheduler.trace.files import remove_steps_from
 from pipelines.megatron.checkpoint import (
     RunState,
     check_same_settings,
@@ -20,7 +21,7 @@ from pipelines.megatron.checkpoint import (
 from pipelines.megatron.model import padded_vocab_size
 from pipelines.megatron.runtime import check_world_size
 from pipelines.megatron.weights import canonical_initial_weight
-from pipelines.run import drop_trace_from, planned_requests
+from pipelines.run import planned_requests
 
 MODEL = ModelConfig(num_layers=8, init_method_std=0.5)
 
@@ -183,6 +184,6 @@ def test_a_resumed_run_drops_the_traced_steps_that_it_computes_anew(tmp_path: Pa
     for name in ("step_000000", "step_000001", "step_000002", "step_1000000", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00000.safetensors").touch()
-    drop_trace_from(tmp_path, 2)
+    remove_steps_from(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000000", "step_000001"]
-    drop_trace_from(tmp_path / "no_trace", 0)
+    remove_steps_from(tmp_path / "no_trace", 0)
