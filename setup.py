@@ -24,6 +24,7 @@ setup(
         # The release that was tried on each Python.
         'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
         'megatron-core>=0.19.2,<0.20; python_version >= "3.12"',
+        "fsspec>=2025.5",
         "gymnasium>=1.0,<2",
         "hydra-core>=1.3,<1.4",
         "numpy>=1.26",
@@ -38,10 +39,13 @@ setup(
         "typer>=0.29",
     ],
     extras_require={
+        "s3": ["s3fs>=2025.5"],
+        "zstd": ["zstandard>=0.22"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "moto[server,s3]>=5.1",
             "mypy>=1.13",
             "pytest>=8",
             "pytest-cov>=5",

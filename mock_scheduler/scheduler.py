@@ -22,7 +22,11 @@ DEFAULT_SCHEDULER_ID = "default"
 class RolloutRequest:
     """One batch that the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
 
-    ``policy_version`` is the number of optimizer updates in the weights that are to play.
+    ``policy_version`` is the number of optimizer updates in the weights that are to play. ``batch_size`` counts the
+    whole batch, of which a process with a ``RowShard`` gets its part. ``group_size``: trajectories that every group
+    must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON; a
+    recording of another cursor is refused. ``prompt_digests``: those of the prompts that the pipeline is about to ask
+    for (as in ``RolloutBatch.prompt_digests``), in any order; a batch of other prompts is refused. None: not checked.
     """
 
     global_step: int
@@ -30,6 +34,9 @@ class RolloutRequest:
     mode: Mode = "train"
     scheduler_id: str = DEFAULT_SCHEDULER_ID
     policy_version: int = 0
+    group_size: int | None = None
+    data_cursor: JSON = None
+    prompt_digests: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.global_step < 0 or self.batch_size <= 0:
@@ -38,6 +45,28 @@ class RolloutRequest:
             )
         if self.mode not in ("train", "val"):
             raise SchedulerError(f"request: mode is {self.mode!r}; expected 'train' or 'val'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowShard:
+    """This process's part of every batch, where each of ``count`` processes holds its own rows: part ``index``."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise SchedulerError(f"row shard: index {self.index} must be at least 0 and less than count {self.count}")
+
+
+class BatchCodec(Protocol):
+    """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit."""
+
+    def encode(self, native: object, request: RolloutRequest) -> RolloutBatch:
+        """The recorded form of a framework's batch, which stays as it was; raises ``BatchError``."""
+
+    def decode(self, batch: RolloutBatch) -> object:
+        """The framework's batch."""
 
 
 @runtime_checkable

@@ -10,34 +10,104 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+
+from mock_scheduler.config.steps import StepRanges
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Mode = Literal["train", "val"]
+RolloutMode = Literal["real", "dump", "mock", "cache", "verify"]
+Steps = Annotated[StepRanges, BeforeValidator(StepRanges.parse), PlainSerializer(str, return_type=str)]
 
 
 class ConfigSection(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable once loaded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+
+
+class ScheduleEntry(ConfigSection):
+    """Another mode for some steps: those in ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
+
+    ``kinds`` and ``schedulers`` None: all.
+    """
+
+    mode: RolloutMode
+    steps: Steps = StepRanges.parse("0-")
+    kinds: list[Mode] | None = None
+    schedulers: list[str] | None = None
+
+    def applies_to(self, *, step: int, kind: Mode, scheduler_id: str) -> bool:
+        """Whether this entry decides the mode of a request."""
+        return (
+            step in self.steps
+            and (self.kinds is None or kind in self.kinds)
+            and (self.schedulers is None or scheduler_id in self.schedulers)
+        )
+
+
+class RetentionConfig(ConfigSection):
+    """Which recorded steps stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
+
+    Removed is only what lies before a saved checkpoint from which all that stays can be replayed: so at least
+    ``keep_last`` steps stay, and more where no checkpoint allows the cut.
+    """
+
+    keep_last: PositiveInt | None = None
+    pin_steps: Steps | None = None
 
 
 class RolloutMockConfig(ConfigSection):
-    """``rollout_mock``: record rollouts, or replay them instead of running an engine."""
+    """``rollout_mock``: record rollouts, or replay them instead of running an engine.
+
+    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else
+    real and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to
+    a request decides its mode, else ``mode`` does. ``steps``, ``every``: of what is played in dump and cache, record
+    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, or an fsspec URL such as
+    ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse, or ``repeat`` the
+    nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made from, if any.
+    """
 
     enable: bool = False
-    mode: Literal["real", "dump", "mock"] = "dump"
-    dump_dir: str = "./rollout_mock_dumps"
+    mode: RolloutMode = "dump"
+    dump_dir: Annotated[str, Field(min_length=1)] = "./rollout_mock_dumps"
+    schedule: list[ScheduleEntry] = []
+    steps: Steps | None = None
+    every: PositiveInt = 1
+    missing_step: Literal["error", "repeat", "repeat_last"] = "error"
     on_mismatch: Literal["error", "warn"] = "error"
+    on_difference: Literal["error", "warn"] = "error"
+    on_duplicate_rows: Literal["report", "error", "ignore"] = "report"
+    on_partial_groups: Literal["error", "report"] = "error"
+    on_low_disk: Literal["error", "warn"] = "error"
+    retention: RetentionConfig = RetentionConfig()
+    compression: Literal["none", "zstd"] = "none"
+    background: bool = True
     allow_nondeterministic: bool = False
+    origin: str = ""
 
     @property
-    def effective_mode(self) -> Literal["real", "dump", "mock"]:
-        """The mode that the proxy runs in; ``real`` where the section is not enabled."""
+    def effective_mode(self) -> RolloutMode:
+        """The mode where no entry of the schedule applies; ``real`` where the section is not enabled."""
         return self.mode if self.enable else "real"
+
+    @property
+    def modes_in_use(self) -> frozenset[RolloutMode]:
+        """Every mode that a request may be answered in."""
+        return frozenset({self.effective_mode, *(entry.mode for entry in self.schedule if self.enable)})
+
+    def mode_of(self, *, step: int, kind: Mode, scheduler_id: str) -> RolloutMode:
+        """The mode of one request."""
+        entries = self.schedule if self.enable else []
+        applying = (e.mode for e in entries if e.applies_to(step=step, kind=kind, scheduler_id=scheduler_id))
+        return next(applying, self.effective_mode)
+
+    def records_step(self, step: int) -> bool:
+        """Whether a step that dump or cache plays is written."""
+        return step % self.every == 0 and (self.steps is None or step in self.steps)
 
 
 class ModelConfig(ConfigSection):

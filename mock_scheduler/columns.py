@@ -1,0 +1,168 @@
+"""Named extra columns of a rollout batch: tensors of any dtype and shape, or JSON values, one entry per row.
+
+Contract: immutable; values are carried bit for bit (NaN payloads and -0.0 included) and never converted. A dense tensor
+column has one entry of the same shape per row, a ragged one any number of them. Tensors are strided, on the CPU and
+must not be written to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest
+from mock_scheduler.errors import BatchError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """A row's part of a ragged column: ``values`` ``[n, *shape]`` with any ``n``, 0 included."""
+
+    values: torch.Tensor
+
+
+#: What one row holds of a column: a tensor is its entry of a dense column, ``Ragged`` of a ragged one, else JSON.
+RowValue: TypeAlias = "torch.Tensor | Ragged | JSON"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorColumn:
+    """``values`` ``[B, *shape]`` where ``offsets`` is None (dense; a scalar per row has shape ``[B]``), else ragged:
+    ``[sum n, *shape]``, row i from ``offsets[i]`` to ``offsets[i + 1]`` (int64 ``[B + 1]``)."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    def row(self, index: int) -> torch.Tensor | Ragged:
+        """The entry of one row, as a view."""
+        if self.offsets is None:
+            return self.values[index]
+        return Ragged(self.values[int(self.offsets[index]) : int(self.offsets[index + 1])])
+
+    def digest(self) -> str:
+        """Digest over dtype, shape, every bit and, where ragged, the offsets."""
+        offsets = "" if self.offsets is None else compute_tensor_digest(self.offsets)
+        return compute_tensor_digest(self.values) + offsets
+
+    def problems(self, name: str, num_rows: int) -> list[str]:
+        """What is wrong with it in a batch of ``num_rows`` rows."""
+        values, offsets = self.values, self.offsets
+        if values.layout is not torch.strided or values.is_quantized or values.device.type != "cpu" or values.dim() < 1:
+            return [f"extra {name!r}: expected a dense CPU tensor with a dimension for the rows; it is {_kind(values)}"]
+        if offsets is None:
+            found = len(values)
+            return [] if found == num_rows else [f"extra {name!r} has {found} rows; expected {num_rows}"]
+        if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) != num_rows + 1:
+            return [f"extra {name!r}: offsets are {_kind(offsets)}; expected int64 [{num_rows + 1}]"]
+        if int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
+            return [f"extra {name!r}: offsets must rise from 0 to {len(values)}"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JsonColumn:
+    """One JSON value per row; NaN and infinities are no JSON."""
+
+    items: tuple[JSON, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def row(self, index: int) -> JSON:
+        """The value of one row."""
+        return self.items[index]
+
+    def digest(self) -> str:
+        """The canonical JSON of all rows."""
+        return canonical_json(self.items)
+
+    def problems(self, name: str, num_rows: int) -> list[str]:
+        """What is wrong with it in a batch of ``num_rows`` rows."""
+        if len(self.items) != num_rows:
+            return [f"extra {name!r} has {len(self.items)} rows; expected {num_rows}"]
+        try:
+            canonical_json(self.items)
+        except (TypeError, ValueError, RecursionError) as error:
+            return [f"extra {name!r} holds what is neither a tensor nor JSON: {error}"]
+        return []
+
+
+Column: TypeAlias = TensorColumn | JsonColumn
+
+
+def check_column_name(name: str) -> None:
+    """Raise ``BatchError`` where a column cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise BatchError(
+            f"extra {name!r}: a name has up to 128 letters, digits and '_./:-', the first a letter or digit"
+        )
+
+
+def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
+    """The column of one value per row, at least one; tensors are copied.
+
+    All must be of one kind: tensors of one dtype and shape, ``Ragged`` of one dtype and trailing shape, or JSON.
+    Raises ``BatchError`` naming the column and the first row of another kind.
+    """
+    check_column_name(name)
+    first = row_values[0]
+    if isinstance(first, torch.Tensor):
+        tensors = [value for value in row_values if isinstance(value, torch.Tensor)]
+        _check_alike(name, row_values, [None if not isinstance(v, torch.Tensor) else _kind(v) for v in row_values])
+        return TensorColumn(values=_stack([tensor[None] for tensor in tensors]))
+    if isinstance(first, Ragged):
+        pieces = [value.values for value in row_values if isinstance(value, Ragged)]
+        _check_alike(name, row_values, [_ragged_kind(v) if isinstance(v, Ragged) else None for v in row_values])
+        sizes = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int64)
+        return TensorColumn(values=_stack(pieces), offsets=sizes.cumsum(0))
+    _check_alike(name, row_values, [None if isinstance(v, torch.Tensor | Ragged) else "JSON" for v in row_values])
+    column = JsonColumn(items=tuple(v for v in row_values if not isinstance(v, torch.Tensor | Ragged)))
+    problems = column.problems(name, len(row_values))
+    if problems:
+        raise BatchError("; ".join(problems))
+    return column
+
+
+def _check_alike(name: str, row_values: Sequence[RowValue], kinds: Sequence[str | None]) -> None:
+    for index, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise BatchError(
+                f"extra {name!r}: row 0 is {_describe(row_values[0])}, row {index} is {_describe(row_values[index])}; "
+                "all rows must be of one kind (wrap tensors whose first dimension varies in Ragged)"
+            )
+
+
+def _stack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenated along the first dimension, bit for bit; by bytes, since torch cannot join every dtype."""
+    first = pieces[0]
+    total = sum(len(piece) for piece in pieces)
+    joined = torch.cat([as_bytes(piece) for piece in pieces])
+    return joined.view(first.dtype).reshape(total, *first.shape[1:])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, uint8 ``[num_bytes]``, as a view where it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _ragged_kind(value: Ragged) -> str:
+    return f"{value.values.dtype} [n, {', '.join(map(str, value.values.shape[1:]))}]"
+
+
+def _describe(value: RowValue) -> str:
+    if isinstance(value, torch.Tensor):
+        return _kind(value)
+    return f"Ragged {_ragged_kind(value)}" if isinstance(value, Ragged) else type(value).__name__

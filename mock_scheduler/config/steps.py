@@ -1,0 +1,77 @@
+"""Sets of steps as a user writes them: ``"0-19, 40, 100-"``, a number, or a list of these.
+
+Contract: immutable, hashable and canonical: equal sets of steps have one text, which reads back equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_RANGE = re.compile(r"\s*(\d{1,12})\s*(-\s*(\d{1,12})?)?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRanges:
+    """Ranges ``(first, last)``, ascending and neither overlapping nor adjacent; ``last`` None has no end."""
+
+    ranges: tuple[tuple[int, int | None], ...]
+
+    @classmethod
+    def parse(cls, value: object) -> StepRanges:
+        """Read ``"0-19, 40, 100-"``, ``7`` or ``[0, "5-9"]``; raises ``ValueError`` that says what was expected."""
+        items = value if isinstance(value, list | tuple) else [value]
+        parsed: list[tuple[int, int | None]] = []
+        for item in items:
+            if isinstance(item, StepRanges):
+                parsed += item.ranges
+            elif type(item) is int and item >= 0:
+                parsed.append((item, item))
+            elif isinstance(item, str) and item.strip():
+                parsed += [_parse_range(part) for part in item.split(",")]
+            else:
+                raise ValueError(_expected(item))
+        return cls(_merged(parsed))
+
+    @classmethod
+    def of(cls, steps: Iterable[int]) -> StepRanges:
+        """The set of these steps, in any order."""
+        return cls(_merged([(step, step) for step in steps]))
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and any(
+            first <= step and (last is None or step <= last) for first, last in self.ranges
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{first}-" if last is None else str(first) if first == last else f"{first}-{last}"
+            for first, last in self.ranges
+        )
+
+
+def _parse_range(text: str) -> tuple[int, int | None]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ValueError(_expected(text))
+    first = int(match[1])
+    last = first if match[2] is None else int(match[3]) if match[3] else None
+    if last is not None and last < first:
+        raise ValueError(f"range {text.strip()!r} ends before it begins")
+    return first, last
+
+
+def _merged(ranges: list[tuple[int, int | None]]) -> tuple[tuple[int, int | None], ...]:
+    merged: list[tuple[int, int | None]] = []
+    for first, last in sorted(ranges, key=lambda pair: pair[0]):
+        if merged and (merged[-1][1] is None or first <= merged[-1][1] + 1):
+            earlier = merged[-1][1]
+            merged[-1] = (merged[-1][0], None if earlier is None or last is None else max(earlier, last))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _expected(item: object) -> str:
+    return f"steps {item!r} cannot be read; write steps and ranges, for example '0-19, 40, 100-' or [0, 5, '10-19']"
