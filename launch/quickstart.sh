@@ -13,7 +13,7 @@ status=0
 if [[ -f "$output/recording/recording.json" ]]; then
     echo
     echo "One recorded episode, as the policy played it:"
-    .venv/bin/python -m pipelines.show_episode "$output/recording" --config "$output/baseline/config.yaml"
+    .venv/bin/mock-scheduler show "$output/recording" --row best
 fi
 if [[ -f "$output/tp2-pp2/ledger.json" ]]; then
     echo

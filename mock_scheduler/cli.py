@@ -12,7 +12,7 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -37,6 +37,10 @@ app = typer.Typer(
 ConfigName = Annotated[str, typer.Argument(help="YAML file in the config path, without .yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
 ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
+
+RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
+Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
+JsonOutput = Annotated[str | None, typer.Option("--json", help="also write all of it to this file; -: JSON instead")]
 
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
@@ -117,6 +121,38 @@ def compare(
 
 
 @app.command()
+def doctor(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    step: Annotated[int, typer.Option("--step", help="the training step to replay; those before it run as well")] = 0,
+    recording: Annotated[
+        Path | None, typer.Option("--recording", help="what to replay; a new one is recorded where none is given")
+    ] = None,
+    entry: Annotated[str, typer.Option("--entry", help="module that runs the replays")] = "pipelines.agentic",
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "--output_dir", help="the runs go to doctor in this folder")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
+) -> None:
+    """Replay one step twice and name the first operation that differs, and the setting responsible."""
+    from mock_scheduler.align.doctor_runs import run_doctor  # imports torch: not for --help
+
+    source = _source(config_name, config_path, overrides)
+    code = run_doctor(
+        source.config_name,
+        config_path=Path(source.config_path),
+        overrides=source.overrides,
+        output_dir=output_dir,
+        step=step,
+        recording=recording,
+        entry=entry,
+        json_path=json_path,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import launch_environment  # kept beside the heavier loading
@@ -132,6 +168,56 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
     from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
 
     typer.echo(dump_config(_source(config_name, config_path, overrides).load()), nl=False)
+
+
+@app.command()
+def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
+    """Say what a recording is and what its steps hold."""
+    from mock_scheduler.report.recording_commands import run_inspect  # imports torch: not for --help
+
+    raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
+
+
+@app.command()
+def verify(dump_dir: RecordingDir, steps: Steps = None) -> None:
+    """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
+    from mock_scheduler.report.recording_commands import run_verify  # imports torch: not for --help
+
+    raise typer.Exit(run_verify(dump_dir, steps=steps))
+
+
+@app.command()
+def diff(
+    dump_dir_a: RecordingDir,
+    dump_dir_b: RecordingDir,
+    steps: Steps = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="differing rows to show of each step")] = 5,
+    json_path: JsonOutput = None,
+) -> None:
+    """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
+    from mock_scheduler.report.recording_commands import run_diff  # imports torch: not for --help
+
+    raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
+
+
+@app.command()
+def show(
+    dump_dir: RecordingDir,
+    step: Annotated[int, typer.Option("--step", min=0)] = 0,
+    row: Annotated[
+        str, typer.Option("--row", help="number, 'best', 'worst', or 'default/group 1/episode 0/env 9/turn 0'")
+    ] = "0",
+    mode: Annotated[Literal["train", "val"], typer.Option("--mode")] = "train",
+    scheduler_id: Annotated[str, typer.Option("--scheduler", help="scheduler_id of the step")] = "default",
+    vocabulary: Annotated[
+        Path | None, typer.Option("--vocabulary", help="JSON list, {id: text} or tokenizer.json; else the recording's")
+    ] = None,
+) -> None:
+    """Print one recorded trajectory, turn by turn, as a person reads it."""
+    from mock_scheduler.report.recording_commands import run_show  # imports torch: not for --help
+
+    code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
+    raise typer.Exit(code)
 
 
 @app.command()

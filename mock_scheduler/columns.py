@@ -7,11 +7,14 @@ must not be written to.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest
@@ -48,6 +51,30 @@ class TensorColumn:
             return self.values[index]
         return Ragged(self.values[int(self.offsets[index]) : int(self.offsets[index + 1])])
 
+    def rows(self) -> Sequence[torch.Tensor | Ragged]:
+        """The entries of all rows, as views."""
+        if self.offsets is None:
+            return self.values.unbind()
+        return [Ragged(part) for part in torch.split(self.values, self.offsets.diff().tolist())]
+
+    def row_bytes(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
+        """All bytes, and the ``B + 1`` positions in them at which rows start and end."""
+        bounds = list(range(len(self) + 1)) if self.offsets is None else self.offsets.tolist()
+        entry_size = self.values.dtype.itemsize * math.prod(self.values.shape[1:])
+        return as_bytes(self.values).numpy(), [bound * entry_size for bound in bounds]
+
+    def select(self, rows: Sequence[int]) -> TensorColumn:
+        """The column of copies of these rows' entries, in the order given."""
+        content, bounds = self.row_bytes()
+        pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
+        joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
+        count, offsets = len(rows), None
+        if self.offsets is not None:
+            sizes = [0, *self.offsets.diff()[torch.tensor(rows, dtype=torch.int64)].tolist()]
+            count, offsets = sum(sizes), torch.tensor(sizes, dtype=torch.int64).cumsum(0)
+        values = from_bytes(joined, self.values.dtype, (count, *self.values.shape[1:]))
+        return TensorColumn(values=values, offsets=offsets)
+
     def digest(self) -> str:
         """Digest over dtype, shape, every bit and, where ragged, the offsets."""
         offsets = "" if self.offsets is None else compute_tensor_digest(self.offsets)
@@ -81,6 +108,14 @@ class JsonColumn:
         """The value of one row."""
         return self.items[index]
 
+    def rows(self) -> Sequence[JSON]:
+        """The values of all rows."""
+        return self.items
+
+    def select(self, rows: Sequence[int]) -> JsonColumn:
+        """The column of these rows, in the order given."""
+        return JsonColumn(items=tuple(self.items[row] for row in rows))
+
     def digest(self) -> str:
         """The canonical JSON of all rows."""
         return canonical_json(self.items)
@@ -99,12 +134,17 @@ class JsonColumn:
 Column: TypeAlias = TensorColumn | JsonColumn
 
 
+def column_name_problem(name: str) -> list[str]:
+    """Why a column cannot have this name; empty where it can."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return []
+    return [f"extra {name!r}: a name has up to 128 letters, digits and '_./:-', the first a letter or digit"]
+
+
 def check_column_name(name: str) -> None:
     """Raise ``BatchError`` where a column cannot have this name."""
-    if not _NAME.fullmatch(name):
-        raise BatchError(
-            f"extra {name!r}: a name has up to 128 letters, digits and '_./:-', the first a letter or digit"
-        )
+    for problem in column_name_problem(name):
+        raise BatchError(problem)
 
 
 def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
@@ -145,13 +185,22 @@ def _stack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenated along the first dimension, bit for bit; by bytes, since torch cannot join every dtype."""
     first = pieces[0]
     total = sum(len(piece) for piece in pieces)
-    joined = torch.cat([as_bytes(piece) for piece in pieces])
-    return joined.view(first.dtype).reshape(total, *first.shape[1:])
+    joined = np.concatenate([as_bytes(piece).numpy() for piece in pieces])
+    return from_bytes(joined, first.dtype, (total, *first.shape[1:]))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, uint8 ``[num_bytes]``, as a view where it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    if tensor.numel() == 0:  # which torch cannot always view as another dtype
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of these bytes, which it shares; the inverse of ``as_bytes``."""
+    if len(content) == 0:  # which torch cannot view as another dtype
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
 
 
 def _kind(tensor: torch.Tensor) -> str:

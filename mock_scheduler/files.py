@@ -12,9 +12,13 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
 
@@ -34,11 +38,14 @@ def written_aside(path: Path) -> Iterator[Path]:
     _sync(path.parent)
 
 
-def publish_new(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken."""
+def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
+    """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken.
+
+    ``data``: bytes, or pieces that follow each other, which are not joined in memory.
+    """
+    pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     with _temporary(path) as aside:
-        aside.write_bytes(data)
-        _sync(aside)
+        _write_pieces(aside, pieces)
         _link_new(aside, path)
     _sync(path.parent)
 
@@ -53,6 +60,26 @@ def save_json(path: Path, content: Mapping[str, object], *, sort_keys: bool = Tr
 def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> bytes:
     """The bytes that ``save_json`` writes: strict JSON in ASCII, which every text can be written in."""
     return (json.dumps(content, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode("ascii")
+
+
+def rename_away(path: Path) -> Path:
+    """Give a file or folder a hidden name, as an unfinished file has, so that it is gone at once and as a whole.
+
+    Returns that name, to be removed. Raises ``FileNotFoundError`` where it is absent.
+    """
+    aside = _name_aside(path)
+    path.rename(aside)
+    _sync(path.parent)
+    return aside
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what crashed writers left in a folder; only for a process that alone writes there."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # what cannot be removed stays hidden
+        else:
+            path.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -72,11 +99,28 @@ def make_folder(folder: Path) -> None:
 @contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
     make_folder(path.parent)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    aside = _name_aside(path)
     try:
         yield aside
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _name_aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def _write_pieces(path: Path, pieces: Sequence[Buffer]) -> None:
+    """Write a new file and have it on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for piece in pieces:
+            rest = memoryview(piece).cast("B")
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _link_new(aside: Path, path: Path) -> None:

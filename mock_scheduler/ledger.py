@@ -1,17 +1,19 @@
-"""What a run built, called, answered from a recording and suppressed, counted where it happens.
+"""What a run built, called, answered from a recording, suppressed and recorded, counted where it happens.
 
-Contract: counts only grow; an engine or environment that is built says so itself, so that a 0 here was measured.
+Contract: counts only grow, from any thread; an engine or environment that is built says so itself, so that a 0 here
+was measured.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Literal, get_args
 
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.files import save_json
 
-Category = Literal["built", "called", "answered", "suppressed"]
+Category = Literal["built", "called", "answered", "suppressed", "recording"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 #: Always present among what was built, so that a zero is shown.
 BUILT_NAMES = ("engine", "environment", "scheduler")
@@ -22,9 +24,14 @@ class Ledger:
 
     ``built``: a costly object was made (``engine``, ``environment``, ``scheduler``); ``called``: a call reached the
     real scheduler; ``answered``: a call was answered from the recording; ``suppressed``: a call had no effect.
+    ``recording``: what was done with it: ``recorded_steps`` and ``recorded_bytes`` that this process wrote,
+    ``present_steps`` that it found written already, ``repeated_steps`` given in the place of absent ones,
+    ``verified_steps`` equal to what was played and ``different_steps`` that were not, ``cache_hits`` and
+    ``cache_misses``.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._counts: dict[Category, dict[str, int]] = {category: {} for category in CATEGORIES}
         self._counts["built"] = dict.fromkeys(BUILT_NAMES, 0)
 
@@ -34,23 +41,26 @@ class Ledger:
             raise SchedulerError(f"ledger: unknown category {category!r}; known: {', '.join(CATEGORIES)}")
         if n < 0:
             raise SchedulerError(f"ledger: {category} {name} cannot be counted {n} times")
-        self._counts[category][name] = self._counts[category].get(name, 0) + n
+        with self._lock:
+            self._counts[category][name] = self._counts[category].get(name, 0) + n
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """A copy of the counts: category -> name -> count."""
-        return {category: dict(names) for category, names in self._counts.items()}
+        with self._lock:
+            return {category: dict(names) for category, names in self._counts.items()}
 
     def render(self) -> str:
-        """A short plain-text table: what was built, one line each, then the calls of each category."""
+        """A short plain-text table: what was built, one line each, then the counts of each other category."""
+        counts = self.as_dict()
         lines = ["Ledger"]
-        lines += [f"  {name}s built: {count}" for name, count in sorted(self._counts["built"].items())]
+        lines += [f"  {name}s built: {count}" for name, count in sorted(counts["built"].items())]
         for category, title in (
             ("called", "calls to the real scheduler"),
             ("answered", "calls answered from the recording"),
             ("suppressed", "calls suppressed"),
+            ("recording", "recording"),
         ):
-            names = self.as_dict()[category]
-            listed = ", ".join(f"{name} {count}" for name, count in sorted(names.items()))
+            listed = ", ".join(f"{name} {count}" for name, count in sorted(counts[category].items()))
             lines.append(f"  {title}: {listed or 'none'}")
         return "\n".join(lines)
 

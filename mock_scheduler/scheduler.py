@@ -1,14 +1,14 @@
 """The seam: what the training loop asks a rollout scheduler for, in every mode.
 
-Contract: the loop sees only ``RolloutScheduler``. Any object with ``get_batch`` can stand behind it: what such an
-object lacks is answered here, in ``adapt_scheduler``, and nowhere else.
+Contract: the loop sees only ``RolloutScheduler``, or ``AsyncRolloutScheduler`` where it is asynchronous. Any object
+with ``get_batch`` can stand behind it: what it lacks is answered here, in ``scheduler_methods``, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import Mode as Mode
@@ -59,13 +59,18 @@ class RowShard:
             raise SchedulerError(f"row shard: index {self.index} must be at least 0 and less than count {self.count}")
 
 
+#: What a pipeline trains on: a ``RolloutBatch`` or, with a codec, the framework's own batch, whose type the library
+#: does not know.
+NativeBatch: TypeAlias = Any
+
+
 class BatchCodec(Protocol):
     """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit."""
 
-    def encode(self, native: object, request: RolloutRequest) -> RolloutBatch:
+    def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:
         """The recorded form of a framework's batch, which stays as it was; raises ``BatchError``."""
 
-    def decode(self, batch: RolloutBatch) -> object:
+    def decode(self, batch: RolloutBatch) -> NativeBatch:
         """The framework's batch."""
 
 
@@ -103,56 +108,76 @@ class RolloutScheduler(BatchSource, Protocol):
         """Release everything; a second call does nothing."""
 
 
-def adapt_scheduler(real: object) -> RolloutScheduler:
-    """``real`` itself where it has all methods, else wrapped so that it has.
+class AsyncRolloutScheduler(Protocol):
+    """``RolloutScheduler`` for an asynchronous training loop; its methods may run at the same time."""
 
-    Raises ``SchedulerError`` where it has no ``get_batch``.
+    async def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+        """The batch for this request."""
+
+    async def suspend(self) -> None:
+        """Stop generating: the weights are about to change."""
+
+    async def resume(self) -> None:
+        """Go on generating."""
+
+    async def update_weights(self, policy_version: int) -> None:
+        """The policy now is version ``policy_version``."""
+
+    async def collect_metrics(self) -> dict[str, float]:
+        """What the scheduler measured about its last batch."""
+
+    async def state_dict(self) -> dict[str, JSON]:
+        """What a checkpoint must keep, as JSON."""
+
+    async def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        """Go on from a ``state_dict``."""
+
+    async def close(self) -> None:
+        """Release everything; a second call does nothing."""
+
+
+#: A method of a real scheduler, synchronous or asynchronous.
+SchedulerMethod: TypeAlias = Callable[..., object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerMethods:
+    """The methods of ``RolloutScheduler`` by name: a real scheduler's ``own``, and ``substitutes`` for all it lacks."""
+
+    own: Mapping[str, SchedulerMethod]
+    substitutes: Mapping[str, SchedulerMethod]
+
+    def __getitem__(self, name: str) -> SchedulerMethod:
+        return self.own[name] if name in self.own else self.substitutes[name]
+
+
+def scheduler_methods(real: object) -> SchedulerMethods:
+    """The methods that ``real`` has, each synchronous or asynchronous, and what stands in for those that it lacks.
+
+    A scheduler without a method has nothing to suspend, measure, store or release. Raises ``SchedulerError`` where it
+    has no ``get_batch``.
     """
-    if isinstance(real, RolloutScheduler):
-        return real
-    if isinstance(real, BatchSource):
-        return _CompletedScheduler(real)
-    raise SchedulerError(f"{type(real).__name__} is no rollout scheduler: it has no method get_batch(request)")
+    if not isinstance(real, BatchSource):
+        raise SchedulerError(f"{type(real).__name__} is no rollout scheduler: it has no method get_batch(request)")
 
-
-class _CompletedScheduler:
-    """Answers what a partial scheduler lacks: nothing to suspend, measure, store or release."""
-
-    def __init__(self, real: BatchSource) -> None:
-        self._real = real
-        optional = ("suspend", "resume", "update_weights", "collect_metrics", "state_dict", "load_state_dict", "close")
-        self._methods = {name: getattr(real, name) for name in optional if hasattr(real, name)}
-
-    def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        return self._real.get_batch(request)
-
-    def suspend(self) -> None:
-        if "suspend" in self._methods:
-            self._methods["suspend"]()
-
-    def resume(self) -> None:
-        if "resume" in self._methods:
-            self._methods["resume"]()
-
-    def update_weights(self, policy_version: int) -> None:
-        if "update_weights" in self._methods:
-            self._methods["update_weights"](policy_version)
-
-    def collect_metrics(self) -> dict[str, float]:
-        return dict(self._methods["collect_metrics"]()) if "collect_metrics" in self._methods else {}
-
-    def state_dict(self) -> dict[str, JSON]:
-        return dict(self._methods["state_dict"]()) if "state_dict" in self._methods else {}
-
-    def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        if "load_state_dict" in self._methods:
-            self._methods["load_state_dict"](state)
-        elif state:
+    def refuse_state(state: Mapping[str, JSON]) -> None:
+        if state:
             raise SchedulerError(
-                f"{type(self._real).__name__} has no load_state_dict, but the checkpoint holds its state "
+                f"{type(real).__name__} has no load_state_dict, but the checkpoint holds its state "
                 f"{sorted(state)}: it would be lost"
             )
 
-    def close(self) -> None:
-        if "close" in self._methods:
-            self._methods["close"]()
+    substitutes: dict[str, SchedulerMethod] = {
+        "suspend": lambda: None,
+        "resume": lambda: None,
+        "update_weights": lambda policy_version: None,
+        "collect_metrics": dict,
+        "state_dict": dict,
+        "load_state_dict": refuse_state,
+        "close": lambda: None,
+    }
+    own = {name: getattr(real, name) for name in substitutes if hasattr(real, name)}
+    return SchedulerMethods(
+        own={"get_batch": real.get_batch, **own},
+        substitutes={name: method for name, method in substitutes.items() if name not in own},
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.determinism.environment import apply_system_envs, check_settings
+from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.processes import end_with_parent
@@ -30,7 +30,7 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
     """
     check_settings(config.system_envs)
     mock = config.rollout_mock
-    if mock.effective_mode == "real" or mock.allow_nondeterministic:
+    if mock.modes_in_use == {"real"} or mock.allow_nondeterministic:
         return
     if not is_deterministic_mode(config.system_envs):
         lines = "".join(f"    {line}\n" for line in required_lines())
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         config = source.load()
         output_dir = Path(config.output_dir)
         check_replay_is_deterministic(config)
-        apply_system_envs(config.system_envs, environ=os.environ, modules=sys.modules)
+        apply_system_envs(
+            config.system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with()
+        )
         _silence_foreign_warnings()
         prepare()
         # Imported here, since torch and Megatron read the environment when they are imported.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mock_scheduler.config.schema import ConfigSection, PipelineConfig
+from mock_scheduler.config.schema import ConfigSection, Mode, PipelineConfig
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.digests import JSON
-from mock_scheduler.recording.contract import Contract, ContractField, Rule
+from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
+from pipelines.megatron.initial_weights import compute_initial_weights_digest
+from pipelines.rollout.scheduler import first_episode
 
 # Fields of the model that change how it is computed and not what is computed.
 _IMPLEMENTATION = ("transformer_impl", "make_vocab_size_divisible_by")
@@ -23,17 +25,35 @@ _TRAINING = (
 )
 
 
+_MODES: tuple[Mode, ...] = ("train", "val")
+_VERSION_PREFIX = "version."
+_CPU_CAPABILITY = "version.cpu_capability"  # the name of an instruction set
+
+
 def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: Mapping[str, str]) -> Contract:
-    """Every field of the contract; ``settings``: the determinism settings read back in this process."""
+    """Every field of the contract; ``settings``: the determinism settings read back in this process.
+
+    A run that goes on from a checkpoint has the contract of the run that began: where its data stand is checked step by
+    step, by the data cursor of each request.
+    """
+    vocab_size = vocab_size_in_effect(config, tokenizer)
     fields = [
-        _must_match(
-            "vocabulary",
-            tokenizer.digest(),
-            f"The recorded token ids mean something else here ({tokenizer.vocab_size} tokens now): use the recording "
-            "run's environments.",
+        ContractField(
+            name="vocabulary",
+            value=tokenizer.digest(),
+            rule=Rule.MUST_MATCH,
+            advice=f"The recorded token ids mean something else here ({tokenizer.vocab_size} tokens now): use the "
+            "recording run's environments.",
+            match=Match.DIGEST,
         ),
-        _must_match("model.vocab_size", vocab_size_in_effect(config, tokenizer)),
+        _must_match("model.vocab_size", vocab_size),
         _must_match("seed", config.seed, "The initial weights follow from seed: set it as in the recording run."),
+        _initial_weights(config, vocab_size),
+        _must_match(
+            "data_cursor",
+            {mode: {"first_episode": first_episode(config, mode, 0)} for mode in _MODES},
+            "The run begins at other episodes than the recorded one: start it where that began.",
+        ),
         *(_must_match(name, value) for name, value in _configured(config).items()),
         *(
             _must_match(f"determinism.{name}", value, "Set system_envs as in the recording run.")
@@ -45,13 +65,36 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
     return Contract(fields)
 
 
+def _initial_weights(config: PipelineConfig, vocab_size: int) -> ContractField:
+    return ContractField(
+        name="initial_weights",
+        value=compute_initial_weights_digest(
+            config.model, vocab_size=vocab_size, sequence_length=config.sequence_length, seed=config.seed
+        ),
+        rule=Rule.MUST_MATCH,
+        advice="They follow from seed, the model section and the vocabulary: set these as in the recording run.",
+        match=Match.DIGEST,
+    )
+
+
 def _must_match(name: str, value: JSON, advice: str | None = None) -> ContractField:
     advice = advice or f"Set {name} as in the recording run."
     return ContractField(name=name, value=value, rule=Rule.MUST_MATCH, advice=advice)
 
 
 def _may_differ(name: str, value: JSON) -> ContractField:
-    return ContractField(name=name, value=value, rule=Rule.MAY_DIFFER, advice="")
+    return ContractField(name=name, value=value, rule=Rule.MAY_DIFFER, advice="", match=_match_of(name))
+
+
+def _match_of(name: str) -> Match:
+    """How a field that may differ is compared: what decides here is what is said about the difference.
+
+    More steps than were recorded are no breach: cache and a resumed dump add them, and mock names each missing step.
+    """
+    if name == "max_steps":
+        return Match.AT_MOST
+    is_version = name.startswith(_VERSION_PREFIX) and name != _CPU_CAPABILITY
+    return Match.VERSION if is_version else Match.EQUAL
 
 
 def _configured(config: PipelineConfig) -> dict[str, JSON]:

@@ -18,7 +18,13 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
-from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
+from mock_scheduler.determinism.environment import check_unchanged
+from mock_scheduler.determinism.guard import (
+    apply_deterministic_mode,
+    check_took_effect,
+    read_back,
+    read_node_values,
+)
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import save_json
@@ -41,12 +47,15 @@ from pipelines.megatron.checkpoint import (
     read_run_state,
     save_checkpoint,
 )
+from pipelines.megatron.conflicts import check_model_config
+from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.probes import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.micro_batches import MicroBatch, build_micro_batches
+from pipelines.operations import record_operations
 from pipelines.progress import StepProgress, configure_logging
-from pipelines.rollout.scheduler import AgenticRolloutScheduler
+from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
 from pipelines.tracking import RUN_FILE, MetricsWriter, prepare_output_dir
 
 logger = logging.getLogger("pipelines.run")
@@ -69,7 +78,14 @@ def planned_requests(config: PipelineConfig, *, first_step: int) -> list[Rollout
 
 
 def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
-    return RolloutRequest(global_step=step, batch_size=config.batch_size(mode), mode=mode, policy_version=step)
+    return RolloutRequest(
+        global_step=step,
+        batch_size=config.batch_size(mode),
+        mode=mode,
+        policy_version=step,
+        group_size=config.env_manager(mode).group_size,
+        data_cursor={"first_episode": first_episode(config, mode, step)},
+    )
 
 
 class AgenticPipeline:
@@ -100,6 +116,7 @@ class AgenticPipeline:
         self._ledger = Ledger()
         self._clock = Clock()
         self._batch_digests: dict[str, str] = {}
+        facts = check_model_config(build_transformer_config(config), environ=os.environ)
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
         self._scheduler = build_scheduler(
@@ -109,8 +126,14 @@ class AgenticPipeline:
             ledger=self._ledger,
             plan=self._plan,
             is_writer=runtime.is_writer,
-            provenance={"settings": dict(settings)},
+            provenance={
+                "settings": dict(settings),
+                "node": read_node_values(os.environ),
+                "facts": [fact.describe() for fact in facts],
+                "vocabulary": list(tokenizer.display_texts),
+            },
             resume=self._is_resumed,
+            max_row_tokens=config.sequence_length,
         )
         self._trainer = PolicyTrainer(
             config,
@@ -188,8 +211,12 @@ class AgenticPipeline:
         with self._clock.measure("rollout"):
             batch = self._get_batch(request)
         rollout_metrics = self._scheduler.collect_metrics()
-        with self._clock.measure("train"):
-            train_metrics = self._train_step(request.global_step, self._micro_batches(batch))
+        step = request.global_step
+        with (
+            self._clock.measure("train"),
+            record_operations(self._config, self._output_dir, self._trainer, step=step),
+        ):
+            train_metrics = self._train_step(step, self._micro_batches(batch))
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
 
     def _micro_batches(self, batch: RolloutBatch) -> list[MicroBatch]:
@@ -225,6 +252,7 @@ class AgenticPipeline:
         )
         with self._clock.measure("checkpoint"):
             save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
+        self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:
         """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
@@ -285,7 +313,9 @@ def run_pipeline(config: PipelineConfig) -> None:
     try:
         configure_logging(is_writer=runtime.is_writer)
         AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
-        check_took_effect(read_back(os.environ), deterministic=is_deterministic)
+        settings_at_end = read_back(os.environ)
+        check_took_effect(settings_at_end, deterministic=is_deterministic)
+        check_unchanged(settings, settings_at_end)
     finally:
         stop_runtime()
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory, compute_prompt_digest
+from mock_scheduler.columns import JsonColumn, Ragged, RowValue, TensorColumn
 from mock_scheduler.errors import BatchError
-from tests.recording.builders import SAMPLING, make_batch, make_row, make_rows
+from tests.batches import SAMPLING, make_batch, make_row, make_rows
 
 
 def build(rows: Sequence[Trajectory], group_size: int | None = None) -> RolloutBatch:
@@ -45,6 +46,7 @@ def test_jagged_content_is_the_rows_one_after_another() -> None:
     assert batch.turn_rewards.tolist() == [0.0, 1.0, 0.5]
     assert batch.turn_offsets.tolist() == [0, 2, 3]
     assert batch.rewards.tolist() == [1.0, 0.5]
+    assert batch.prompt_digests[1] == compute_prompt_digest(torch.tensor([7, 8], dtype=torch.int32))
     assert batch.prompt_digests[1] == hashlib.sha256(struct.pack("<2i", 7, 8)).hexdigest()
     assert len(batch) == 2
 
@@ -88,14 +90,25 @@ def test_all_problems_of_a_batch_are_listed_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"tokens": torch.tensor([1, 2, 3, 4])}, "tokens is torch.int64 [4]; expected torch.int32 with one dimension"),
+        (
+            {"tokens": torch.tensor([1, 2, 3, 4])},
+            "tokens is torch.int64 [4] on cpu; expected torch.int32 with 1 dimension on cpu",
+        ),
         ({"response_mask": torch.ones(5, dtype=torch.bool)}, "response_mask has 5 entries, the row has 4 tokens"),
         ({"policy_versions": torch.zeros(3, dtype=torch.int32)}, "turn_rewards has 2 turns, policy_versions has 3"),
         ({"prompt_length": 5}, "prompt_length is 5, the row has 4 tokens"),
         ({"tokens": torch.tensor([1, -2, 3, 4], dtype=torch.int32)}, "token id -2 is negative"),
         ({"rollout_logprobs": torch.tensor([0.0, float("-inf")])}, "rollout_logprobs is not finite: [-inf]"),
         ({"reward": float("inf")}, "reward is not finite: inf"),
-        ({"tokens": torch.tensor([], dtype=torch.int32)}, "it has no tokens"),
+        (
+            {
+                "tokens": torch.tensor([], dtype=torch.int32),
+                "response_mask": torch.tensor([], dtype=torch.bool),
+                "rollout_logprobs": torch.tensor([]),
+                "prompt_length": 0,
+            },
+            "it has no tokens",
+        ),
     ],
 )
 def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, object], problem: str) -> None:
@@ -107,18 +120,43 @@ def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, object], pr
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rewards": torch.tensor([0.0, float("nan")])}, "rewards has 1 values that are not finite"),
+        ({"rewards": torch.tensor([0.0, float("nan")])}, "env 1/turn 0: reward is not finite: nan"),
         (
             {"rewards": torch.zeros(2, dtype=torch.float64)},
-            "rewards is torch.float64 [2] on cpu; expected torch.float32",
+            "rewards is torch.float64 [2] on cpu; expected torch.float32 with 1 dimension on cpu",
         ),
-        ({"row_offsets": torch.tensor([0, 8, 4])}, "row_offsets must rise from 0 to 8 by at least 1 per row"),
+        ({"row_offsets": torch.tensor([0, 9, 8])}, "row_offsets must rise from 0 to 8"),
+        ({"row_offsets": torch.tensor([0, 8, 8])}, "env 1/turn 0: it has no tokens"),
         ({"row_offsets": torch.tensor([0, 8])}, "row_offsets has 2 entries; expected 3"),
-        ({"terminations": torch.tensor([0, 3], dtype=torch.uint8)}, "terminations holds 3; expected 0 to 2"),
-        ({"prompt_lengths": torch.tensor([2, 5], dtype=torch.int32)}, "prompt_lengths are not all within their rows"),
-        ({"prompt_lengths": torch.tensor([2, 3], dtype=torch.int32)}, "response_mask is True inside a prompt"),
+        (
+            {"terminations": torch.tensor([0, 3], dtype=torch.uint8)},
+            "env 1/turn 0: termination is 3; expected 0 to 2",
+        ),
+        (
+            {"prompt_lengths": torch.tensor([2, 5], dtype=torch.int32)},
+            "env 1/turn 0: prompt_length is 5, the row has 4 tokens",
+        ),
+        (
+            {"prompt_lengths": torch.tensor([2, -1], dtype=torch.int32)},
+            "env 1/turn 0: prompt_length is -1, the row has 4 tokens",
+        ),
+        (
+            {"prompt_lengths": torch.tensor([3, 2], dtype=torch.int32)},
+            "env 0/turn 0: response_mask is True inside the prompt of 3 tokens",
+        ),
+        (
+            {"prompt_lengths": torch.tensor([2, 4], dtype=torch.int32)},
+            "env 1/turn 0: response_mask is True inside the prompt of 4 tokens",
+        ),
+        (
+            {"rollout_logprobs": torch.tensor([0.0, -1.0, -1.0, float("inf")])},
+            "env 1/turn 0: rollout_logprobs is not finite: [inf]",
+        ),
         ({"tags": ("a",)}, "tags has 1 entries; expected 2"),
         ({"group_size": 3}, "default/group 0/episode 0: group has 2 trajectories; expected group_size 3"),
+        ({"extras": {"a": TensorColumn(values=torch.zeros(3))}}, "extra 'a' has 3 rows; expected 2"),
+        ({"extras": {"a b": JsonColumn(items=(1, 2))}}, "extra 'a b': a name has up to 128 letters, digits and"),
+        ({"meta": {"cost": float("nan")}}, "meta 'cost' is not JSON: Out of range float values are not JSON compliant"),
     ],
 )
 def test_a_batch_made_by_its_constructor_is_checked_too(changes: dict[str, object], problem: str) -> None:
@@ -132,6 +170,25 @@ def test_identities_out_of_order_are_refused() -> None:
     batch = build([make_row(0, 0), make_row(0, 1)])
     with pytest.raises(BatchError, match="identities are not in increasing order"):
         dataclasses.replace(batch, identities=batch.identities[::-1])
+
+
+def test_a_long_list_of_problems_is_cut() -> None:
+    rows = [dataclasses.replace(make_row(0, env), prompt_length=9) for env in range(23)]
+    with pytest.raises(BatchError) as caught:
+        build(rows)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rollout batch has 23 problems:"
+    assert lines[1] == "  - default/group 0/episode 0/env 0/turn 0: prompt_length is 9, the row has 4 tokens"
+    assert lines[20:] == [
+        "  - default/group 0/episode 0/env 19/turn 0: prompt_length is 9, the row has 4 tokens",
+        "  and 3 more",
+    ]
+
+
+def test_a_long_list_of_values_is_cut() -> None:
+    row = make_row(tokens=range(9), response=[False, False] + [True] * 7, rollout_logprobs=[float("nan")] * 7)
+    with pytest.raises(BatchError, match=r"rollout_logprobs is not finite: \[nan, nan, nan, nan, …\] \(7 values\)"):
+        build([row])
 
 
 def test_an_identity_number_must_be_an_int() -> None:
@@ -155,8 +212,127 @@ def test_rows_without_response_are_allowed_and_counted() -> None:
     assert batch.rewards.tolist() == [1.0, 0.0]
 
 
-def test_rows_of_identical_content_are_counted() -> None:
-    assert build([make_row(0, 0), make_row(0, 1), make_row(0, 2, tag="other")]).num_duplicate_rows == 1
+def test_rows_of_identical_content_are_named_with_the_row_they_repeat() -> None:
+    batch = build([make_row(0, 0), make_row(0, 1), make_row(0, 2, tag="other"), make_row(1, 0)])
+    pairs = [(later.trajectory_key, first.trajectory_key) for later, first in batch.duplicate_rows()]
+    assert pairs == [
+        (("default", 0, 0, 1), ("default", 0, 0, 0)),
+        (("default", 1, 0, 0), ("default", 0, 0, 0)),
+    ]
+    assert batch.num_duplicate_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "num_duplicates"),
+    [
+        ("scalar", [torch.tensor(float("nan")), torch.tensor(float("nan"))], 1),
+        ("scalar", [torch.tensor(0.0), torch.tensor(-0.0)], 0),
+        ("ragged", [Ragged(torch.tensor([1])), Ragged(torch.tensor([1, 1]))], 0),
+        ("json", [{"a": [1]}, {"a": [2]}], 0),
+        ("json", [{"a": 1, "b": 2}, {"b": 2, "a": 1}], 1),
+        ("identity/env", [1, 2], 1),
+    ],
+)
+def test_extras_are_part_of_a_rows_content(name: str, values: list[RowValue], num_duplicates: int) -> None:
+    rows = [dataclasses.replace(make_row(0, env), extras={name: value}) for env, value in enumerate(values)]
+    assert build(rows).num_duplicate_rows == num_duplicates
+
+
+def test_groups_that_are_not_whole_are_listed() -> None:
+    batch = make_batch(3, 2)
+    assert batch.partial_groups(2) == []
+    assert batch.select([0, 1, 3]).partial_groups(2) == ["default/group 1/episode 0: 1 of 2 trajectories"]
+    assert batch.select([0]).partial_groups(8) == ["default/group 0/episode 0: 1 of 8 trajectories"]
+
+
+def rows_with_extras(num_rows: int = 4) -> list[Trajectory]:
+    return [
+        dataclasses.replace(
+            make_row(env // 2, env % 2),
+            extras={
+                "score": torch.tensor(float(env), dtype=torch.float64),
+                "image": torch.full((2, 3), env, dtype=torch.uint8),
+                "experts": Ragged(torch.full((env, 2), env, dtype=torch.bfloat16)),
+                "info": {"env": env, "text": "é"},
+            },
+        )
+        for env in range(num_rows)
+    ]
+
+
+def test_extras_go_with_their_rows() -> None:
+    rows = rows_with_extras()
+    batch = RolloutBatch.from_trajectories(rows[::-1], sampling=SAMPLING, group_size=2, meta={"epoch": 1, "b": None})
+    assert list(batch.extras) == ["experts", "image", "info", "score"]
+    assert list(batch.meta) == ["b", "epoch"]
+    experts = batch.extras["experts"]
+    assert isinstance(experts, TensorColumn)
+    assert experts.offsets is not None
+    assert experts.offsets.tolist() == [0, 0, 1, 3, 6]
+    assert experts.values.tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+    chosen = batch.select([1, 3])
+    assert [row.extras["info"] for row in chosen.rows()] == [{"env": 1, "text": "é"}, {"env": 3, "text": "é"}]
+    assert chosen.extras["score"].row(1) == torch.tensor(3.0, dtype=torch.float64)
+    last = chosen.rows()[1].extras["experts"]
+    assert isinstance(last, Ragged)
+    assert last.values.tolist() == [[3.0, 3.0]] * 3
+    assert chosen.meta == {"b": None, "epoch": 1}
+    parts = [batch.select([2, 3]), batch.select([0, 1])]
+    assert RolloutBatch.concat(parts).is_identical(dataclasses.replace(batch, group_size=None))
+
+
+def test_an_empty_selection_keeps_the_columns() -> None:
+    batch = build(rows_with_extras()).select([])
+    assert len(batch) == 0
+    assert [len(column) for column in batch.extras.values()] == [0, 0, 0, 0]
+    assert batch.rows() == []
+    assert list(RolloutBatch.concat([batch, batch]).extras) == ["experts", "image", "info", "score"]
+
+
+def test_rows_give_the_batch_again() -> None:
+    batch = build(rows_with_extras())
+    assert build(batch.rows()).is_identical(batch)
+
+
+def test_the_digest_covers_extras_and_meta() -> None:
+    batch = build(rows_with_extras())
+    changed = torch.tensor([0.0, 1.0, 2.0, 3.5], dtype=torch.float64)
+    others = [
+        dataclasses.replace(batch, extras={**batch.extras, "score": TensorColumn(values=changed)}),
+        dataclasses.replace(batch, extras={name: c for name, c in batch.extras.items() if name != "score"}),
+        dataclasses.replace(batch, extras={**batch.extras, "info": JsonColumn(items=(1, 2, 3, 4))}),
+        dataclasses.replace(batch, meta={"epoch": 1}),
+    ]
+    assert len({batch.digest(), *(other.digest() for other in others)}) == 5
+
+
+def test_extras_that_not_all_rows_have_are_refused() -> None:
+    rows = rows_with_extras(2)
+    rows[1] = dataclasses.replace(rows[1], extras={"score": rows[1].extras["score"]})
+    with pytest.raises(BatchError) as caught:
+        build(rows)
+    assert str(caught.value) == (
+        "rollout batch has 1 problem:\n"
+        "  - default/group 0/episode 0/env 1/turn 0: extras are ['score']; the first row, "
+        "default/group 0/episode 0/env 0/turn 0, has ['experts', 'image', 'info', 'score']"
+    )
+
+
+def test_extras_of_different_kinds_are_refused() -> None:
+    rows = rows_with_extras(2)
+    changed = {"score": torch.tensor(1.0), "info": torch.tensor(1), "experts": Ragged(torch.zeros(1, 3))}
+    rows[1] = dataclasses.replace(rows[1], extras={**rows[1].extras, **changed})
+    with pytest.raises(BatchError) as caught:
+        build(rows)
+    hint = "all rows must be of one kind (wrap tensors whose first dimension varies in Ragged)"
+    assert str(caught.value) == (
+        "rollout batch has 3 problems:\n"
+        "  - extra 'score': row 0 is torch.float64 [] on cpu, row 1 is torch.float32 [] on cpu; " + hint + "\n"
+        "  - extra 'experts': row 0 is Ragged torch.bfloat16 [n, 2], row 1 is Ragged torch.float32 [n, 3]; "
+        + hint
+        + "\n  - extra 'info': row 0 is dict, row 1 is torch.int64 [] on cpu; "
+        + hint
+    )
 
 
 def test_concat_of_any_split_is_the_whole() -> None:
@@ -171,6 +347,8 @@ def test_concat_checks_groups_and_identities_anew() -> None:
         RolloutBatch.concat([batch, batch])
     with pytest.raises(BatchError, match=r"batch 1 has .* group_size None, batch 0 has .* group_size 2"):
         RolloutBatch.concat([batch, dataclasses.replace(batch, group_size=None)])
+    with pytest.raises(BatchError, match=r"concat: batch 1 has meta {'epoch': 1}, batch 0 has {}"):
+        RolloutBatch.concat([batch, dataclasses.replace(batch, meta={"epoch": 1})])
     with pytest.raises(BatchError, match="no batches were given"):
         RolloutBatch.concat([])
 

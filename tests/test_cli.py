@@ -29,7 +29,8 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert all(name in done.stdout for name in ("launch", "align", "compare", "env", "config", "version"))
+    names = ("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version")
+    assert [name for name in names if f"│ {name} " not in done.stdout] == []
 
 
 def test_help_answers_within_three_tenths_of_a_second() -> None:
@@ -70,7 +71,7 @@ def test_library_errors_are_one_clean_message(config_path: str, capsys: pytest.C
     assert captured.out == ""
     assert captured.err == (
         f"error: configuration 'run' ({config_path}/run.yaml) has 1 problem:\n"
-        "  - rollout_mock.mode: unknown mode '[b]replay'; known modes: real, dump, mock "
+        "  - rollout_mock.mode: unknown mode '[b]replay'; known modes: real, dump, mock, cache, verify "
         "(given as \"rollout_mock.mode='[b]replay'\")\n"
     )
 
@@ -83,7 +84,18 @@ def test_unready_deterministic_mode_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nothing"], ["config"], ["config", "run", "--bogus"], ["launch", "x", "--nnodes", "y"]]
+    "arguments",
+    [
+        ["nothing"],
+        ["config"],
+        ["config", "run", "--bogus"],
+        ["launch", "x", "--nnodes", "y"],
+        ["inspect"],
+        ["diff", "only-one"],
+        ["diff", "a", "b", "--limit", "0"],
+        ["show", "a", "--mode", "test"],
+        ["show", "a", "--step", "-1"],
+    ],
 )
 def test_usage_errors_exit_with_5(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 5

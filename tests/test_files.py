@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.files import encode_json, make_folder, publish_new, save_json, written_aside
+from mock_scheduler.files import (
+    encode_json,
+    make_folder,
+    publish_new,
+    remove_leftovers,
+    rename_away,
+    save_json,
+    written_aside,
+)
 
 
 def test_a_file_is_seen_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -95,6 +103,37 @@ def test_a_new_file_is_never_published_over_another(tmp_path: Path) -> None:
         publish_new(path, b"second")
     assert path.read_bytes() == b"first"
     assert os.listdir(path.parent) == ["file"]
+
+
+def test_pieces_follow_each_other_whatever_their_kind_and_shape(tmp_path: Path) -> None:
+    numbers = memoryview(bytearray(b"\1\0\2\0")).cast("H", (2, 1))
+    publish_new(tmp_path / "file", [b"ab", bytearray(b"c"), memoryview(b""), numbers, b"z"])
+    assert (tmp_path / "file").read_bytes() == b"abc\1\0\2\0z"
+    publish_new(tmp_path / "empty", [])
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    publish_new(tmp_path / "file", [b"0123456789", b"abc", b"d"])
+    assert (tmp_path / "file").read_bytes() == b"0123456789abcd"
+
+
+def test_what_is_renamed_away_is_gone_and_is_removed_with_other_leftovers(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    publish_new(folder / "a", b"1")
+    publish_new(tmp_path / "file", b"2")
+    aside = [rename_away(folder), rename_away(tmp_path / "file")]
+    assert [path.name[0] for path in aside] == [".", "."]
+    assert (aside[0] / "a").read_bytes() == b"1"
+    (tmp_path / ".lock").touch()
+    (tmp_path / "kept.tmp").touch()
+    (tmp_path / ".link.1.ab.tmp").symlink_to(tmp_path / "kept.tmp")
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "kept.tmp"]
+    with pytest.raises(FileNotFoundError):
+        rename_away(folder)
 
 
 def test_a_folder_below_a_file_is_an_error(tmp_path: Path) -> None:

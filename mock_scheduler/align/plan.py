@@ -23,13 +23,17 @@ RECORDING_NAME = "recording"
 
 ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
 
-_SET_BY_ALIGN = (
-    "rollout_mock.enable",
-    "rollout_mock.mode",
-    "rollout_mock.dump_dir",
-    "rollout_mock.on_mismatch",
-    "trace.level",
-)
+# Every step of the baseline is recorded, and every step of a candidate is that of the recording.
+_WHOLE_RECORDING = {
+    "rollout_mock.enable": "true",
+    "rollout_mock.on_mismatch": "error",
+    "rollout_mock.schedule": "[]",
+    "rollout_mock.steps": "null",
+    "rollout_mock.every": "1",
+    "rollout_mock.missing_step": "error",
+    "rollout_mock.retention.keep_last": "null",
+}
+_SET_BY_ALIGN = (*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level")
 _SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir")
 
 
@@ -163,10 +167,9 @@ def _plan_run(
     run_dir = root / name
     complete = (
         *overrides,
-        "rollout_mock.enable=true",
+        *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
         f"rollout_mock.mode={mode}",
         quote_override("rollout_mock.dump_dir", str(root / RECORDING_NAME)),
-        "rollout_mock.on_mismatch=error",
         "trace.level=full",
         quote_override("output_dir", str(run_dir)),
         quote_override("exp_name", f"{exp_name}-{name}"),

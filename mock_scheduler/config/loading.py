@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
-from typing import NoReturn, get_args, get_origin
+from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -29,16 +28,14 @@ from omegaconf.errors import (
     InterpolationResolutionError,
     OmegaConfBaseException,
 )
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
+from mock_scheduler.config.dialects import resolve_dialects
+from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 
 DEFAULT_CONFIG_PATH = "configs"
-
-_KeyPath = tuple[str | int, ...]
-_Problem = tuple[str, str]  # dotted key, what is wrong with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +84,8 @@ def load_config(
 
     A plain override ``a.b=c`` sets any key of the schema, whether or not the YAML has it; where its key names a folder
     under ``config_path`` it selects from that config group, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
-    Integers in ``system_envs`` become strings. Raises ConfigError.
+    Integers in ``system_envs`` become strings. AReaL's and verl's sections for recording become ``rollout_mock``
+    (``dialects``). Raises ConfigError.
     """
     folder = Path(config_path).absolute()
     name = config_name.removesuffix(".yaml")
@@ -95,14 +93,21 @@ def load_config(
     parsed = _parse_overrides(overrides)
     origin = f"configuration '{name}' ({folder / name}.yaml)"
     composed = _compose(folder, name, [_as_hydra_override(override, folder) for override in parsed], origin)
-    _raise_problems(origin, list(_interpolation_problems(composed)), parsed)
-    values = OmegaConf.to_container(composed, resolve=True)
+    problems = list(_interpolation_problems(composed))
+    if problems:
+        raise_problems(origin, problems, source_of=_source_of(parsed))
+    return _check(composed, origin, parsed)
+
+
+def _check(composed: DictConfig, origin: str, overrides: Sequence[Override]) -> PipelineConfig:
+    values = _with_string_envs(OmegaConf.to_container(composed, resolve=True))
+    resolved = resolve_dialects(values)
+    if resolved.problems:
+        raise_problems(origin, resolved.problems, source_of=_source_of(overrides))
     try:
-        return PipelineConfig.model_validate(_with_string_envs(values))
+        return PipelineConfig.model_validate(resolved.values)
     except ValidationError as error:
-        problems = [_describe(details) for details in error.errors(include_url=False)]
-        _raise_problems(origin, problems, parsed)
-        raise
+        raise_problems(origin, validation_problems(error, PipelineConfig), source_of=_source_of(overrides))
 
 
 def dump_config(config: PipelineConfig) -> str:
@@ -168,7 +173,7 @@ def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> Dict
         raise ConfigError(f"{origin} cannot be composed: {error}") from error
 
 
-def _interpolation_problems(composed: DictConfig) -> Iterator[_Problem]:
+def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
     """Every value that stays open: an interpolation that does not resolve, or ``???``."""
     for path, text in _texts(OmegaConf.to_container(composed, resolve=False), ""):
         if text == "???":
@@ -189,7 +194,7 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
         yield path, value
 
 
-def _resolution_problems(composed: DictConfig, path: str, text: str) -> Iterator[_Problem]:
+def _resolution_problems(composed: DictConfig, path: str, text: str) -> Iterator[Problem]:
     try:
         OmegaConf.select(composed, path)
     except InterpolationKeyError as error:
@@ -200,81 +205,28 @@ def _resolution_problems(composed: DictConfig, path: str, text: str) -> Iterator
         yield path, f"{text!r} cannot be resolved: {cause}{advice}"
 
 
-def _with_string_envs(values: object) -> object:
+def _with_string_envs(values: object) -> dict[str, object]:
     """``system_envs`` as the environment takes them: YAML's ``0`` means ``'0'``; a bool stays, and is refused."""
-    if not isinstance(values, dict) or not isinstance(values.get("system_envs"), dict):
-        return values
-    envs = {
+    named = {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+    envs = named.get("system_envs")
+    if not isinstance(envs, dict):
+        return named
+    texts = {
         name: str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        for name, value in values["system_envs"].items()
+        for name, value in envs.items()
     }
-    return {**values, "system_envs": envs}
+    return {**named, "system_envs": texts}
 
 
-def _raise_problems(origin: str, problems: list[_Problem], overrides: list[Override]) -> None:
-    if not problems:
-        return
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [f"{origin} has {count}:"]
-    for key, text in problems:
-        given = next((o.input_line for o in overrides if key and _covers(o.key_or_group, key)), None)
-        source = f" (given as {given!r})" if given else ""
-        lines.append(f"  - {f'{key}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
-    raise ConfigError("\n".join(lines))
+def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
+    """From a dotted key to the override that gave it, if any."""
+
+    def find(key: str) -> str | None:
+        return next((override.input_line for override in overrides if _covers(override.key_or_group, key)), None)
+
+    return find
 
 
 def _covers(override_key: str, key: str) -> bool:
     """Whether an override of one key set the other, at any depth."""
     return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")
-
-
-def _describe(details: ErrorDetails) -> _Problem:
-    path: _KeyPath = details["loc"]
-    key, found = ".".join(str(part) for part in path), details["input"]
-    match details["type"]:
-        case "extra_forbidden":
-            return key, _describe_unknown_key(path)
-        case "literal_error":
-            known = ", ".join(str(value) for value in get_args(_annotation_at(path)))
-            kind = "mode" if path[-1] == "mode" else "value"
-            return key, f"unknown {kind} {found!r}; known {kind}s: {known}"
-        case "missing":
-            return key, "is required and not given"
-        case "value_error":
-            return key, details["msg"].removeprefix("Value error, ")
-        case _ if path[0] == "system_envs":
-            return key, f"is {found!r}, should be a string; quote the variable's text, for example '1'"
-        case _:
-            return key, f"is {found!r}, {details['msg'].removeprefix('Input ')}"
-
-
-def _describe_unknown_key(path: _KeyPath) -> str:
-    section, name = ".".join(str(part) for part in path[:-1]), str(path[-1])
-    known = sorted(_section_fields(path[:-1]))
-    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; nearest known key: {'.'.join(filter(None, (section, nearest[0])))}" if nearest else ""
-    return f"unknown key{hint}; known keys of {section or 'the top level'}: {', '.join(known)}"
-
-
-def _section_fields(path: _KeyPath) -> list[str]:
-    section = _annotation_at(path)
-    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
-
-
-def _annotation_at(path: _KeyPath) -> object:
-    """The schema's type of the value at a path; fields by name, dict and list items by any key."""
-    annotation: object = PipelineConfig
-    for part in path:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            annotation = annotation.model_fields[str(part)].annotation
-        else:
-            annotation = get_args(annotation)[-1]
-        annotation = _without_none(annotation)
-    return annotation
-
-
-def _without_none(annotation: object) -> object:
-    """``X`` of ``X | None``; dicts, lists and literals as they are."""
-    if get_origin(annotation) in (dict, list) or NoneType not in get_args(annotation):
-        return annotation
-    return next(item for item in get_args(annotation) if item is not NoneType)

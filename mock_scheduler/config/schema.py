@@ -1,314 +1,67 @@
 """The configuration of a run as pydantic models; unknown keys are refused.
 
-Contract: importing this module imports no torch. Top-level keys, ``rollout_mock``, ``system_envs`` and the
-environment managers are spelled as ROLL spells them (``roll/configs``, v0.2); model, parallel and training
-fields as Megatron-core spells them (``TransformerConfig``, ``megatron/training/arguments.py``).
-Everything that can be known to be wrong before a process starts is refused here.
+Contract: importing this module imports no torch. Top-level keys are spelled as ROLL spells them (``roll/configs``,
+v0.2). Everything that can be known to be wrong before a process starts is refused here. The sections are in
+``sections`` and ``rollout_mock``, and importable from here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
-
-from mock_scheduler.config.steps import StepRanges
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Mode = Literal["train", "val"]
-RolloutMode = Literal["real", "dump", "mock", "cache", "verify"]
-Steps = Annotated[StepRanges, BeforeValidator(StepRanges.parse), PlainSerializer(str, return_type=str)]
-
-
-class ConfigSection(BaseModel):
-    """Base of all sections: unknown keys are errors, values are immutable once loaded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
-
-
-class ScheduleEntry(ConfigSection):
-    """Another mode for some steps: those in ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
-
-    ``kinds`` and ``schedulers`` None: all.
-    """
-
-    mode: RolloutMode
-    steps: Steps = StepRanges.parse("0-")
-    kinds: list[Mode] | None = None
-    schedulers: list[str] | None = None
-
-    def applies_to(self, *, step: int, kind: Mode, scheduler_id: str) -> bool:
-        """Whether this entry decides the mode of a request."""
-        return (
-            step in self.steps
-            and (self.kinds is None or kind in self.kinds)
-            and (self.schedulers is None or scheduler_id in self.schedulers)
-        )
-
-
-class RetentionConfig(ConfigSection):
-    """Which recorded steps stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
-
-    Removed is only what lies before a saved checkpoint from which all that stays can be replayed: so at least
-    ``keep_last`` steps stay, and more where no checkpoint allows the cut.
-    """
-
-    keep_last: PositiveInt | None = None
-    pin_steps: Steps | None = None
-
-
-class RolloutMockConfig(ConfigSection):
-    """``rollout_mock``: record rollouts, or replay them instead of running an engine.
-
-    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else
-    real and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to
-    a request decides its mode, else ``mode`` does. ``steps``, ``every``: of what is played in dump and cache, record
-    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, or an fsspec URL such as
-    ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse, or ``repeat`` the
-    nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made from, if any.
-    """
-
-    enable: bool = False
-    mode: RolloutMode = "dump"
-    dump_dir: Annotated[str, Field(min_length=1)] = "./rollout_mock_dumps"
-    schedule: list[ScheduleEntry] = []
-    steps: Steps | None = None
-    every: PositiveInt = 1
-    missing_step: Literal["error", "repeat", "repeat_last"] = "error"
-    on_mismatch: Literal["error", "warn"] = "error"
-    on_difference: Literal["error", "warn"] = "error"
-    on_duplicate_rows: Literal["report", "error", "ignore"] = "report"
-    on_partial_groups: Literal["error", "report"] = "error"
-    on_low_disk: Literal["error", "warn"] = "error"
-    retention: RetentionConfig = RetentionConfig()
-    compression: Literal["none", "zstd"] = "none"
-    background: bool = True
-    allow_nondeterministic: bool = False
-    origin: str = ""
-
-    @property
-    def effective_mode(self) -> RolloutMode:
-        """The mode where no entry of the schedule applies; ``real`` where the section is not enabled."""
-        return self.mode if self.enable else "real"
-
-    @property
-    def modes_in_use(self) -> frozenset[RolloutMode]:
-        """Every mode that a request may be answered in."""
-        return frozenset({self.effective_mode, *(entry.mode for entry in self.schedule if self.enable)})
-
-    def mode_of(self, *, step: int, kind: Mode, scheduler_id: str) -> RolloutMode:
-        """The mode of one request."""
-        entries = self.schedule if self.enable else []
-        applying = (e.mode for e in entries if e.applies_to(step=step, kind=kind, scheduler_id=scheduler_id))
-        return next(applying, self.effective_mode)
-
-    def records_step(self, step: int) -> bool:
-        """Whether a step that dump or cache plays is written."""
-        return step % self.every == 0 and (self.steps is None or step in self.steps)
-
-
-class ModelConfig(ConfigSection):
-    """The policy, as fields of Megatron's ``TransformerConfig`` and ``GPTModel``."""
-
-    num_layers: PositiveInt = 2
-    hidden_size: PositiveInt = 64
-    num_attention_heads: PositiveInt = 4
-    num_query_groups: PositiveInt | None = None
-    ffn_hidden_size: PositiveInt | None = None
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    layernorm_epsilon: float = 1e-5
-    swiglu: bool = True
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
-    rotary_base: PositiveInt = 10000
-    untie_embeddings_and_output_weights: bool = True
-    init_method_std: float = Field(default=0.02, gt=0.0)
-    vocab_size: PositiveInt | None = None
-    make_vocab_size_divisible_by: PositiveInt = 1
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-
-    @property
-    def query_groups(self) -> int:
-        """Number of key/value groups; the number of heads where none was set."""
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Inner width of the MLP: four times the hidden size where none was set."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> ModelConfig:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.query_groups:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_query_groups {self.query_groups}"
-            )
-        return self
-
-
-class ParallelConfig(ConfigSection):
-    """The layout: tp × pp × dp, with sequence parallelism over tp."""
-
-    tensor_model_parallel_size: PositiveInt = 1
-    pipeline_model_parallel_size: PositiveInt = 1
-    data_parallel_size: PositiveInt = 1
-    sequence_parallel: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that this layout needs."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.data_parallel_size
-
-    def describe(self) -> str:
-        """One phrase with every degree, for logs and messages: ``tp2 pp1 dp1 sp``."""
-        layout = (
-            f"tp{self.tensor_model_parallel_size} pp{self.pipeline_model_parallel_size} dp{self.data_parallel_size}"
-        )
-        return f"{layout} sp" if self.sequence_parallel else layout
-
-
-class TrainingConfig(ConfigSection):
-    """Batching, optimizer and schedule, as Megatron names them; batch sizes count trajectories.
-
-    ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; a decay that is not given ends with the run's last one.
-    """
-
-    micro_batch_size: PositiveInt = 32
-    global_batch_size: PositiveInt = 128
-    sequence_multiple_of: PositiveInt = 8
-    use_distributed_optimizer: bool = True
-    lr: float = Field(default=1e-3, gt=0.0)
-    min_lr: NonNegativeFloat = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    lr_warmup_iters: NonNegativeInt = 0
-    lr_decay_iters: PositiveInt | None = None
-    weight_decay: NonNegativeFloat = 0.0
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_eps: float = Field(default=1e-8, gt=0.0)
-    clip_grad: NonNegativeFloat = 1.0
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one update, over all data-parallel ranks."""
-        return self.global_batch_size // self.micro_batch_size
-
-
-class GeneratingArgs(ConfigSection):
-    """How actions are sampled: softmax(logits / temperature), then top-k, then top-p; 0 and 1.0 switch them off."""
-
-    temperature: float = Field(default=1.0, gt=0.0)
-    top_k: NonNegativeInt = 0
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-
-
-class ActorInferConfig(ConfigSection):
-    """The rollout engine; ``generating_args`` are those of training, and of validation where that has none of its own.
-
-    ``only_action_tokens``: the policy chooses among the environment's action tokens alone; its log-probabilities, in
-    sampling and in training, are those of the softmax over them.
-    """
-
-    only_action_tokens: bool = False
-    generating_args: GeneratingArgs = GeneratingArgs()
-
-
-class EnvManagerConfig(ConfigSection):
-    """Which environments play: ``num_env_groups`` groups of ``group_size`` that share their seeds."""
-
-    num_env_groups: PositiveInt = 16
-    group_size: PositiveInt = 8
-    tags: list[str] = Field(default=["FrozenLake"], min_length=1)
-    generating_args: GeneratingArgs | None = None
-
-
-class FrozenLakeEnvConfig(ConfigSection):
-    """Gymnasium's FrozenLake: a fixed map by name, or random maps of ``size`` with frozen fraction ``p``."""
-
-    map_name: Literal["4x4"] | None = "4x4"
-    size: Annotated[int, Field(ge=2, le=8)] = 4
-    p: Fraction = 0.8
-    is_slippery: bool = False
-    format_penalty: float = -0.01
-
-
-class CustomEnvConfig(ConfigSection):
-    """One tag of ``custom_envs``: the environment's type, its turn limit and its own settings."""
-
-    env_type: Literal["frozen_lake"] = "frozen_lake"
-    max_steps: PositiveInt = 10
-    env_config: FrozenLakeEnvConfig = FrozenLakeEnvConfig()
-
-
-class RewardNormalizationConfig(ConfigSection):
-    """How rewards become advantages: within groups, by mean, or by mean and standard deviation."""
-
-    grouping: Literal["traj_group_id"] = "traj_group_id"
-    method: Literal["mean", "mean_std"] = "mean_std"
-
-
-class TraceConfig(ConfigSection):
-    """Which training internals are written.
-
-    ``full``: of every step the parameters before its first update, and of every update main gradients, parameters in
-    the precision in which they are updated and, where the model holds narrower ones, these as well.
-    """
-
-    level: Literal["off", "full"] = "off"
-
-
-class ToleranceConfig(ConfigSection):
-    """How far a candidate may be from the baseline and still be called ``rounding``; the defaults are for float32.
-
-    ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric.
-    ``gradient``: largest ||a - b|| / ||a|| of a main gradient.
-    ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d that one update made to a parameter, beyond rounding.
-    """
-
-    metric: NonNegativeFloat = 1e-4
-    metric_floor: NonNegativeFloat = 1e-3
-    gradient: NonNegativeFloat = 1e-4
-    update: NonNegativeFloat = 5e-3
-
-
-class CandidateConfig(ConfigSection):
-    """One candidate of an alignment run: what makes it differ from the baseline.
-
-    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the pipeline's place, for a
-    change that is code: one that puts another kernel in, say, and then calls ``pipelines.agentic.main``.
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    overrides: list[str] = []
-    entry: str = "pipelines.agentic"
-
-
-class AlignConfig(ConfigSection):
-    """``mock-scheduler align``: what the baseline and each candidate override, and the stated tolerance.
-
-    ``tolerance``: ``None`` is ``ToleranceConfig``'s own for float32; bfloat16 has no default, so it must be stated.
-    """
-
-    output_dir: str | None = None
-    baseline: list[str] = []
-    candidates: list[CandidateConfig] = []
-    tolerance: ToleranceConfig | None = None
-
-
-class CheckpointConfig(ConfigSection):
-    """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
-
-    output_dir: str | None = None
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mock_scheduler.config.base import (
+    ConfigSection,
+    Mode,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    RolloutMode,
+)
+from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
+from mock_scheduler.config.sections import (
+    ActorInferConfig,
+    AlignConfig,
+    CandidateConfig,
+    CheckpointConfig,
+    CustomEnvConfig,
+    EnvManagerConfig,
+    FrozenLakeEnvConfig,
+    GeneratingArgs,
+    ModelConfig,
+    ParallelConfig,
+    RewardNormalizationConfig,
+    ToleranceConfig,
+    TraceConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ActorInferConfig",
+    "AlignConfig",
+    "CandidateConfig",
+    "CheckpointConfig",
+    "ConfigSection",
+    "CustomEnvConfig",
+    "EnvManagerConfig",
+    "FrozenLakeEnvConfig",
+    "GeneratingArgs",
+    "Mode",
+    "ModelConfig",
+    "ParallelConfig",
+    "PipelineConfig",
+    "RetentionConfig",
+    "RewardNormalizationConfig",
+    "RolloutMockConfig",
+    "RolloutMode",
+    "ScheduleEntry",
+    "ToleranceConfig",
+    "TraceConfig",
+    "TrainingConfig",
+    "layout_problems",
+    "sampling_problems",
+]
 
 
 class PipelineConfig(ConfigSection):
@@ -339,14 +92,14 @@ class PipelineConfig(ConfigSection):
     kl_loss_coef: NonNegativeFloat = 0.001
 
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
-    system_envs: dict[str, str] = {}
+    system_envs: dict[str, str] = Field(default={})
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
     actor_infer: ActorInferConfig = ActorInferConfig()
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     val_env_manager: EnvManagerConfig = EnvManagerConfig()
-    custom_envs: dict[str, CustomEnvConfig] = {"FrozenLake": CustomEnvConfig()}
+    custom_envs: dict[str, CustomEnvConfig] = Field(default={"FrozenLake": CustomEnvConfig()})
     trace: TraceConfig = TraceConfig()
     align: AlignConfig = AlignConfig()
 
@@ -385,6 +138,19 @@ class PipelineConfig(ConfigSection):
                 "is empty; give a folder such as {output_dir}/checkpoints/step_000010, or null for a new run"
             )
         return folder
+
+    @model_validator(mode="after")
+    def _check_retention(self) -> PipelineConfig:
+        mock = self.rollout_mock
+        records = bool(mock.modes_in_use & {"dump", "cache"})
+        if records and mock.retention.keep_last is not None and self.save_steps == 0:
+            origin = f" ({mock.origin})" if mock.origin else ""
+            raise ValueError(
+                f"rollout_mock.retention.keep_last {mock.retention.keep_last} needs save_steps > 0{origin}: recorded "
+                "steps are removed only where a saved checkpoint lets a replay start after them, and without one none "
+                "ever would be. Set save_steps, or leave keep_last out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sampling(self) -> PipelineConfig:

@@ -44,11 +44,20 @@ class StepRanges:
             first <= step and (last is None or step <= last) for first, last in self.ranges
         )
 
+    def is_within(self, other: StepRanges) -> bool:
+        """Whether every step of this set is in the other; true of an empty set."""
+        return all(any(_covers(outer, inner) for outer in other.ranges) for inner in self.ranges)
+
     def __str__(self) -> str:
         return ", ".join(
             f"{first}-" if last is None else str(first) if first == last else f"{first}-{last}"
             for first, last in self.ranges
         )
+
+
+def _covers(outer: tuple[int, int | None], inner: tuple[int, int | None]) -> bool:
+    """Whether one range holds another whole; ranges of a set are never adjacent, so no two need to share one."""
+    return outer[0] <= inner[0] and (outer[1] is None or (inner[1] is not None and inner[1] <= outer[1]))
 
 
 def _parse_range(text: str) -> tuple[int, int | None]:

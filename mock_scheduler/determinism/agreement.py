@@ -1,34 +1,46 @@
 """Whether all ranks of a run hold the same values, at a cost per rank that does not grow with their number.
 
 Contract: collective; every rank of the group must call, and every rank raises or none does. One reduction of eight
-integers where all agree; the values themselves travel only where they do not.
+integers where all agree. Where they do not, a fixed number of reductions whose size depends on the keys and the values
+that differ (``agreement_rounds``); nothing is gathered from every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Generator, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mock_scheduler.determinism.agreement_rounds import (
+    Op,
+    Reduction,
+    Words,
+    agreement_rounds,
+    all_equal_rounds,
+    describe_disagreement,
+)
 from mock_scheduler.errors import RankDisagreementError
 
-ABSENT = "absent"
+T = TypeVar("T")
+
+_REDUCE_OPS = {Op.MIN: dist.ReduceOp.MIN, Op.SUM: dist.ReduceOp.SUM}
 
 
 class RankGroup(Protocol):
     """The ranks that must agree."""
 
     @property
+    def rank(self) -> int:
+        """This rank in the group, from 0."""
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
 
-    def all_equal(self, digest: bytes) -> bool:
-        """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
+    def reduce(self, reduction: Reduction) -> Words:
+        """The minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """The bytes of every rank, by rank; collective, same answer on every rank. They may differ in length."""
@@ -39,19 +51,15 @@ class TorchRankGroup:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def all_equal(self, digest: bytes) -> bool:
-        """Whether all ranks passed the same digest: a minimum of its int64 words and of their complements.
-
-        The complement turns the minimum into a maximum (``min(~w) == ~max(w)``) without overflow, so that one
-        reduction gives both; they are equal exactly where all ranks hold one value.
-        """
-        words = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self._device)
-        lowest = torch.cat([words, ~words])
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        minimum, maximum = lowest[: len(words)], ~lowest[len(words) :]
-        return torch.equal(minimum, maximum)
+    def reduce(self, reduction: Reduction) -> Words:
+        """One all-reduce of int64 words."""
+        words = torch.tensor(reduction.words, dtype=torch.int64, device=self._device)
+        dist.all_reduce(words, op=_REDUCE_OPS[reduction.op])
+        reduced: Words = words.tolist()
+        return reduced
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's bytes, which travel padded to the longest: nothing is pickled."""
@@ -71,32 +79,25 @@ class TorchRankGroup:
 def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
     """Raise RankDisagreementError on *every* rank where any rank's values differ.
 
-    It names each key, and which ranks hold which value: ``NCCL_ALGO: ranks 0-2 'Ring'; rank 3 'Tree'``. Collective.
+    It names each key, its values and the ranks that hold them, the rarest value first:
+    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``. Collective.
     """
-    text = json.dumps(dict(values), sort_keys=True)
-    if group.all_equal(hashlib.sha256(text.encode()).digest()):
-        return
-    by_rank: list[dict[str, str]] = [json.loads(gathered) for gathered in group.gather(text.encode())]
-    keys = sorted(set().union(*by_rank))
-    differing = [key for key in keys if len({ranks_values.get(key) for ranks_values in by_rank}) > 1]
-    listed = "".join(f"\n  - {_describe(key, by_rank)}" for key in differing)
-    raise RankDisagreementError(
-        f"the {group.world_size} ranks of this run differ:{listed}\n"
-        "Start all ranks through launch/train.sh or launch/multi_node.sh with one configuration."
-    )
+    lines = _drive(agreement_rounds(values, rank=group.rank, world_size=group.world_size), group)
+    if lines:
+        raise RankDisagreementError(describe_disagreement(lines, world_size=group.world_size))
 
 
-def _describe(key: str, by_rank: Sequence[Mapping[str, str]]) -> str:
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, values in enumerate(by_rank):
-        text = repr(values[key]) if key in values else ABSENT
-        ranks_by_text.setdefault(text, []).append(rank)
-    return f"{key}: " + "; ".join(f"{_name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items())
+def all_equal(digest: bytes, group: RankGroup) -> bool:
+    """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
+    return _drive(all_equal_rounds(digest), group)
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-2,5``; ranks ascend."""
-    starts = [ranks[0], *(right for left, right in pairwise(ranks) if right != left + 1)]
-    stops = [*(left for left, right in pairwise(ranks) if right != left + 1), ranks[-1]]
-    spans = [str(start) if start == stop else f"{start}-{stop}" for start, stop in zip(starts, stops, strict=True)]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {','.join(spans)}"
+def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
+    """Carry a generator's reductions out in this group."""
+    try:
+        reduction = next(rounds)
+        while True:
+            reduction = rounds.send(group.reduce(reduction))
+    except StopIteration as finished:
+        result: T = finished.value
+        return result

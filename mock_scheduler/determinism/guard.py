@@ -7,35 +7,66 @@ libraries may change flags behind our back. None of them communicates.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.determinism.settings import SETTINGS, find_setting, is_deterministic_mode, recorded_names
+from mock_scheduler.determinism.probes import read_flags, read_node_flags
+from mock_scheduler.determinism.settings import (
+    SETTINGS,
+    Between,
+    Kind,
+    environment_settings,
+    find_setting,
+    is_deterministic_mode,
+    recorded_names,
+)
 from mock_scheduler.errors import DeterminismError
 
 UNSET = "unset"
-_PACKAGES = ("megatron-core", "transformer-engine")
-_PER_NODE_OR_LOGGING = frozenset(
-    {"NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"}
-    | {"NVTE_DEBUG", "NVTE_DEBUG_LEVEL"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """A flag that shows whether an environment variable took effect.
+
+    ``expected``: the flag's value that follows from the variable's, or ``None`` where nothing follows.
+    ``always``: also outside deterministic mode.
+    """
+
+    variable: str
+    flag: str
+    expected: Callable[[str], str | None]
+    always: bool
+
+
+# torch names the instruction sets in capitals, and reads ATEN_CPU_CAPABILITY at its first operation and never again.
+_CPU_CAPABILITIES = {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"}
+
+PROOFS: tuple[Proof, ...] = (
+    Proof(variable="OMP_NUM_THREADS", flag="torch.num_threads", expected=lambda value: value, always=True),
+    Proof(
+        variable="ATEN_CPU_CAPABILITY",
+        flag="version.cpu_capability",
+        expected=lambda value: _CPU_CAPABILITIES.get(value),
+        always=True,
+    ),
+    Proof(
+        variable="PYTHONHASHSEED",
+        flag="python.hash_randomization",
+        expected=lambda value: "False" if value == "0" else None,
+        always=False,
+    ),
 )
-_TOOK_EFFECT = {
-    "torch.deterministic_algorithms": "True",
-    "torch.deterministic_warn_only": "False",
-    "torch.cudnn.deterministic": "True",
-    "torch.cudnn.benchmark": "False",
-}
-_REPEATABILITY_FLAGS = frozenset({*_TOOK_EFFECT, "torch.num_threads", "python.hash_randomization"})
 
 
 def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
     """Fix torch's number of threads to ``OMP_NUM_THREADS`` and, where ``DETERMINISTIC_MODE`` is ``1``, make cuDNN
     deterministic, stop its auto-tuning and make torch refuse operations without a deterministic implementation.
 
-    Must run before a model is built. Raises DeterminismError where ``OMP_NUM_THREADS`` is no positive number.
+    Precision stays as it is: TF32 and reduced-precision sums are repeatable, and are read back. Must run before a model
+    is built. Raises DeterminismError where ``OMP_NUM_THREADS`` is no positive number.
     Source: ROLL, rollout dump mock guide, "DETERMINISTIC_MODE Effects".
     """
     threads = environ.get("OMP_NUM_THREADS")
@@ -46,77 +77,64 @@ def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
     if is_deterministic_mode(environ):
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=False)
 
 
 def read_back(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values in effect in this process, all as text, sorted by key.
+    """The values in effect in this process that all ranks must share, all as text, sorted by key.
 
-    Environment settings under their own name (``unset`` where absent; those that only name a node's devices or steer
-    logging are left out), ``torch.*`` and ``python.*`` flags, and ``version.*``.
+    Environment settings under their own name (``unset`` where absent), flags as ``torch.*``, ``python.*`` and so on,
+    and ``version.*``. What belongs to one node or steers its log is in ``read_node_values``.
     """
-    names = (name for name in recorded_names(environ) if name not in _PER_NODE_OR_LOGGING)
-    values = {name: environ.get(name, UNSET) for name in names}
-    return dict(sorted({**values, **_flags(), **_versions()}.items()))
+    values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not _is_per_node(name)}
+    return dict(sorted({**values, **read_flags(environ)}.items()))
 
 
-def _flags() -> dict[str, str]:
-    flags: dict[str, object] = {
-        "python.hash_randomization": bool(sys.flags.hash_randomization),
-        "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "torch.deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "torch.cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "torch.cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "torch.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "torch.cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.default_dtype": torch.get_default_dtype(),
-        "torch.num_threads": torch.get_num_threads(),
-    }
-    return {name: str(value) for name, value in flags.items()}
+def read_node_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """What is in effect on this node and may differ on another: devices, caches, logs; only what is set. Sorted."""
+    values = {name: environ[name] for name in recorded_names(environ) if _is_per_node(name) and name in environ}
+    return dict(sorted({**values, **read_node_flags(environ)}.items()))
 
 
-def _versions() -> dict[str, str]:
-    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    versions: dict[str, object] = {f"version.{package}": _package_version(package) for package in _PACKAGES}
-    versions["version.torch"] = torch.__version__  # with its build, such as +cpu
-    versions["version.cuda"] = torch.version.cuda
-    versions["version.cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    nccl = torch.cuda.nccl.version() if has_nccl else None  # type: ignore[no-untyped-call]
-    versions["version.nccl"] = nccl and ".".join(str(part) for part in nccl)
-    versions["version.cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    return {name: "absent" if value is None else str(value) for name, value in versions.items()}
-
-
-def _package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _is_per_node(name: str) -> bool:
+    setting = find_setting(name)
+    return setting is not None and setting.per_node
 
 
 def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None:
     """Raise DeterminismError that lists each setting of ``read_back`` which is not in effect.
 
-    Threads are checked always; the switches and the table's allowed values only where ``deterministic``.
+    Threads and CPU kernels are checked always; the table's allowed values only where ``deterministic``.
     """
-    expected = dict(_TOOK_EFFECT) if deterministic else {}
-    if values["OMP_NUM_THREADS"] != UNSET:
-        expected["torch.num_threads"] = values["OMP_NUM_THREADS"]
-    if deterministic and values["PYTHONHASHSEED"] == "0":
-        expected["python.hash_randomization"] = "False"
-    problems = [
-        f"{name} is {values[name]}, must be {value}" for name, value in expected.items() if values[name] != value
-    ]
-    if deterministic:
-        read = {setting: None if values[setting.name] == UNSET else values[setting.name] for setting in SETTINGS}
-        problems += [problem for setting, value in read.items() if (problem := setting.problem(value)) is not None]
+    problems = _flag_problems(values) if deterministic else []
+    problems += _proof_problems(values, deterministic=deterministic)
+    problems += _environment_problems(values) if deterministic else []
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise DeterminismError(
             f"settings that did not take effect:{listed}\n"
             "Start the run through launch/train.sh, and let nothing change these after the start."
         )
+
+
+def _flag_problems(values: Mapping[str, str]) -> list[str]:
+    flags = (setting for setting in SETTINGS if setting.kind is Kind.FLAG and not setting.per_node)
+    return [problem for setting in flags if (problem := setting.problem(values[setting.name])) is not None]
+
+
+def _proof_problems(values: Mapping[str, str], *, deterministic: bool) -> list[str]:
+    problems = []
+    for proof in PROOFS:
+        expected = proof.expected(values[proof.variable]) if values[proof.variable] != UNSET else None
+        if expected is not None and values[proof.flag] != expected and (proof.always or deterministic):
+            problems.append(f"{proof.flag} is {values[proof.flag]}, must be {expected}")
+    return problems
+
+
+def _environment_problems(values: Mapping[str, str]) -> list[str]:
+    settings = [setting for setting in environment_settings() if not setting.per_node]
+    found = {setting: None if values[setting.name] == UNSET else values[setting.name] for setting in settings}
+    return [problem for setting, value in found.items() if (problem := setting.problem(value)) is not None]
 
 
 def is_repeatability_setting(name: str) -> bool:
@@ -127,4 +145,4 @@ def is_repeatability_setting(name: str) -> bool:
     versions, which may be what is being compared.
     """
     setting = find_setting(name)
-    return name in _REPEATABILITY_FLAGS or (setting is not None and setting.pattern is not None)
+    return setting is not None and setting.between_runs is Between.MUST_MATCH

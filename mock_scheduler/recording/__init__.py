@@ -1,21 +1,31 @@
 """Recordings of rollouts: the step file, the manifest with its contract, writing and reading."""
 
-from mock_scheduler.recording.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.container import EncodedStep, decode_step, encode_step
 from mock_scheduler.recording.contract import Contract, ContractField, Difference, Rule, check_contract
 from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest, save_manifest
-from mock_scheduler.recording.reader import RecordedStep, RecordingReader, read_step_info
-from mock_scheduler.recording.writer import RecordingWriter, WrittenStep, open_recording
+from mock_scheduler.recording.open_step import OpenStep
+from mock_scheduler.recording.reader import RecordedStep, RecordingReader
+from mock_scheduler.recording.step_file import StepFile
+from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.storage import ByteSource, Storage, open_storage
+from mock_scheduler.recording.writer import RecordingWriter, WriterOptions, WrittenStep, open_recording
 
 __all__ = [
+    "ByteSource",
     "Contract",
     "ContractField",
     "Difference",
+    "EncodedStep",
     "Manifest",
+    "OpenStep",
     "RecordedStep",
     "RecordingReader",
     "RecordingWriter",
     "Rule",
+    "StepFile",
     "StepInfo",
+    "Storage",
+    "WriterOptions",
     "WrittenStep",
     "check_contract",
     "collect_provenance",
@@ -23,6 +33,6 @@ __all__ = [
     "encode_step",
     "load_manifest",
     "open_recording",
-    "read_step_info",
+    "open_storage",
     "save_manifest",
 ]

@@ -1,19 +1,21 @@
 """The contract: what must be the same in the run that records and the run that replays.
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true; every difference is
-reported, never only the first. Where both runs know a field, the rule of the current one counts.
+reported, never only the first. Where both runs know a field, rule and match of the current one count.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import ContractError
+from mock_scheduler.recording.matching import Comparison, check_value, compare_values, show
+from mock_scheduler.recording.matching import Match as Match
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
@@ -28,43 +30,49 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractField:
-    """One named value; ``advice`` is the sentence that says what to do where its rule is broken."""
+    """One named value; ``advice`` is the sentence that says what to do where its rule is broken.
+
+    ``match``: when the value counts as the recorded one.
+    """
 
     name: str
     value: JSON
     rule: Rule
     advice: str
+    match: Match = Match.EQUAL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A field that breaks its rule (``is_blocking``) or, under ``MAY_DIFFER``, only differs.
+    """A field whose two values are not the same JSON, or that breaks its rule (``is_blocking``).
 
-    ``recorded`` and ``current`` are canonical JSON; ``None`` where that side has no such field.
+    ``recorded`` and ``current`` are the values as they are printed; ``None`` where that side has no such field.
+    ``reason`` says in what they differ; it is empty where the values say it themselves.
     """
 
     name: str
     rule: Rule
     recorded: str | None
     current: str | None
+    reason: str
     advice: str
-
-    @property
-    def is_blocking(self) -> bool:
-        """Whether the rule is broken."""
-        return self.rule is not Rule.MAY_DIFFER
+    is_blocking: bool
 
     def describe(self) -> str:
-        """One line with both values and, where the rule is broken, the advice."""
+        """One line: ``name: recorded X, current Y (reason). advice``, the advice only where the rule is broken."""
         recorded = "missing" if self.recorded is None else self.recorded
         current = "missing" if self.current is None else self.current
-        must_differ = " (must differ)" if self.rule is Rule.MUST_DIFFER else ""
-        values = f"{self.name}: recorded {recorded}, current {current}{must_differ}"
+        reason = f" ({self.reason})" if self.reason else ""
+        values = f"{self.name}: recorded {recorded}, current {current}{reason}"
         return f"{values}. {self.advice}" if self.is_blocking else values
 
 
 class Contract:
-    """Named fields in a fixed order; raises ``ContractError`` where a name occurs twice or a value is no JSON."""
+    """Named fields in a fixed order.
+
+    Raises ``ContractError`` that lists every name that occurs twice and every value that is no JSON or nothing that
+    its ``match`` can compare.
+    """
 
     def __init__(self, fields: Sequence[ContractField]) -> None:
         self.fields = tuple(fields)
@@ -72,11 +80,21 @@ class Contract:
         if len(self._by_name) != len(self.fields):
             names = [field.name for field in self.fields]
             raise ContractError(f"contract: fields named twice: {sorted({n for n in names if names.count(n) > 1})}")
-        for field in self.fields:
-            try:
-                canonical_json(field.value)
-            except (TypeError, ValueError) as error:
-                raise ContractError(f"contract: value of {field.name!r} is no JSON: {error}") from error
+        problems = [problem for field in self.fields if (problem := _value_problem(field)) is not None]
+        if problems:
+            raise ContractError(f"contract: {'; '.join(problems)}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, JSON]) -> Contract:
+        """A contract of plain names and values that must all match."""
+        return cls(
+            [
+                ContractField(
+                    name=name, value=value, rule=Rule.MUST_MATCH, advice=f"Set {name} as in the recording run."
+                )
+                for name, value in values.items()
+            ]
+        )
 
     def differences(self, recorded: Contract) -> list[Difference]:
         """Every field whose rule is broken or that only differs, in the order of this contract, then the recorded.
@@ -90,13 +108,22 @@ class Contract:
     def as_json(self) -> list[JSON]:
         """The fields as JSON; ``Contract.from_json`` is the inverse."""
         return [
-            {"name": field.name, "value": field.value, "rule": field.rule.value, "advice": field.advice}
+            {
+                "name": field.name,
+                "value": field.value,
+                "rule": field.rule.value,
+                "advice": field.advice,
+                "match": field.match.value,
+            }
             for field in self.fields
         ]
 
     @classmethod
     def from_json(cls, value: Sequence[dict[str, JSON]]) -> Contract:
-        """The contract from ``as_json``; raises ``KeyError`` or ``ValueError`` where it is none."""
+        """The contract from ``as_json``; raises ``KeyError`` or ``ValueError`` where it is none.
+
+        Recordings of before there were matches have none: their values are compared as ``EQUAL``.
+        """
         return cls(
             [
                 ContractField(
@@ -104,6 +131,7 @@ class Contract:
                     value=item["value"],
                     rule=Rule(str(item["rule"])),
                     advice=str(item["advice"]),
+                    match=Match(str(item.get("match", Match.EQUAL))),
                 )
                 for item in value
             ]
@@ -130,17 +158,53 @@ def check_contract(
     return tuple(differences)
 
 
+def _value_problem(field: ContractField) -> str | None:
+    try:
+        canonical_json(field.value)
+    except (TypeError, ValueError) as error:
+        return f"value of {field.name!r} is no JSON: {error}"
+    try:
+        check_value(field.match, field.value)
+    except ValueError as error:
+        return f"value of {field.name!r} {error}"
+    return None
+
+
 def _compare_field(current: ContractField | None, recorded: ContractField | None) -> Difference | None:
-    present = current or recorded
-    if present is None:
+    if current is None or recorded is None:
+        return _one_sided(current, recorded)
+    is_same = canonical_json(current.value) == canonical_json(recorded.value)
+    if is_same and current.rule is not Rule.MUST_DIFFER:
         return None
-    current_text = canonical_json(current.value) if current is not None else None
-    recorded_text = canonical_json(recorded.value) if recorded is not None else None
-    is_equal = current_text == recorded_text
-    is_missing = current is None or recorded is None
-    is_fine = is_equal if present.rule is not Rule.MUST_DIFFER else (is_missing or not is_equal)
-    if is_fine:
+    if current.rule is Rule.MUST_DIFFER and not is_same:
+        return None
+    comparison = (
+        Comparison(is_match=True, reason="must differ")
+        if is_same
+        else compare_values(current.match, recorded.value, current.value)
+    )
+    return Difference(
+        name=current.name,
+        rule=current.rule,
+        recorded=show(recorded.value, current.match),
+        current=show(current.value, current.match),
+        reason=comparison.reason,
+        advice=current.advice,
+        is_blocking=current.rule is Rule.MUST_DIFFER or (current.rule is Rule.MUST_MATCH and not comparison.is_match),
+    )
+
+
+def _one_sided(current: ContractField | None, recorded: ContractField | None) -> Difference | None:
+    """A field that one side lacks: a difference, unless the two must differ anyway."""
+    present = current or recorded
+    if present is None or present.rule is Rule.MUST_DIFFER:
         return None
     return Difference(
-        name=present.name, rule=present.rule, recorded=recorded_text, current=current_text, advice=present.advice
+        name=present.name,
+        rule=present.rule,
+        recorded=None if recorded is None else show(recorded.value, present.match),
+        current=None if current is None else show(current.value, present.match),
+        reason="",
+        advice=present.advice,
+        is_blocking=present.rule is Rule.MUST_MATCH,
     )

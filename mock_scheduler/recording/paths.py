@@ -1,26 +1,30 @@
-"""Where things lie in a recording, and the one way in which a file comes to lie there.
+"""Where things lie in a recording, under which names.
 
-Contract: a published file is whole, as ``files`` says, and was never there before.
-Paths are strings that begin with ``dump_dir`` exactly as the user spelled it.
+Contract: names are relative to the recording, with ``/``, and built here only. A step lies in one of three forms:
+``train/step_000000.safetensors``, ``train/step_000000.safetensors.zst``, or, where several writers hold its rows, a
+folder ``train/step_000000/`` of shards, which is there once its ``commit.json`` is.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.files import make_folder, publish_new
-from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
+from mock_scheduler.recording.storage import Storage
+from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest, RowShard
 
 MANIFEST_NAME = "recording.json"
+COMMIT_NAME = "commit.json"
+RETENTION_NAME = "retention.json"
+STEP_SUFFIX = ".safetensors"
+COMPRESSED_SUFFIX = ".safetensors.zst"
+SHARD_NAME = re.compile(r"shard_[0-9]{5,}-of-[0-9]{5,}\.safetensors(\.zst)?")
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_STEP_NAME = re.compile(r"step_([0-9]{6,12})\.safetensors")
 _FOLDER_NAME = re.compile(r"(train|val)(\.[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?")
+_STEP_NAME = re.compile(r"step_([0-9]{6,12})(|\.safetensors|\.safetensors\.zst)")
 
 
 def step_folder(mode: Mode, scheduler_id: str) -> str:
@@ -36,28 +40,76 @@ def step_folder(mode: Mode, scheduler_id: str) -> str:
     return mode if scheduler_id == DEFAULT_SCHEDULER_ID else f"{mode}.{scheduler_id}"
 
 
-def step_path(dump_dir: str, *, mode: Mode, scheduler_id: str, step: int) -> str:
-    """``{dump_dir}/train/step_000000.safetensors``."""
-    return os.path.join(dump_dir, step_folder(mode, scheduler_id), f"step_{step:06d}.safetensors")
+def step_name(*, mode: Mode, scheduler_id: str, step: int) -> str:
+    """``train/step_000000``: the step without its form; a sharded step is the folder of this name."""
+    return f"{step_folder(mode, scheduler_id)}/step_{step:06d}"
 
 
-def request_path(dump_dir: str, request: RolloutRequest) -> str:
-    """The step file that answers this request."""
-    return step_path(dump_dir, mode=request.mode, scheduler_id=request.scheduler_id, step=request.global_step)
+def request_name(request: RolloutRequest) -> str:
+    """``step_name`` of the step that answers this request."""
+    return step_name(mode=request.mode, scheduler_id=request.scheduler_id, step=request.global_step)
 
 
-def list_steps(dump_dir: str) -> dict[str, list[int]]:
-    """Folder name -> steps present, both sorted; ``train`` first. Empty where there are none."""
-    if not os.path.isdir(dump_dir):
-        return {}
-    found: dict[str, list[int]] = {}
-    for folder in sorted(name for name in os.listdir(dump_dir) if _FOLDER_NAME.fullmatch(name)):
-        path = os.path.join(dump_dir, folder)
-        matches = [_STEP_NAME.fullmatch(name) for name in os.listdir(path)] if os.path.isdir(path) else []
-        steps = sorted(int(match[1]) for match in matches if match)
-        if steps:
-            found[folder] = steps
-    return found
+def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool = False) -> str:
+    """The file of a step (as in ``step_name``) or, in its folder, of one of its shards.
+
+    ``train/step_000000.safetensors``, ``train/step_000000/shard_00000-of-00004.safetensors``; compressed, with
+    ``.zst`` after it.
+    """
+    stem = step if shard is None else f"{step}/shard_{shard.index:05d}-of-{shard.count:05d}"
+    return stem + (COMPRESSED_SUFFIX if is_compressed else STEP_SUFFIX)
+
+
+def commit_name(step: str) -> str:
+    """``train/step_000000/commit.json``, whose presence is that of the sharded step."""
+    return f"{step}/{COMMIT_NAME}"
+
+
+def find_file(storage: Storage, step: str, *, shard: RowShard | None = None) -> str | None:
+    """The file of a step or of a shard, compressed or not; None where there is none.
+
+    Raises ``RecordingError`` where there are both, since nothing says which is meant.
+    """
+    names = [file_name(step, shard=shard, is_compressed=is_compressed) for is_compressed in (False, True)]
+    return _only_one(storage, [name for name in names if storage.exists(name)])
+
+
+def find_step(storage: Storage, step: str) -> str | None:
+    """Where a step lies: the name of its file or, where it is sharded and committed, of its folder (= ``step``).
+
+    None where it is not recorded. Raises ``RecordingError`` naming both where it lies there in two forms.
+    """
+    names = [file_name(step, is_compressed=is_compressed) for is_compressed in (False, True)]
+    found = [name for name in names if storage.exists(name)]
+    return _only_one(storage, found + ([step] if storage.exists(commit_name(step)) else []))
+
+
+def locate_steps(storage: Storage, folder: str) -> dict[int, str]:
+    """Step -> where it lies (as in ``find_step``), sorted, of one folder such as ``train``; raises as ``find_step``."""
+    found: dict[int, list[str]] = {}
+    for name in storage.list_names(folder):
+        match = _STEP_NAME.fullmatch(name)
+        if match is None or not name.startswith(f"step_{int(match[1]):06d}{match[2]}"):
+            continue
+        if match[2] or storage.exists(commit_name(f"{folder}/{name}")):
+            found.setdefault(int(match[1]), []).append(f"{folder}/{name}")
+    return {step: _only_one(storage, names) or "" for step, names in sorted(found.items())}
+
+
+def list_folders(storage: Storage) -> list[str]:
+    """The folders that may hold steps: ``train``, ``val``, ``train.{scheduler_id}``, sorted."""
+    return [name for name in storage.list_names("") if _FOLDER_NAME.fullmatch(name)]
+
+
+def list_steps(storage: Storage) -> dict[str, list[int]]:
+    """Folder name -> steps present, both sorted. Empty where there are none."""
+    located = {folder: list(locate_steps(storage, folder)) for folder in list_folders(storage)}
+    return {folder: steps for folder, steps in located.items() if steps}
+
+
+def list_shard_files(storage: Storage, step: str) -> list[str]:
+    """The shard files in a step's folder, of whatever count, by name alone."""
+    return [name for name in storage.list_names(step) if SHARD_NAME.fullmatch(name)]
 
 
 def format_steps(steps: Iterable[int]) -> str:
@@ -76,39 +128,17 @@ def format_present(steps: Mapping[str, Sequence[int]]) -> str:
     return "; ".join(f"{folder} {format_steps(found)}" for folder, found in steps.items()) or "none"
 
 
-def publish_file(path: str, data: bytes) -> None:
-    """Write ``data`` to ``path`` so that it appears whole or not at all, and never over another file.
-
-    Raises ``FileExistsError`` (the plain one) where ``path`` exists, ``RecordingError`` for any other failure.
-    """
-    try:
-        publish_new(Path(path), data)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise RecordingError(
-            f"cannot write {path} ({len(data)} bytes): {error.strerror or error}. Nothing partial was left; "
-            "earlier steps are intact. Check space and permissions of the folder, or set another "
-            "rollout_mock.dump_dir."
-        ) from error
-
-
-def check_writable(folder: str) -> None:
-    """Make the folder where it is missing; raise ``RecordingError`` where no file can be made in it."""
-    probe = os.path.join(folder, f".probe.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        make_folder(Path(folder))
-        Path(probe).touch(exist_ok=False)
-        os.unlink(probe)
-    except OSError as error:
-        raise RecordingError(
-            f"cannot record in {folder}: {error.strerror or error}. Check its permissions, or set another "
-            "rollout_mock.dump_dir."
-        ) from error
-
-
 def check_inside(dump_dir: str, path: str) -> None:
     """Raise ``RecordingError`` where ``path`` leads out of ``dump_dir`` through a link."""
     root, target = os.path.realpath(dump_dir), os.path.realpath(path)
     if os.path.commonpath([root, target]) != root:
         raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
+
+
+def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
+    if len(names) > 1:
+        raise RecordingError(
+            f"[Rollout Mock] {' and '.join(storage.path(name) for name in names)} are the same step: remove all but "
+            "the one that is meant"
+        )
+    return names[0] if names else None

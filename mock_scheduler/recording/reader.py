@@ -1,40 +1,40 @@
-"""Reads a recording through memory maps; any number of processes may read at once, without communication.
+"""Reads a recording; any number of processes may read at once, without communication.
 
-Contract: nothing is invented. A step that is absent, damaged, misplaced or of another run is an error that names it.
-The first load of a step verifies every digest; later loads by the same reader verify the header only. What a check of
-the plan verified is verified again by the first load, since a training may lie between.
+Contract: nothing is invented. A step that is absent, damaged, misplaced, of another run or other than the one asked for
+is an error that names it. The first load of rows verifies every digest of theirs; later loads of them by the same
+reader verify the header only. What a check of the plan verified is verified again by the first load, since a training
+may lie between.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.recording.container import (
-    StepHeader,
-    StepInfo,
-    decode_step,
-    read_header_size,
-    read_step_header,
-)
+from mock_scheduler.digests import canonical_json
+from mock_scheduler.errors import RecordingError, StepNotFoundError
 from mock_scheduler.recording.manifest import load_manifest
+from mock_scheduler.recording.open_step import OpenStep, open_step
 from mock_scheduler.recording.paths import (
-    check_inside,
+    file_name,
+    find_step,
     format_present,
     list_steps,
-    request_path,
+    locate_steps,
+    request_name,
     step_folder,
 )
-from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.recording.retention import load_retention
+from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedStep:
-    """A step as read."""
+    """A step, or one process's part of it, as read."""
 
     path: str
     batch: RolloutBatch
@@ -42,61 +42,90 @@ class RecordedStep:
 
 
 class RecordingReader:
-    """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` holds none."""
+    """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none."""
 
     def __init__(self, dump_dir: str) -> None:
         self.dump_dir = dump_dir
-        self.manifest = load_manifest(dump_dir)
-        self._verified: set[str] = set()
+        self.storage = open_storage(dump_dir)
+        self.manifest = load_manifest(self.storage)
+        self._verified: set[tuple[str, str, RowShard | None]] = set()
 
     def steps(self) -> dict[str, list[int]]:
         """Folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
-        return list_steps(self.dump_dir)
+        return list_steps(self.storage)
 
-    def check_plan(self, plan: Sequence[RolloutRequest], *, verify: bool = False) -> int:
-        """Check that every step that will be asked for is there, whole by size and header, and the one asked for.
+    def has_step(self, request: RolloutRequest) -> bool:
+        """Whether the step that answers ``request`` is recorded."""
+        return find_step(self.storage, request_name(request)) is not None
 
-        ``verify``: read all of each file and check every digest and the number of trajectories too, as loading it
-        will. Returns the number of bytes that were read for that. Raises ``StepNotFoundError`` listing all that are
-        absent, ``CorruptRecordingError`` or ``RecordingError``.
+    def open_step(self, request: RolloutRequest) -> OpenStep:
+        """Open the step that answers ``request``, of which number, mode, scheduler and run are checked.
+
+        Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
+        damaged header, ``RecordingError`` where the file holds another step than its name says.
         """
-        missing = [request for request in plan if not os.path.isfile(request_path(self.dump_dir, request))]
+        name = find_step(self.storage, request_name(request))
+        if name is None:
+            raise StepNotFoundError(self._missing_text([request]))
+        return self._open(name, request)
+
+    def load_step(self, request: RolloutRequest, *, shard: RowShard | None = None) -> RecordedStep:
+        """The recorded answer to ``request``, or one process's part of it; its tensors are private views.
+
+        Raises as ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of
+        trajectories or other prompts, or was recorded at another data cursor.
+        """
+        step = self.open_step(request)
+        _check_answer(step, request)
+        key = (step.path, step.digest, shard)
+        batch = step.load(shard, verify=key not in self._verified)
+        self._verified.add(key)
+        return RecordedStep(path=step.path, batch=batch, info=step.info_of(shard))
+
+    def check_plan(
+        self,
+        plan: Sequence[RolloutRequest],
+        *,
+        verify: bool = False,
+        shard: RowShard | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Check that every step that will be asked for is there, and by its header whole and the one asked for.
+
+        ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
+        how many of how many are checked. Returns the number of bytes that were read. Raises ``StepNotFoundError``
+        listing all that are absent, and else as ``load_step``.
+        """
+        names = self._locate(plan)
+        missing = [request for request in plan if request_name(request) not in names]
         if missing:
-            raise StepNotFoundError(_missing_text(self.dump_dir, missing))
-        for request in plan:
-            path = request_path(self.dump_dir, request)
-            check_inside(self.dump_dir, path)
-            if verify:
-                self._read_step(path, request, verify=True)
-            else:
-                self._check_info(read_step_info(path), request, path)
-        return sum(os.path.getsize(request_path(self.dump_dir, request)) for request in plan) if verify else 0
+            raise StepNotFoundError(self._missing_text(missing))
+        num_bytes = 0
+        for num_checked, request in enumerate(plan, start=1):
+            step = self._open(names[request_name(request)], request)
+            _check_answer(step, request)
+            if verify and shard is None:
+                step.verify()
+            elif verify:
+                step.load(shard)
+            num_bytes += step.num_bytes_read
+            if progress is not None:
+                progress(num_checked, len(plan))
+        return num_bytes
 
-    def load_step(self, request: RolloutRequest) -> RecordedStep:
-        """The recorded answer to ``request``; its tensors are views of a private memory map.
+    def _locate(self, plan: Sequence[RolloutRequest]) -> dict[str, str]:
+        """Step, as in ``request_name`` -> where it lies; with one listing per folder, however long the plan."""
+        folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in plan)
+        present = self.storage.list_names("")
+        located = {folder: locate_steps(self.storage, folder) for folder in folders if folder in present}
+        return {f"{folder}/step_{step:06d}": name for folder, steps in located.items() for step, name in steps.items()}
 
-        Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` naming
-        file and tensor, ``RecordingError`` where the file holds another step or another number of trajectories.
-        """
-        path = request_path(self.dump_dir, request)
-        if not os.path.isfile(path):
-            raise StepNotFoundError(_missing_text(self.dump_dir, [request]))
-        check_inside(self.dump_dir, path)
-        step = self._read_step(path, request, verify=path not in self._verified)
-        self._verified.add(path)
-        return step
-
-    def _read_step(self, path: str, request: RolloutRequest, *, verify: bool) -> RecordedStep:
-        batch, info = decode_step(_map_file(path), source=path, verify=verify)
-        self._check_info(info, request, path)
-        if batch.num_trajectories != request.batch_size:
-            raise RecordingError(
-                f"[Rollout Mock] {path} holds {batch.num_trajectories} trajectories; the run asks for "
-                f"{request.batch_size}. Use the batch size of the recording, or record again."
-            )
-        return RecordedStep(path=path, batch=batch, info=info)
-
-    def _check_info(self, info: StepInfo, request: RolloutRequest, path: str) -> None:
+    def _open(self, name: str, request: RolloutRequest) -> OpenStep:
+        try:
+            step = open_step(self.storage, name)
+        except FileNotFoundError as error:  # removed since it was found
+            raise StepNotFoundError(self._missing_text([request])) from error
+        info = step.info
         values = (
             ("step", info.step, request.global_step),
             ("mode", info.mode, request.mode),
@@ -106,53 +135,74 @@ class RecordingReader:
         wrong = [f"{name} {found!r} instead of {expected!r}" for name, found, expected in values if found != expected]
         if wrong:
             raise RecordingError(
-                f"[Rollout Mock] {path} holds another step than its name says: {', '.join(wrong)}. "
+                f"[Rollout Mock] {step.path} holds another step than its name says: {', '.join(wrong)}. "
                 "It was renamed, moved or copied from another recording: restore it or record again."
             )
+        return step
+
+    def _missing_text(self, missing: Sequence[RolloutRequest]) -> str:
+        by_folder: dict[str, list[int]] = {}
+        for request in missing:
+            by_folder.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
+        modes = ", ".join(dict.fromkeys(request.mode for request in missing))
+        first = self.storage.path(file_name(request_name(missing[0])))
+        if len(missing) == 1:
+            head, reason = first, f"Step {missing[0].global_step} was not run in dump mode"
+        else:
+            head = f"{first} (and {len(missing) - 1} more)"
+            reason = f"Steps {format_present(by_folder)} were not run in dump mode"
+        return (
+            f"[Rollout Mock] Mock file not found: {head}\n"
+            "Possible reasons:\n"
+            f"  1. {reason}\n"
+            f"  2. dump_dir configuration is incorrect: {self.dump_dir}\n"
+            f"  3. mode mismatch (current: {modes})\n"
+            f"Steps present: {format_present(self.steps())}\n"
+            f"{self._removed_text(by_folder)}"
+            "Please run in dump mode first to ensure all step data is generated."
+        )
+
+    def _removed_text(self, missing: Mapping[str, Sequence[int]]) -> str:
+        """Which of the missing steps were recorded and then removed; empty where none was."""
+        removed = load_retention(self.storage).removed
+        gone = {
+            folder: [step for step in steps if folder in removed and step in removed[folder]]
+            for folder, steps in missing.items()
+        }
+        text = format_present({folder: steps for folder, steps in gone.items() if steps})
+        return "" if text == "none" else f"Steps removed by retention: {text}\n"
 
 
-def read_step_info(path: str) -> StepInfo:
-    """What a step file says about itself, from its header alone; raises as ``decode_step``."""
-    content = _read_header(path).document["content"]
-    try:
-        return StepInfo(**content["info"])
-    except (KeyError, TypeError) as error:
-        raise CorruptRecordingError(f"{path}: content is no rollout batch: {error!r}") from error
+def _check_answer(step: OpenStep, request: RolloutRequest) -> None:
+    """Refuse a step of another size, data cursor or other prompts than the run asks for."""
+    if step.num_trajectories != request.batch_size:
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} holds {step.num_trajectories} trajectories; the run asks for "
+            f"{request.batch_size}. Use the batch size of the recording, or record again."
+        )
+    recorded = step.info.data_cursor
+    if None not in (recorded, request.data_cursor) and canonical_json(recorded) != canonical_json(request.data_cursor):
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} was recorded at data cursor {canonical_json(recorded)}; the run is at "
+            f"{canonical_json(request.data_cursor)}. Start from the checkpoint and data order of the recording, or "
+            "record again."
+        )
+    if request.prompt_digests is not None:
+        _check_prompts(step, request.prompt_digests)
 
 
-def _read_header(path: str) -> StepHeader:
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        head = file.read(read_header_size(prefix, size_bytes, source=path))
-    return read_step_header(prefix, head, size_bytes, source=path)
-
-
-def _map_file(path: str) -> bytearray | mmap.mmap:
-    """The file as a private map: what a caller writes into a tensor never reaches the disk."""
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return bytearray()
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _missing_text(dump_dir: str, missing: Sequence[RolloutRequest]) -> str:
-    by_folder: dict[str, list[int]] = {}
-    for request in missing:
-        by_folder.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
-    modes = ", ".join(dict.fromkeys(request.mode for request in missing))
-    first = request_path(dump_dir, missing[0])
-    if len(missing) == 1:
-        head, reason = first, f"Step {missing[0].global_step} was not run in dump mode"
-    else:
-        head = f"{first} (and {len(missing) - 1} more)"
-        reason = f"Steps {format_present(by_folder)} were not run in dump mode"
-    return (
-        f"[Rollout Mock] Mock file not found: {head}\n"
-        "Possible reasons:\n"
-        f"  1. {reason}\n"
-        f"  2. dump_dir configuration is incorrect: {dump_dir}\n"
-        f"  3. mode mismatch (current: {modes})\n"
-        f"Steps present: {format_present(list_steps(dump_dir))}\n"
-        "Please run in dump mode first to ensure all step data is generated."
-    )
+def _check_prompts(step: OpenStep, asked: Sequence[str]) -> None:
+    """``asked``: one digest per trajectory or, for groups of one prompt each, one per group; in any order."""
+    trajectories = step.prompt_digests()
+    by_group = {(trajectory[:3], digest) for trajectory, digest in trajectories.items()}
+    is_by_group = len(asked) == len(by_group) != len(trajectories)
+    recorded = Counter([digest for _, digest in by_group] if is_by_group else trajectories.values())
+    not_recorded, not_asked = Counter(asked) - recorded, recorded - Counter(asked)
+    if not_recorded or not_asked:
+        example = next(iter(not_recorded), None)
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} holds other prompts than the run asks for: {not_recorded.total()} of "
+            f"{len(asked)} asked for are not recorded{f' (the first: {example})' if example else ''}, "
+            f"{not_asked.total()} recorded ones are not asked for. Use the data, their order and the tokenizer of the "
+            "recording, or record again."
+        )

@@ -6,24 +6,18 @@ leaves at most a hidden temporary file, which nothing lists. Nothing is read or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
+from mock_scheduler.errors import RecordingError
+from mock_scheduler.files import Buffer as Buffer
+from mock_scheduler.recording.byte_sources import ByteSource as ByteSource
+from mock_scheduler.recording.local_storage import LocalStorage
 
-
-class ByteSource(Protocol):
-    """The bytes of one file, readable by range."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file, decompressed."""
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` as a *writable* view that is private to the reader (torch may wrap it).
-
-        Locally a slice of a private memory map: no bytes are copied. Raises ``RecordingError`` on input/output errors.
-        """
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters at least: C:// is a drive
 
 
 class Storage(Protocol):
@@ -51,14 +45,18 @@ class Storage(Protocol):
     def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
         """Write a new file (compressed where its name ends in ``.zst``) from pieces in order; returns its stored size.
 
-        Raises plain ``FileExistsError`` where the name is taken.
+        Raises plain ``FileExistsError`` where the name is taken. A remote file that holds these very bytes counts as
+        written: its store may have got a request whose answer was lost, and that was therefore repeated.
         """
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file in place of an older one, whole or not at all."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its files; nothing happens where it is absent."""
+        """Remove a file, or a folder with its files; nothing happens where it is absent.
+
+        A local folder goes as a whole; a remote one file by file in the order of their names.
+        """
 
     def size_on_disk(self, name: str) -> int:
         """Stored bytes of a file, or of all files of a folder."""
@@ -69,10 +67,11 @@ class Storage(Protocol):
     def free_bytes(self) -> int | None:
         """Space left for a user without privileges; None where it has no bound that can be asked for."""
 
-    def lock(self, folder: str) -> Lock | None:
+    def lock(self, folder: str, *, part: str | None = None, is_patient: bool = False) -> Lock | None:
         """Take the exclusive right to write into a folder, or raise ``RecordingError`` naming who holds it.
 
-        It ends with ``Lock.release`` or with the process, however it ends. None where locks do not exist (remote).
+        ``part``: only that to write the files of one part (a shard). ``is_patient``: wait for it instead. It ends with
+        ``Lock.release`` or with the process, however it ends. None where locks do not exist (remote).
         """
 
 
@@ -83,7 +82,37 @@ class Lock(Protocol):
         """Give it back; a second call does nothing."""
 
 
+@contextmanager
+def locked(storage: Storage) -> Iterator[None]:
+    """Hold, while the block runs, the right to write the files directly in the location; waits for it."""
+    lock = storage.lock("", is_patient=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def open_storage(location: str) -> Storage:
-    """The storage of a folder or of an fsspec URL; touches nothing. Raises ``RecordingError`` for an unknown protocol
-    or a missing package (naming the extra to install)."""
-    raise NotImplementedError
+    """The storage of a folder, a ``file://`` URL or an fsspec URL; touches nothing.
+
+    Raises ``RecordingError`` for an unknown protocol or a missing package (naming the extra to install).
+    """
+    protocol = _PROTOCOL.match(location)
+    if protocol is None:
+        return LocalStorage(location)
+    if protocol[1].lower() in ("file", "local"):
+        return LocalStorage(location, root=_path_of_url(location))
+    # fsspec takes a quarter of a second to import, and a local recording does not need it.
+    from mock_scheduler.recording.remote_storage import FsspecStorage
+
+    return FsspecStorage(location)
+
+
+def _path_of_url(location: str) -> str:
+    parts = urlsplit(location)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise RecordingError(
+            f"{location!r} names no local folder: write file:///absolute/path, or the path without file://"
+        )
+    return unquote(parts.path)

@@ -1,88 +1,34 @@
-"""Writes a recording: the manifest with the first step, then one file per step.
+"""Opens a recording to be written: everything that can be refused is refused here, before any rollout.
 
-Contract: one process writes. A step's presence is its completeness; an existing step is never replaced.
+Contract: makes no more than the folder and, for planned steps, the locks.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.digests import JSON
-from mock_scheduler.errors import MockSchedulerError, RecordingError, StepExistsError
-from mock_scheduler.recording.container import StepInfo, encode_step
+from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.contract import Contract, check_contract
-from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest, save_manifest
+from mock_scheduler.recording.forecast import DiskForecast
+from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest
 from mock_scheduler.recording.paths import (
     MANIFEST_NAME,
-    check_inside,
-    check_writable,
     format_present,
-    list_steps,
-    publish_file,
-    request_path,
-    step_path,
+    list_folders,
+    locate_steps,
+    step_folder,
 )
-from mock_scheduler.recording.reader import RecordingReader, read_step_info
+from mock_scheduler.recording.recording_writer import FolderLocks, exists_text
+from mock_scheduler.recording.recording_writer import RecordingWriter as RecordingWriter
+from mock_scheduler.recording.recording_writer import WriterOptions as WriterOptions
+from mock_scheduler.recording.recording_writer import WrittenStep as WrittenStep
+from mock_scheduler.recording.sharded_writing import clear_uncommitted
+from mock_scheduler.recording.storage import Storage, open_storage
 from mock_scheduler.scheduler import RolloutRequest
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenStep:
-    """A step that is on disk. ``was_present``: an earlier part of the run had recorded this very batch."""
-
-    path: str
-    size_bytes: int
-    was_present: bool = False
-
-
-class RecordingWriter:
-    """An opened recording of one run; its run id goes into every step file.
-
-    The manifest is written just before the first step, so that a run that fails earlier leaves no recording.
-    ``is_new``: there is no manifest yet; otherwise an earlier part of the run is continued.
-    """
-
-    def __init__(self, dump_dir: str, manifest: Manifest, *, is_new: bool) -> None:
-        self._is_continued = not is_new
-        self.dump_dir = dump_dir
-        self.run_id = manifest.run_id
-        self._manifest = manifest
-        self._is_manifest_missing = is_new
-
-    def write_step(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
-        """Write one step; returns when it is on disk.
-
-        A run that continues may play its first steps again: a step that is there with the same batch stays as it is.
-        Raises ``StepExistsError`` where the step is already recorded, and ``RecordingError`` where it cannot be written
-        or another run has begun to record here.
-        """
-        path = step_path(self.dump_dir, mode=info.mode, scheduler_id=info.scheduler_id, step=info.step)
-        check_inside(self.dump_dir, path)
-        data = encode_step(batch, info)
-        if self._is_manifest_missing:
-            save_manifest(self.dump_dir, self._manifest)
-            self._is_manifest_missing = False
-        try:
-            publish_file(path, data)
-        except FileExistsError as error:
-            if self._is_continued and self._is_recorded(batch, info):
-                return WrittenStep(path=path, size_bytes=os.path.getsize(path), was_present=True)
-            raise StepExistsError(_exists_text([path])) from error
-        return WrittenStep(path=path, size_bytes=len(data))
-
-    def _is_recorded(self, batch: RolloutBatch, info: StepInfo) -> bool:
-        request = RolloutRequest(
-            global_step=info.step,
-            batch_size=batch.num_trajectories,
-            mode=info.mode,
-            scheduler_id=info.scheduler_id,
-            policy_version=info.policy_version,
-        )
-        return RecordingReader(self.dump_dir).load_step(request).batch.is_identical(batch)
+_NO_OPTIONS = WriterOptions()
 
 
 def open_recording(
@@ -92,50 +38,76 @@ def open_recording(
     plan: Sequence[RolloutRequest],
     provenance: Mapping[str, JSON],
     resume: bool,
+    options: WriterOptions = _NO_OPTIONS,
+    run_id: str | None = None,
+    max_row_tokens: int | None = None,
 ) -> RecordingWriter:
-    """Check that the steps of ``plan`` can be recorded in ``dump_dir``; makes no more than the folder.
+    """Check that the steps of ``plan`` can be recorded in ``dump_dir`` (a folder or an fsspec URL).
 
-    An empty or missing folder becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
-    is continued only with ``resume`` and an equal contract. Raises ``StepExistsError`` naming the steps,
-    ``ContractError`` or ``RecordingError``. ``provenance`` is what the caller adds to it.
+    An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
+    is continued only with ``resume``, or joined by a caller that gives the same ``run_id`` (several schedulers or ranks
+    of one run share a recording); both need an equal contract. ``run_id`` None: that of the recording, else a new one.
+    With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is what the caller
+    adds to it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
+
+    Raises ``StepExistsError`` naming the steps, ``ContractError`` or ``RecordingError``; so it does where another
+    process writes the planned steps' folders.
     """
-    existing = [path for path in (request_path(dump_dir, request) for request in plan) if os.path.lexists(path)]
+    storage = open_storage(dump_dir)
+    located = {folder: locate_steps(storage, folder) for folder in list_folders(storage)}
+    present = {folder: list(found) for folder, found in located.items() if found}
+    planned = [(step_folder(request.mode, request.scheduler_id), request.global_step) for request in plan]
+    existing = [located[folder][step] for folder, step in planned if step in located.get(folder, {})]
     if existing and not resume:
-        raise StepExistsError(_exists_text(existing))
-    if os.path.lexists(os.path.join(dump_dir, MANIFEST_NAME)):
-        manifest = _continue_recording(dump_dir, contract, resume=resume)
-        return RecordingWriter(dump_dir, manifest, is_new=False)
-    present = list_steps(dump_dir)
-    if present:
-        raise RecordingError(
-            f"[Rollout Mock] {dump_dir} holds steps ({format_present(present)}) but no {MANIFEST_NAME}, so their run "
-            "is not known. Set another rollout_mock.dump_dir, or remove the folder if the steps are not needed."
+        raise StepExistsError(exists_text(storage, existing))
+    manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)
+    if manifest is not None:
+        check_contract(manifest.contract, contract, "error", source=dump_dir)
+    storage.check_writable()
+    if max_row_tokens is not None:
+        forecast = DiskForecast(storage, num_planned=len(plan), on_low_disk="warn")
+        forecast.warn_of_largest(plan, max_row_tokens=max_row_tokens)
+    if manifest is None:
+        manifest = Manifest(
+            run_id=str(uuid.uuid4()) if run_id is None else run_id,
+            contract=contract,
+            provenance=collect_provenance(provenance),
         )
-    check_writable(dump_dir)
-    manifest = Manifest(run_id=str(uuid.uuid4()), contract=contract, provenance=collect_provenance(provenance))
-    return RecordingWriter(dump_dir, manifest, is_new=True)
+    folders = sorted({folder for folder, _ in planned}) or (list(located) if resume else [])
+    locks = FolderLocks(storage, options.shard)
+    try:
+        for folder in folders:
+            locks.take(folder)
+        if resume and options.is_committer:
+            clear_uncommitted(storage, folders)
+    except BaseException:
+        locks.release()
+        raise
+    return RecordingWriter(storage, manifest, options=options, locks=locks, can_continue=resume)
 
 
-def _continue_recording(dump_dir: str, contract: Contract, *, resume: bool) -> Manifest:
-    """The manifest of the recording that is there, or an error where it must not be continued."""
-    manifest = load_manifest(dump_dir)
-    if not resume:
+def _find_manifest(
+    storage: Storage, present: Mapping[str, Sequence[int]], *, resume: bool, run_id: str | None
+) -> Manifest | None:
+    """The manifest of the recording that is there, None where there is none, or an error where it is another run's."""
+    if not storage.exists(MANIFEST_NAME):
+        if present:
+            raise RecordingError(
+                f"[Rollout Mock] {storage.location} holds steps ({format_present(present)}) but no {MANIFEST_NAME}, so "
+                "their run is not known. Set another rollout_mock.dump_dir, or remove the folder if the steps are not "
+                "needed."
+            )
+        return None
+    manifest = load_manifest(storage)
+    if run_id is not None and run_id != manifest.run_id:
         raise RecordingError(
-            f"[Rollout Mock] {dump_dir} already holds a recording (run id {manifest.run_id}; steps: "
-            f"{format_present(list_steps(dump_dir))}). Set another rollout_mock.dump_dir, resume the run that "
+            f"[Rollout Mock] {storage.location} holds the recording of run id {manifest.run_id}; this run is {run_id}. "
+            "Set another rollout_mock.dump_dir, or remove the folder if it is not needed."
+        )
+    if run_id is None and not resume:
+        raise RecordingError(
+            f"[Rollout Mock] {storage.location} already holds a recording (run id {manifest.run_id}; steps: "
+            f"{format_present(present)}). Set another rollout_mock.dump_dir, resume the run that "
             "recorded it, or remove the folder if it is not needed."
         )
-    check_contract(manifest.contract, contract, "error", source=dump_dir)
     return manifest
-
-
-def _exists_text(paths: Sequence[str]) -> str:
-    try:
-        owner = f"run id {read_step_info(paths[0]).run_id}"
-    except MockSchedulerError as error:
-        owner = f"run id cannot be read: {error}"
-    more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-    return (
-        f"[Rollout Mock] Step file exists and is not overwritten: {paths[0]}{more} ({owner}). "
-        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
-    )

@@ -8,6 +8,7 @@ gymnasium's own integer observation. The vocabulary is the list of these tokens,
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,18 @@ class GridTokenizer:
         queries = (f"<act@{cell}>" for cell in range(self.num_cells))
         cells = (f"{cell}:{glyph}" for cell in range(self.num_cells) for glyph in self.glyphs)
         return ("<pad>", "<bos>", *self.actions, *queries, *cells)
+
+    @property
+    def display_texts(self) -> tuple[str, ...]:
+        """Every token as a person reads it, by id: joined, an episode's tokens draw its square boards row by row."""
+        width = math.isqrt(self.num_cells)
+        queries = ("" for _ in range(self.num_cells))
+        cells = (
+            f"{glyph}\n" if (cell + 1) % width == 0 else f"{glyph} "
+            for cell in range(self.num_cells)
+            for glyph in self.glyphs
+        )
+        return ("", "", *self.actions, *queries, *cells)
 
     @property
     def vocab_size(self) -> int:

@@ -12,5 +12,5 @@ from mock_scheduler.recording.container import StepInfo, decode_step, encode_ste
 
 def gather_rows(batch: RolloutBatch | None, info: StepInfo, ranks: RankGroup) -> RolloutBatch:
     """The union of all ranks' rows, in canonical order, on every rank. ``None``: this rank played none. Collective."""
-    parts = ranks.gather(encode_step(batch, info) if batch else b"")
+    parts = ranks.gather(encode_step(batch, info).to_bytes() if batch else b"")
     return RolloutBatch.concat([decode_step(part)[0] for part in parts if part])

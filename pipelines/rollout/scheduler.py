@@ -16,7 +16,7 @@ from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.container import StepInfo
-from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment
@@ -25,6 +25,20 @@ from pipelines.rollout.engine import PolicyEngine
 from pipelines.rollout.episodes import Episode, play_episodes
 from pipelines.rollout.exchange import gather_rows
 from pipelines.seeds import derive_seed, derive_uniform
+
+
+def episodes_per_group(config: PipelineConfig, mode: Mode) -> int:
+    """How many episodes every group plays for one batch."""
+    manager = config.env_manager(mode)
+    return config.batch_size(mode) // (manager.num_env_groups * manager.group_size)
+
+
+def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
+    """The number of each group's first episode in a step: where the run's data stand.
+
+    Training episodes are numbered through the run; validation plays the same episodes every time.
+    """
+    return step * episodes_per_group(config, mode) if mode == "train" else 0
 
 
 class AgenticRolloutScheduler:
@@ -102,12 +116,9 @@ class AgenticRolloutScheduler:
         return RolloutBatch.from_trajectories(trajectories, sampling=sampling, group_size=manager.group_size)
 
     def _episodes(self, request: RolloutRequest, manager: EnvManagerConfig) -> list[Episode]:
-        """This replica's share of the request: whole groups, dealt in turn.
-
-        Training episodes are numbered through the run; validation plays the same episodes every time.
-        """
-        per_group = request.batch_size // (manager.num_env_groups * manager.group_size)
-        first = request.global_step * per_group if request.mode == "train" else 0
+        """This replica's share of the request: whole groups, dealt in turn."""
+        per_group = episodes_per_group(self._config, request.mode)
+        first = first_episode(self._config, request.mode, request.global_step)
         groups = [
             (group_id, first + offset) for offset in range(per_group) for group_id in range(manager.num_env_groups)
         ]

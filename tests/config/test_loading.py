@@ -96,7 +96,9 @@ def test_dumped_config_loads_back_equal(tmp_path: Path) -> None:
     config = load_text(
         tmp_path,
         "exp_name: '1e5'\nsystem_envs: {A: '0', B: 'on', C: 'null'}\ntraining: {lr: 3.0e-7}\n"
-        "align: {candidates: [{name: tp2, overrides: [parallel.tensor_model_parallel_size=2]}]}\n",
+        "align: {candidates: [{name: tp2, overrides: [parallel.tensor_model_parallel_size=2]}]}\n"
+        "save_steps: 5\nrollout_mock: {enable: true, mode: cache, steps: '0-19, 40, 100-', missing_step: repeat,\n"
+        "  schedule: [{mode: mock, steps: [1, '3-4'], kinds: [train]}], retention: {keep_last: 3, pin_steps: 7}}\n",
     )
     assert load_text(tmp_path, dump_config(config)) == config
 
@@ -120,7 +122,7 @@ def test_any_text_survives_dump_and_load(tmp_path_factory: pytest.TempPathFactor
 def test_unknown_mode_names_the_known_ones(tmp_path: Path) -> None:
     assert error_of(tmp_path, "exp_name: x\nrollout_mock: {mode: replay}\n") == (
         f"configuration 'run' ({tmp_path}/run.yaml) has 1 problem:\n"
-        "  - rollout_mock.mode: unknown mode 'replay'; known modes: real, dump, mock"
+        "  - rollout_mock.mode: unknown mode 'replay'; known modes: real, dump, mock, cache, verify"
     )
 
 
@@ -130,10 +132,12 @@ def test_all_problems_are_listed_with_the_override_that_caused_them(tmp_path: Pa
         f"configuration 'run' ({tmp_path}/run.yaml) has 5 problems:\n"
         "  - max_steps: is -1, should be greater than 0 (given as 'max_steps=-1')\n"
         "  - rollout_mock.dumpdir: unknown key; nearest known key: rollout_mock.dump_dir; "
-        "known keys of rollout_mock: allow_nondeterministic, dump_dir, enable, mode, on_mismatch\n"
+        "known keys of rollout_mock: allow_nondeterministic, background, compression, dump_dir, enable, every, "
+        "missing_step, mode, on_difference, on_duplicate_rows, on_low_disk, on_mismatch, on_partial_groups, origin, "
+        "retention, schedule, steps\n"
         "  - system_envs.A: is True, should be a string; quote the variable's text, for example '1'\n"
         "  - model.normalization: unknown value 'batch'; known values: RMSNorm, LayerNorm\n"
-        "  - trace.levle: unknown key; nearest known key: trace.level; known keys of trace: level "
+        "  - trace.levle: unknown key; nearest known key: trace.level; known keys of trace: level, operations "
         "(given as 'trace.levle=full')"
     )
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +19,10 @@ from mock_scheduler.determinism.guard import (
     check_took_effect,
     is_repeatability_setting,
     read_back,
+    read_node_values,
 )
+from mock_scheduler.determinism.probes import NODE_PROBES, PROBES
+from mock_scheduler.determinism.settings import SETTINGS, Kind
 from mock_scheduler.errors import DeterminismError
 
 ENVIRON = {
@@ -24,6 +34,8 @@ ENVIRON = {
     "NCCL_SOCKET_IFNAME": "eth0",
     "NVTE_FUSED_ATTN": "0",
 }
+
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets are those of x86")
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +76,10 @@ def test_read_back_holds_settings_flags_and_versions() -> None:
     assert values["torch.num_threads"] == str(torch.get_num_threads())
     assert values["version.torch"] == torch.__version__
     assert "NCCL_SOCKET_IFNAME" not in values
+    assert read_node_values(ENVIRON) == {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "torch.num_interop_threads": str(torch.get_num_interop_threads()),
+    }
     assert list(values) == sorted(values)
 
 
@@ -94,9 +110,13 @@ def test_only_what_makes_runs_repeatable_must_match() -> None:
     """
     values = read_back({**ENVIRON, "NVTE_FLASH_ATTN": "1", "NCCL_NTHREADS": "64"})
     assert [name for name in values if is_repeatability_setting(name)] == [
+        "ATB_MATMUL_SHUFFLE_K_ENABLE",
         "CAUSAL_CONV1D_DETERMINISTIC",
+        "CLOSE_MATMUL_K_SHIFT",
         "CUBLAS_WORKSPACE_CONFIG",
         "DETERMINISTIC_MODE",
+        "HCCL_DETERMINISTIC",
+        "LCCL_DETERMINISTIC",
         "MAMBA_DETERMINISTIC",
         "MKL_NUM_THREADS",
         "NCCL_ALGO",
@@ -112,3 +132,99 @@ def test_only_what_makes_runs_repeatable_must_match() -> None:
         "torch.num_threads",
     ]
     assert {"NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NCCL_PROTO", "NCCL_NTHREADS", "NVIDIA_TF32_OVERRIDE"} < set(values)
+
+
+def test_every_flag_and_version_of_the_table_has_one_probe() -> None:
+    listed = {setting.name: setting.per_node for setting in SETTINGS if setting.kind is not Kind.ENVIRONMENT}
+    assert {name for name, per_node in listed.items() if not per_node} == PROBES.keys()
+    assert {name for name, per_node in listed.items() if per_node} == NODE_PROBES.keys()
+
+
+def test_reading_back_changes_nothing_and_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    assert read_back(ENVIRON) == read_back(ENVIRON)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@on_x86
+def test_cpu_kernels_that_are_not_those_asked_for_are_refused() -> None:
+    """torch reads ATEN_CPU_CAPABILITY at its first operation: a variable that was set later had no effect."""
+    current = torch.backends.cpu.get_cpu_capability()
+    asked, name = ("default", "DEFAULT") if current != "DEFAULT" else ("avx2", "AVX2")
+    with pytest.raises(DeterminismError) as caught:
+        check_took_effect(read_back({"ATEN_CPU_CAPABILITY": asked}), deterministic=False)
+    assert str(caught.value).splitlines()[1:-1] == [f"  - version.cpu_capability is {current}, must be {name}"]
+
+
+def test_a_transformer_engine_imported_too_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module constant was read when the variable was not set; nothing in the environment shows it."""
+    apply_deterministic_mode(ENVIRON)
+    module = ModuleType("mhc")
+    module.ENFORCE_DETERMINISTIC = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.triton.mhc", module)
+    with pytest.raises(DeterminismError) as caught:
+        check_took_effect(read_back(ENVIRON), deterministic=True)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  - transformer_engine.enforce_deterministic is False, must be True"
+    ]
+    module.ENFORCE_DETERMINISTIC = True  # type: ignore[attr-defined]
+    check_took_effect(read_back(ENVIRON), deterministic=True)
+
+
+def test_tf32_stays_as_it_was_set_and_is_read_back() -> None:
+    before = (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)
+    apply_deterministic_mode(ENVIRON)
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == before
+    values = read_back(ENVIRON)
+    assert (values["torch.cudnn.allow_tf32"], values["torch.cuda.matmul.allow_tf32"]) == (
+        str(before[0]),
+        str(before[1]),
+    )
+
+
+def test_the_new_way_to_set_precision_is_read_back_too() -> None:
+    """The old flag raises once the new one was used, and the read-back with it."""
+    code = (
+        "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "from mock_scheduler.determinism.guard import read_back\n"
+        "values = read_back({})\n"
+        "print([values[f'torch.cuda.matmul.{name}'] for name in ('fp32_precision', 'allow_tf32')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['tf32', 'see fp32_precision']"
+
+
+def test_a_topology_file_is_recorded_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "topology.xml"
+    path.write_text("<system/>")
+    values = read_back({"NCCL_TOPO_FILE": str(path), "NCCL_GRAPH_FILE": str(tmp_path / "none")})
+    assert values["nccl.topo_file_sha256"] == hashlib.sha256(b"<system/>").hexdigest()
+    assert values["nccl.graph_file_sha256"] == "cannot be read: No such file or directory"
+    assert read_back({})["nccl.topo_file_sha256"] == "absent"
+
+
+def read_in_new_process(**environ: str) -> dict[str, str]:
+    """``read_back`` of a fresh interpreter with exactly this environment."""
+    code = (
+        "import json, os\n"
+        "from mock_scheduler.determinism.guard import read_back\n"
+        "print(json.dumps(read_back(os.environ)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    values: dict[str, str] = json.loads(done.stdout)
+    return values
+
+
+@on_x86
+def test_what_a_process_started_with_shows_in_what_it_reads_back() -> None:
+    """The hash of a string and the bits of a few CPU operations are evidence; the variables alone are not."""
+    first, again, other = (
+        read_in_new_process(PYTHONHASHSEED="3", ATEN_CPU_CAPABILITY="default"),
+        read_in_new_process(PYTHONHASHSEED="3", ATEN_CPU_CAPABILITY="default"),
+        read_in_new_process(ATEN_CPU_CAPABILITY="avx2"),
+    )
+    assert first == again
+    assert first["python.string_hash"] != "random"
+    assert other["python.string_hash"] == "random"
+    assert first["torch.cpu_probe"] != other["torch.cpu_probe"]
+    assert (first["version.cpu_capability"], other["version.cpu_capability"]) == ("DEFAULT", "AVX2")

@@ -27,7 +27,7 @@ def test_replay_in_the_same_layout_is_identical_on_a_gpu(tmp_path: Path, impl: s
         f"precision={precision}",
         "max_steps=3",
         "align.candidates=[{name: replay}]",
-        "align.tolerance={metric: 0, gradient: 0, parameter: 0}",
+        "align.tolerance={metric: 0, gradient: 0, update: 0}",
     ]
     code = main(["align", "quickstart", *overrides, "--output-dir", str(tmp_path / "align")])
     result = json.loads((tmp_path / "align" / "align.json").read_text())

@@ -11,7 +11,7 @@ from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.errors import ContractError
-from mock_scheduler.recording.contract import Contract, Rule, check_contract
+from mock_scheduler.recording.contract import Contract, Match, Rule, check_contract
 from pipelines.contract import build_contract
 from pipelines.environments.registry import build_tokenizer
 
@@ -78,12 +78,19 @@ PLANTED = {
     f"{ENV}.env_config.is_slippery": "true",
     f"{ENV}.env_config.format_penalty": "-0.5",
 }
-# These change the vocabulary as well, or have fields of their own where they are set.
+# These change the vocabulary or the initial weights as well, or have fields of their own where they are set.
 IMPLIED = {
-    f"{ENV}.env_config.map_name": ["vocabulary", "model.vocab_size"],
-    f"{ENV}.env_config.size": ["vocabulary", "model.vocab_size"],
+    f"{ENV}.env_config.map_name": ["vocabulary", "model.vocab_size", "initial_weights"],
+    f"{ENV}.env_config.size": ["vocabulary", "model.vocab_size", "initial_weights"],
     "actor_infer.generating_args.temperature": ["val_env_manager.generating_args.temperature"],
 }
+INITIAL_WEIGHTS = (
+    *("seed", "model.vocab_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *("model.num_query_groups", "model.ffn_hidden_size", "model.normalization", "model.swiglu"),
+    *("model.add_bias_linear", "model.add_qkv_bias", "model.qk_layernorm", "model.position_embedding_type"),
+    *("model.untie_embeddings_and_output_weights", "model.init_method_std"),
+)
+IMPLIED |= {name: ["initial_weights"] for name in INITIAL_WEIGHTS}
 # No other value exists, or the schema lets none through; a test below plants those of validation.
 NOT_PLANTED = {f"{ENV}.env_type"} | {
     f"{section}.generating_args.{name}" for section in ("actor_infer", "val_env_manager") for name in ("top_k", "top_p")
@@ -99,9 +106,7 @@ def differing_fields(config: PipelineConfig, **settings: str) -> list[str]:
 @pytest.mark.parametrize(("name", "value"), PLANTED.items(), ids=PLANTED.keys())
 def test_a_changed_field_is_refused_by_name_and_nothing_else_is(name: str, value: str) -> None:
     changed = contract_of(load(f"{name}={value}"))
-    with pytest.raises(
-        ContractError, match=rf"\n  {name}: recorded .+, current .+\. (Set {name} |The initial weights )"
-    ):
+    with pytest.raises(ContractError, match=rf"\n  {name}: recorded .+, current .+\. (Set {name} |The initial )"):
         check_contract(RECORDED, changed, "error")
     assert sorted(differing_fields(load(f"{name}={value}"))) == sorted([name, *IMPLIED.get(name, [])])
 
@@ -110,7 +115,8 @@ def test_every_field_that_must_match_has_a_planted_change() -> None:
     """A field added to the contract without a test of its own fails here."""
     must_match = {field.name for field in RECORDED.fields if field.rule is Rule.MUST_MATCH}
     determinism = {f"determinism.{name}" for name in REPEATABILITY}
-    assert must_match == PLANTED.keys() | {"vocabulary"} | NOT_PLANTED | determinism
+    implied = {"vocabulary", "initial_weights", "data_cursor"}
+    assert must_match == PLANTED.keys() | implied | NOT_PLANTED | determinism
 
 
 # Keys that name files or runs, or whose effect is in the contract as it was read back.
@@ -151,6 +157,7 @@ def test_sampling_that_is_written_out_is_the_same_as_that_in_effect() -> None:
 
 def test_several_changes_are_all_listed() -> None:
     assert sorted(differing_fields(load("seed=1", "model.num_layers=4", "sequence_length=96"))) == [
+        "initial_weights",
         "model.num_layers",
         "seed",
         "sequence_length",
@@ -184,7 +191,7 @@ def test_another_algorithm_is_accepted_and_reported_key_by_key() -> None:
     )
     differences = check_contract(RECORDED, contract_of(changed), "error")
     assert [difference.describe() for difference in differences] == [
-        "max_steps: recorded 4, current 2",
+        "max_steps: recorded 4, current 2 (2 less than recorded)",
         'reward_normalization.method: recorded "mean_std", current "mean"',
         "ppo_epochs: recorded 2, current 1",
         "pg_clip: recorded 0.2, current 0.1",
@@ -214,9 +221,54 @@ def test_what_is_being_compared_may_differ(change: str) -> None:
     assert differing_fields(load(change)) == []
 
 
-def test_versions_may_differ_and_are_reported() -> None:
-    differences = contract_of(load(), **{"version.torch": "2.14.0"}).differences(RECORDED)
-    assert [(item.name, item.is_blocking) for item in differences] == [("version.torch", False)]
+@pytest.mark.parametrize(
+    ("name", "current", "line"),
+    [
+        ("version.torch", "2.14.0", 'version.torch: recorded "2.13.0", current "2.14.0" (other release)'),
+        (
+            "version.torch",
+            "2.13.0+cu130",
+            'version.torch: recorded "2.13.0", current "2.13.0+cu130" (same release, other build)',
+        ),
+        ("version.cpu_capability", "AVX512", 'version.cpu_capability: recorded "AVX2", current "AVX512"'),
+    ],
+)
+def test_versions_may_differ_and_are_reported(name: str, current: str, line: str) -> None:
+    differences = check_contract(RECORDED, contract_of(load(), **{name: current}), "error")
+    assert [difference.describe() for difference in differences] == [line]
+
+
+def test_more_steps_than_were_recorded_are_no_breach() -> None:
+    """Cache and a resumed dump add steps; a replay names each step that is missing, which says more."""
+    differences = check_contract(RECORDED, contract_of(load("max_steps=6")), "error")
+    assert [difference.describe() for difference in differences] == [
+        "max_steps: recorded 4, current 6 (2 more than recorded)"
+    ]
+    assert next(field.match for field in RECORDED.fields if field.name == "max_steps") is Match.AT_MOST
+
+
+def test_a_run_that_begins_elsewhere_in_its_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.contract.first_episode", lambda config, mode, step: 7 if mode == "train" else 0)
+    with pytest.raises(ContractError) as caught:
+        check_contract(RECORDED, contract_of(load()), "error", source="./dumps")
+    assert str(caught.value) == (
+        "[Rollout Mock] This run breaks the contract of ./dumps in 1 field:\n"
+        '  data_cursor: recorded {"train":{"first_episode":0},"val":{"first_episode":0}}, current '
+        '{"train":{"first_episode":7},"val":{"first_episode":0}} (differs in train.first_episode). The run begins at '
+        "other episodes than the recorded one: start it where that began."
+    )
+
+
+@pytest.mark.parametrize("section", ["max_steps=9", "resume_from_checkpoint=somewhere", "save_steps=2"])
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_contract_of_the_run_that_began(section: str) -> None:
+    assert differing_fields(load(section)) == []
+
+
+def test_initial_weights_are_the_same_under_another_precision_and_layout() -> None:
+    changed = load(
+        "precision=bfloat16", "parallel.tensor_model_parallel_size=2", "model.make_vocab_size_divisible_by=64"
+    )
+    assert differing_fields(changed) == []
 
 
 def test_a_vocabulary_size_that_is_written_out_is_the_same_as_the_derived_one() -> None:
@@ -224,10 +276,38 @@ def test_a_vocabulary_size_that_is_written_out_is_the_same_as_the_derived_one() 
     assert differing_fields(load(f"model.vocab_size={build_tokenizer(config).vocab_size}")) == []
 
 
+def digest_of(contract: Contract, name: str) -> str:
+    """What a message shows of a digest."""
+    return str(next(field.value for field in contract.fields if field.name == name))[:12]
+
+
 def test_the_message_has_both_values_and_the_advice() -> None:
+    changed = contract_of(load("seed=43"))
+    before, after = digest_of(RECORDED, "initial_weights"), digest_of(changed, "initial_weights")
+    assert before != after
     with pytest.raises(ContractError) as caught:
-        check_contract(RECORDED, contract_of(load("seed=43")), "error", source="./dumps")
+        check_contract(RECORDED, changed, "error", source="./dumps")
     assert str(caught.value) == (
-        "[Rollout Mock] This run breaks the contract of ./dumps in 1 field:\n"
-        "  seed: recorded 42, current 43. The initial weights follow from seed: set it as in the recording run."
+        "[Rollout Mock] This run breaks the contract of ./dumps in 2 fields:\n"
+        "  seed: recorded 42, current 43. The initial weights follow from seed: set it as in the recording run.\n"
+        f"  initial_weights: recorded {before}, current {after} (other content). They follow from seed, the model "
+        "section and the vocabulary: set these as in the recording run."
     )
+
+
+def test_another_vocabulary_is_shown_by_the_start_of_its_digest() -> None:
+    changed = contract_of(load(f"{ENV}.env_config.size=4"))
+    before, after = digest_of(RECORDED, "vocabulary"), digest_of(changed, "vocabulary")
+    difference = changed.differences(RECORDED)[0]
+    assert difference.describe() == (
+        f"vocabulary: recorded {before}, current {after} (other content). The recorded token ids mean something else "
+        "here (118 tokens now): use the recording run's environments."
+    )
+
+
+def test_a_list_that_changed_says_what_was_added() -> None:
+    changed = contract_of(load("train_env_manager.tags=[FrozenLake,FrozenLake]"))
+    assert [difference.describe() for difference in changed.differences(RECORDED)] == [
+        'train_env_manager.tags: recorded ["FrozenLake"], current ["FrozenLake","FrozenLake"] (added "FrozenLake"; '
+        "first difference at index 1). Set train_env_manager.tags as in the recording run."
+    ]

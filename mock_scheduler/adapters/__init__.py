@@ -1,0 +1,1 @@
+"""Other frameworks' batches, recordings and configurations, converted to ours and back."""

@@ -1,0 +1,174 @@
+"""Framed tensors as columns of a batch, and back: of each, per row, a stretch left of the row, in it and right of it.
+
+Contract: see ``padded`` for the columns and ``padded_segments`` for what they hold. What is written for a row depends
+on the row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from mock_scheduler.adapters.padded_fields import LANE_DTYPES, NativeFields, as_lanes, lanes_per_column
+from mock_scheduler.adapters.padded_layout import Frame
+from mock_scheduler.adapters.padded_rows import RowSpans
+from mock_scheduler.adapters.padded_segments import Lanes, SegmentReader, TokenFields, write_segment
+from mock_scheduler.adapters.padded_values import TORCH_DTYPES
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.columns import Column, TensorColumn, as_bytes, from_bytes
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import BatchError
+
+PROGRAM_COLUMN = "padded.program"
+_HEAD_FRAMES = (Frame.FULL, Frame.PROMPT, Frame.RESPONSE)
+_HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
+
+
+def values_column(name: str) -> str:
+    """The column of a framed tensor's values."""
+    return f"padded/{name}"
+
+
+def describe_tensor(tensor: torch.Tensor, frame: Frame) -> dict[str, JSON]:
+    """What a reader must know of a framed tensor, beside its columns."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"kind": "framed", "dtype": dtype, "frame": frame.value, "shape": list(tensor.shape[2:])}
+
+
+class _Sources:
+    """The batch's own fields as lanes of any dtype; ``offsets``: where its rows start in them."""
+
+    def __init__(self, core: Mapping[str, torch.Tensor]) -> None:
+        self._tokens, self._mask = core["tokens"], core["response_mask"].numpy()
+        self._rollout_logprobs = core["rollout_logprobs"]
+        self._by_dtype: dict[torch.dtype, TokenFields] = {}
+        self.offsets: list[int] = core["row_offsets"].tolist()
+
+    def of(self, dtype: torch.dtype, lanes_in_column: int) -> TokenFields | None:
+        """The fields for a tensor of this dtype; ``None`` where a token has several values."""
+        if lanes_in_column != 1:
+            return None
+        if dtype not in self._by_dtype:
+            self._by_dtype[dtype] = self._convert(dtype, LANE_DTYPES[dtype.itemsize])
+        return self._by_dtype[dtype]
+
+    def _convert(self, dtype: torch.dtype, lane: type[np.unsignedinteger[Any]]) -> TokenFields:
+        if dtype.is_floating_point:
+            logprobs = np.zeros(len(self._mask), dtype=lane)
+            logprobs[self._mask] = as_bytes(self._rollout_logprobs.to(dtype)).numpy().view(lane)
+            return TokenFields(mask=self._mask, tokens=None, logprobs=logprobs)
+        # Of an id, the lane is the low bytes, whether the dtype is signed or not.
+        tokens = None if dtype == torch.bool else self._tokens.numpy().astype(lane)
+        return TokenFields(mask=self._mask, tokens=tokens, logprobs=None)
+
+
+class PaddedWriter:
+    """Writes the framed tensors of one batch; ``order``: the framework's row numbers in batch order."""
+
+    def __init__(
+        self, fields: NativeFields, core: Mapping[str, torch.Tensor], spans: RowSpans, order: Sequence[int]
+    ) -> None:
+        self._fields, self._spans, self._order = fields, spans, order
+        self._sources = _Sources(core)
+
+    def write(self) -> dict[str, Column]:
+        """The columns of all framed tensors."""
+        widths = [self._spans.widths[frame] for frame in _HEAD_FRAMES]
+        starts, splits = self._spans.starts.tolist(), self._spans.splits.tolist()
+        programs: list[list[int]] = [[*widths, starts[row], splits[row]] for row in self._order]
+        columns: dict[str, Column] = {}
+        for name in sorted(self._fields.framed):
+            columns[values_column(name)] = self._write_tensor(name, programs)
+        joined = [integer for program in programs for integer in program]
+        offsets = _offsets([len(program) for program in programs])
+        columns[PROGRAM_COLUMN] = TensorColumn(values=torch.tensor(joined, dtype=torch.int32), offsets=offsets)
+        return columns
+
+    def _write_tensor(self, name: str, programs: list[list[int]]) -> TensorColumn:
+        """Its values; its rules are added to the rows' programs."""
+        tensor, frame = self._fields.framed[name]
+        lanes, columns, size = as_lanes(tensor), self._spans.columns(frame), lanes_per_column(tensor)
+        fields, offsets = self._sources.of(tensor.dtype, size), self._sources.offsets
+        values: list[Lanes] = []
+        lengths = []
+        for index, row in enumerate(self._order):
+            first, stop, token = columns[row]
+            line = lanes[row]
+            left, left_values = write_segment(line[: first * size])
+            inside, inside_values = write_segment(line[first * size : stop * size], fields, offsets[index] + token)
+            right, right_values = write_segment(line[stop * size :])
+            programs[index] += left + inside + right
+            values += (left_values, inside_values, right_values)
+            lengths.append(len(left_values) + len(inside_values) + len(right_values))
+        joined = np.concatenate([np.empty(0, dtype=lanes.dtype), *values])
+        dtype = tensor.dtype if tensor.dtype.itemsize <= 8 else torch.float64
+        return TensorColumn(values=from_bytes(joined.view(np.uint8), dtype, (len(joined),)), offsets=_offsets(lengths))
+
+
+class PaddedReader:
+    """Reads the framed tensors of a batch; ``order``: its row numbers in the order of the framework's rows.
+
+    ``kinds``: what ``describe_tensor`` said of each, by field. ``widths``: by frame, for a batch of no rows.
+    """
+
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        kinds: Mapping[str, Mapping[str, Any]],
+        order: Sequence[int],
+        widths: Mapping[str, int] | None,
+    ) -> None:
+        self._batch, self._order = batch, order
+        self._kinds = {name: kinds[name] for name in sorted(kinds) if kinds[name]["kind"] == "framed"}
+        program = cast("TensorColumn", batch.extras[PROGRAM_COLUMN])
+        integers, bounds = program.values.tolist(), cast("torch.Tensor", program.offsets).tolist()
+        self._programs = [integers[bounds[row] : bounds[row + 1]] for row in range(len(batch))]
+        self._positions = [_HEAD_SIZE] * len(batch)
+        self._spans = self._read_spans(widths)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The tensors by field."""
+        sources = _Sources(self._batch.tensors())
+        return {name: self._read_tensor(name, kind, sources) for name, kind in self._kinds.items()}
+
+    def _read_spans(self, widths: Mapping[str, int] | None) -> RowSpans:
+        heads = np.array([program[:_HEAD_SIZE] for program in self._programs], dtype=np.int64).reshape(-1, _HEAD_SIZE)
+        found = np.unique(heads[:, : len(_HEAD_FRAMES)], axis=0).tolist()
+        if not found and widths is not None:
+            found = [[widths[frame.value] for frame in _HEAD_FRAMES]]
+        if len(found) != 1:
+            listed = "; ".join(", ".join(map(str, sizes)) for sizes in found) or "none, since it has no rows"
+            raise BatchError(
+                "padded batch: rows of one width cannot be told: full, prompt and response columns found are "
+                f"{listed}. Decode rows that were recorded together."
+            )
+        full, prompt, response = found[0]
+        sizes = {Frame.FULL: full, Frame.SHIFTED: max(full - 1, 0), Frame.PROMPT: prompt, Frame.RESPONSE: response}
+        lengths = self._batch.lengths.numpy()
+        return RowSpans(starts=heads[:, -2], lengths=lengths, splits=heads[:, -1], widths=sizes)
+
+    def _read_tensor(self, name: str, kind: Mapping[str, Any], sources: _Sources) -> torch.Tensor:
+        dtype, frame, tail = TORCH_DTYPES[kind["dtype"]], Frame(kind["frame"]), tuple(kind["shape"])
+        size = math.prod(tail) * (2 if dtype.itemsize == 16 else 1)
+        column = cast("TensorColumn", self._batch.extras[values_column(name)])
+        lane_dtype = LANE_DTYPES[min(dtype.itemsize, 8)]
+        values, bounds = as_bytes(column.values).numpy().view(lane_dtype), cast("torch.Tensor", column.offsets).tolist()
+        width, columns = self._spans.widths[frame], self._spans.columns(frame)
+        fields, offsets = sources.of(dtype, size), sources.offsets
+        out = torch.empty((len(self._order), width, *tail), dtype=dtype)
+        for line, row in zip(as_lanes(out), self._order, strict=True):
+            first, stop, token = columns[row]
+            reader = SegmentReader(self._programs[row], self._positions[row], values[bounds[row] : bounds[row + 1]])
+            reader.read_into(line[: first * size])
+            reader.read_into(line[first * size : stop * size], fields, offsets[row] + token)
+            reader.read_into(line[stop * size :])
+            self._positions[row] = reader.position
+        return out
+
+
+def _offsets(sizes: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)

@@ -1,0 +1,188 @@
+"""Lossless short forms of a stretch of a padded tensor: a rule, its parameters, and the places where it is wrong.
+
+Contract: the rule of a stretch depends on nothing but the stretch and the row's own fields, so that equal rows are
+written alike whatever batch they are in. Values are compared and kept as bit patterns (unsigned integers of the
+tensor's item size, here *lanes*), so NaN, -0.0 and garbage are values like any other.
+
+A stretch is written as integers (the *program*) and lanes (its *values*):
+
+=========  ====================================  ============  ============================
+rule       program                               values        stands for
+=========  ====================================  ============  ============================
+CONSTANT   rule                                  c             c, c, c, …
+COUNTING   rule                                  c             c, c + 1, c + 2, …
+TOKENS     rule                                                the row's tokens
+MASK       rule                                  a, b          b on response tokens, else a
+LOGPROBS   rule                                  a             logprobs there, else a
+RUNS       rule, number of runs, their lengths   one per run   runs of equal values
+RAW        rule                                  all           themselves
+=========  ====================================  ============  ============================
+
+``rule + PATCHED`` is followed by the number of patches and their positions, its values by theirs. An empty stretch is
+written as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mock_scheduler.errors import BatchError
+
+Lanes: TypeAlias = "npt.NDArray[Any]"
+
+PATCHED = 16
+_POSITION_SIZE = 4  # bytes of one integer of a program
+
+
+class Rule(IntEnum):
+    """What stands for a stretch of values; see the module's table."""
+
+    CONSTANT = 1
+    COUNTING = 2
+    TOKENS = 3
+    MASK = 4
+    LOGPROBS = 5
+    RUNS = 6
+    RAW = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFields:
+    """The batch's own fields, one value per token of all its rows: ``mask`` bool; ``tokens`` and ``logprobs`` (0 where
+    the mask is False) as lanes of the tensor's dtype, ``None`` where it is of another kind of number."""
+
+    mask: npt.NDArray[np.bool_]
+    tokens: Lanes | None
+    logprobs: Lanes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    rule: Rule
+    values: list[Any]
+    expected: Any  # lanes, or the one lane that all have
+
+
+def write_segment(lanes: Lanes, fields: TokenFields | None = None, start: int = 0) -> tuple[list[int], Lanes]:
+    """The program and values of a stretch, by the first rule that is right everywhere, else by the shortest form.
+
+    ``fields``: where the stretch is a row's tokens, from ``start`` on; ``None`` elsewhere.
+    """
+    if len(lanes) == 0:
+        return [], lanes
+    if lanes[0] == lanes[-1] and np.count_nonzero(lanes != lanes[0]) == 0:
+        return [int(Rule.CONSTANT)], lanes[:1]
+    best, best_wrong, best_size = None, 0, len(lanes) * lanes.itemsize
+    for candidate in _candidates(lanes, fields, start):
+        num_wrong = int(np.count_nonzero(lanes != candidate.expected))
+        size = len(candidate.values) * lanes.itemsize + num_wrong * (lanes.itemsize + _POSITION_SIZE)
+        if num_wrong == 0:
+            return [int(candidate.rule)], np.array(candidate.values, dtype=lanes.dtype)
+        if size < best_size:
+            best, best_wrong, best_size = candidate, num_wrong, size
+    starts = np.flatnonzero(lanes[1:] != lanes[:-1]) + 1
+    if (len(starts) + 1) * (lanes.itemsize + _POSITION_SIZE) < best_size:
+        lengths = np.diff(starts, prepend=0, append=len(lanes)).tolist()
+        return [int(Rule.RUNS), len(lengths), *lengths], lanes[np.concatenate([[0], starts])]
+    if best is None:
+        return [int(Rule.RAW)], lanes
+    positions = np.flatnonzero(lanes != best.expected)
+    values = np.concatenate([np.array(best.values, dtype=lanes.dtype), lanes[positions]])
+    return [best.rule + PATCHED, best_wrong, *positions.tolist()], values
+
+
+def _candidates(lanes: Lanes, fields: TokenFields | None, start: int) -> Iterator[_Candidate]:
+    """The rules in the order in which they are tried; RUNS and RAW, which are always right, come after them."""
+    first, last = lanes[0], lanes[-1]
+    common = last if lanes[len(lanes) // 2] == last else first
+    yield _Candidate(Rule.CONSTANT, [common], common)
+    yield _Candidate(Rule.COUNTING, [first], _count_from(first, len(lanes)))
+    if fields is None:
+        return
+    stop = start + len(lanes)
+    if fields.tokens is not None:
+        yield _Candidate(Rule.TOKENS, [], fields.tokens[start:stop])
+    mask = fields.mask[start:stop]
+    on_at, off_at = int(mask.argmax()), int(mask.argmin())
+    is_mixed = bool(mask[on_at]) and not mask[off_at]
+    off = lanes[off_at] if is_mixed else lanes.dtype.type(0)
+    if is_mixed:
+        yield _Candidate(Rule.MASK, [off, lanes[on_at]], np.where(mask, lanes[on_at], off))
+    if fields.logprobs is not None:
+        yield _Candidate(Rule.LOGPROBS, [off], np.where(mask, fields.logprobs[start:stop], off))
+
+
+def _count_from(first: Any, length: int) -> Lanes:  # noqa: ANN401 - a NumPy scalar of any of the lane types
+    counted: Lanes = np.arange(length).astype(first.dtype)
+    counted += first  # wraps around, as arrays of unsigned integers do
+    return counted
+
+
+class SegmentReader:
+    """Reads the stretches of one row of one tensor, in the order in which they were written."""
+
+    __slots__ = ("_program", "_taken", "_values", "position")
+
+    def __init__(self, program: list[int], position: int, values: Lanes) -> None:
+        self._program, self._values, self._taken = program, values, 0
+        self.position = position
+        """Where the program goes on."""
+
+    def read_into(self, out: Lanes, fields: TokenFields | None = None, start: int = 0) -> None:
+        """Fill ``out``, the stretch of the tensor; ``fields`` and ``start`` as for ``write_segment``."""
+        if len(out) == 0:
+            return
+        code = self._take_integer()
+        if code == Rule.CONSTANT:
+            out.fill(self._take_values(1)[0])
+            return
+        if fields is None or not self._fill_from_row(out, code % PATCHED, fields, start):
+            self._fill(out, code % PATCHED)
+        if code >= PATCHED:
+            positions = self._take_integers(self._take_integer())
+            out[positions] = self._take_values(len(positions))
+
+    def _fill(self, out: Lanes, rule: int) -> None:
+        if rule == Rule.CONSTANT:
+            out[:] = self._take_values(1)
+        elif rule == Rule.COUNTING:
+            out[:] = _count_from(self._take_values(1)[0], len(out))
+        elif rule == Rule.RAW:
+            out[:] = self._take_values(len(out))
+        elif rule == Rule.RUNS:
+            lengths = self._take_integers(self._take_integer())
+            out[:] = np.repeat(self._take_values(len(lengths)), lengths)
+        else:
+            raise BatchError(f"padded batch: rule {rule} stands where there is no such field")
+
+    def _fill_from_row(self, out: Lanes, rule: int, fields: TokenFields, start: int) -> bool:
+        """Whether the rule is one of the row's own fields, and these are of the tensor's kind."""
+        stop = start + len(out)
+        if rule == Rule.TOKENS and fields.tokens is not None:
+            out[:] = fields.tokens[start:stop]
+        elif rule == Rule.MASK:
+            off, on = self._take_values(2)
+            out[:] = np.where(fields.mask[start:stop], on, off)
+        elif rule == Rule.LOGPROBS and fields.logprobs is not None:
+            out[:] = np.where(fields.mask[start:stop], fields.logprobs[start:stop], self._take_values(1)[0])
+        else:
+            return False
+        return True
+
+    def _take_integer(self) -> int:
+        self.position += 1
+        return self._program[self.position - 1]
+
+    def _take_integers(self, count: int) -> list[int]:
+        self.position += count
+        return self._program[self.position - count : self.position]
+
+    def _take_values(self, count: int) -> Lanes:
+        self._taken += count
+        return self._values[self._taken - count : self._taken]

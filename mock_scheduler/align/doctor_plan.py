@@ -1,0 +1,121 @@
+"""Which runs ``mock-scheduler doctor`` makes: a recording where there is none, and two replays; nothing runs here.
+
+All train the same steps, from the first to the one that is asked for, under the configuration's own layout. What must
+be equal by design and costs time is left out: validation, checkpoints, trackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, quote_override
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.environment import check_settings
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.launcher import DEFAULT_ENTRY
+
+FOLDER = "doctor"
+RECORDING_NAME = "recording"
+REPLAY_NAMES = ("first", "second")
+
+_SET_BY_DOCTOR = {
+    "eval_steps": "0",
+    "save_steps": "0",
+    "track_with": "none",
+    "checkpoint_config.output_dir": "null",
+    "trace.level": "off",
+    "rollout_mock.enable": "true",
+    "rollout_mock.schedule": "[]",
+    "rollout_mock.steps": "null",
+    "rollout_mock.every": "1",
+    "rollout_mock.missing_step": "error",
+    "rollout_mock.on_mismatch": "error",
+    "rollout_mock.retention.keep_last": "null",
+    # What is not deterministic is what is looked for; a replay would refuse to run without deterministic settings.
+    "rollout_mock.allow_nondeterministic": "true",
+}
+# In the configuration file these are as they are; on this command line they would have no effect.
+_NOT_FOR_USERS = ("max_steps", "eval_steps", "save_steps", "trace.level", "trace.operations")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorPlan:
+    """``recorder``: the run that makes the recording; ``None`` where there is one. ``step``: the last one replayed."""
+
+    step: int
+    output_dir: Path
+    recording_dir: Path
+    recorder: PlannedRun | None
+    replays: tuple[PlannedRun, PlannedRun]
+
+
+def plan_doctor(
+    load: ConfigLoader,
+    *,
+    overrides: Sequence[str],
+    output_dir: Path | None,
+    step: int,
+    recording: Path | None,
+    entry: str,
+) -> DoctorPlan:
+    """Plan the runs; ``load`` makes a checked configuration out of overrides.
+
+    ``output_dir``: ``None`` is the configuration's; the runs go to ``doctor`` in it. ``recording``: ``None`` is the one
+    that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one.
+    Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings.
+    """
+    _check_step(step)
+    _check_overrides(overrides)
+    config = load(overrides)
+    check_settings(config.system_envs)
+    if not has_module(entry):
+        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
+    root = ((output_dir or Path(config.output_dir)) / FOLDER).resolve()
+    given = recording if recording is not None else _configured_recording(config)
+    recording_dir = root / RECORDING_NAME if given is None else given.resolve()
+    shared = (
+        *overrides,
+        *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
+        f"max_steps={step + 1}",
+        quote_override("rollout_mock.dump_dir", str(recording_dir)),
+    )
+
+    def plan_run(name: str, *own: str, entry: str) -> PlannedRun:
+        run_dir = root / name
+        complete = (
+            *shared,
+            *own,
+            quote_override("output_dir", str(run_dir)),
+            quote_override("exp_name", f"{config.exp_name}-{FOLDER}-{name}"),
+        )
+        return PlannedRun(
+            name=name, entry=entry, own_overrides=own, overrides=complete, config=load(complete), output_dir=run_dir
+        )
+
+    replay = ("rollout_mock.mode=mock", "trace.operations=true")
+    first, second = (plan_run(name, *replay, entry=entry) for name in REPLAY_NAMES)
+    recorder = None
+    if given is None:
+        recorder = plan_run("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=DEFAULT_ENTRY)
+    return DoctorPlan(
+        step=step, output_dir=root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
+    )
+
+
+def _configured_recording(config: PipelineConfig) -> Path | None:
+    mock = config.rollout_mock
+    return Path(mock.dump_dir) if mock.effective_mode in ("mock", "cache") else None
+
+
+def _check_step(step: int) -> None:
+    if step < 0:
+        raise ConfigError(f"--step is {step}; it must be the number of a training step, from 0")
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    keys = [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
+    clashes = [key for key in _NOT_FOR_USERS if key in keys]
+    if clashes:
+        raise ConfigError(f"doctor sets {', '.join(clashes)} itself; choose the step with --step")

@@ -1,0 +1,95 @@
+"""What is wrong with a configuration, key by key, in words that a user can act on.
+
+Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from types import NoneType
+from typing import NoReturn, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mock_scheduler.errors import ConfigError
+
+Problem = tuple[str, str]
+"""A dotted key, or ``""``, and what is wrong with it."""
+
+_KeyPath = tuple[str | int, ...]
+
+
+def raise_problems(
+    origin: str, problems: Sequence[Problem], *, source_of: Callable[[str], str | None] = lambda key: None
+) -> NoReturn:
+    """Raise the ConfigError that lists them all; ``source_of`` a key: the override that gave it, if any."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"{origin} has {count}:"]
+    for key, text in problems:
+        given = source_of(key) if key else None
+        source = f" (given as {given!r})" if given else ""
+        lines.append(f"  - {f'{key}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
+    raise ConfigError("\n".join(lines))
+
+
+def validation_problems(error: ValidationError, model: type[BaseModel], *, section: str = "") -> list[Problem]:
+    """Every problem that pydantic found; ``section`` is the dotted key at which ``model`` stands."""
+    return [_describe(details, model, section) for details in error.errors(include_url=False)]
+
+
+def _describe(details: ErrorDetails, model: type[BaseModel], section: str) -> Problem:
+    path: _KeyPath = details["loc"]
+    key, found = _dotted(section, path), details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            return key, _describe_unknown_key(path, model, section)
+        case "literal_error":
+            known = ", ".join(str(value) for value in get_args(_annotation_at(path, model)))
+            kind = "mode" if path[-1] == "mode" else "value"
+            return key, f"unknown {kind} {found!r}; known {kind}s: {known}"
+        case "missing":
+            return key, "is required and not given"
+        case "value_error":
+            return key, details["msg"].removeprefix("Value error, ")
+        case _ if path and path[0] == "system_envs":
+            return key, f"is {found!r}, should be a string; quote the variable's text, for example '1'"
+        case _:
+            return key, f"is {found!r}, {details['msg'].removeprefix('Input ')}"
+
+
+def _dotted(section: str, path: _KeyPath) -> str:
+    return ".".join(str(part) for part in (*filter(None, (section,)), *path))
+
+
+def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) -> str:
+    parent, name = _dotted(section, path[:-1]), str(path[-1])
+    known = sorted(_section_fields(path[:-1], model))
+    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; nearest known key: {'.'.join(filter(None, (parent, nearest[0])))}" if nearest else ""
+    return f"unknown key{hint}; known keys of {parent or 'the top level'}: {', '.join(known)}"
+
+
+def _section_fields(path: _KeyPath, model: type[BaseModel]) -> list[str]:
+    section = _annotation_at(path, model)
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+
+
+def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
+    """The schema's type of the value at a path; fields by name, dict and list items by any key."""
+    annotation: object = model
+    for part in path:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[str(part)].annotation
+        else:
+            annotation = get_args(annotation)[-1]
+        annotation = _without_none(annotation)
+    return annotation
+
+
+def _without_none(annotation: object) -> object:
+    """``X`` of ``X | None``; dicts, lists and literals as they are."""
+    if get_origin(annotation) in (dict, list) or NoneType not in get_args(annotation):
+        return annotation
+    return next(item for item in get_args(annotation) if item is not NoneType)

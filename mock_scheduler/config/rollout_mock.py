@@ -1,0 +1,172 @@
+"""The section ``rollout_mock``: which requests are played, recorded or replayed, where, and what is refused.
+
+Contract: importing this module imports no torch. The keys ``enable``, ``mode`` and ``dump_dir`` are ROLL's (v0.2). A
+combination that cannot mean anything is refused here, whether the section is enabled or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mock_scheduler.config.base import ConfigSection, Mode, PositiveInt, RolloutMode, Steps
+from mock_scheduler.config.steps import StepRanges
+
+KINDS: tuple[Mode, ...] = ("train", "val")
+_READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")
+
+
+class ScheduleEntry(ConfigSection):
+    """Another mode for some steps: those in ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
+
+    ``kinds`` and ``schedulers`` None: all.
+    """
+
+    mode: RolloutMode
+    steps: Steps = StepRanges.parse("0-")
+    kinds: list[Mode] | None = Field(default=None, min_length=1)
+    schedulers: list[str] | None = Field(default=None, min_length=1)
+
+    def applies_to(self, *, step: int, kind: Mode, scheduler_id: str) -> bool:
+        """Whether this entry decides the mode of a request."""
+        return (
+            step in self.steps
+            and (self.kinds is None or kind in self.kinds)
+            and (self.schedulers is None or scheduler_id in self.schedulers)
+        )
+
+    def describe(self) -> str:
+        """One phrase, for logs and messages: ``mock for train steps 10-``."""
+        kinds = "" if self.kinds is None else f"{' and '.join(self.kinds)} "
+        schedulers = "" if self.schedulers is None else f" of {', '.join(self.schedulers)}"
+        return f"{self.mode} for {kinds}steps {self.steps}{schedulers}"
+
+
+class RetentionConfig(ConfigSection):
+    """Which recorded steps stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
+
+    Removed is only what lies before a saved checkpoint from which all that stays can be replayed: so at least
+    ``keep_last`` steps stay, and more where no checkpoint allows the cut.
+    """
+
+    keep_last: PositiveInt | None = None
+    pin_steps: Steps | None = None
+
+
+class RolloutMockConfig(ConfigSection):
+    """``rollout_mock``: record rollouts, or replay them instead of running an engine.
+
+    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else
+    real and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to
+    a request decides its mode, else ``mode`` does. ``steps``, ``every``: of what is played in dump and cache, record
+    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, or an fsspec URL such as
+    ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse, or ``repeat`` the
+    nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made from, if any.
+    """
+
+    enable: bool = False
+    mode: RolloutMode = "dump"
+    dump_dir: str = "./rollout_mock_dumps"
+    schedule: list[ScheduleEntry] = Field(default=[])
+    steps: Steps | None = None
+    every: PositiveInt = 1
+    missing_step: Literal["error", "repeat", "repeat_last"] = "error"
+    on_mismatch: Literal["error", "warn"] = "error"
+    on_difference: Literal["error", "warn"] = "error"
+    on_duplicate_rows: Literal["report", "error", "ignore"] = "report"
+    on_partial_groups: Literal["error", "report"] = "error"
+    on_low_disk: Literal["error", "warn"] = "error"
+    retention: RetentionConfig = RetentionConfig()
+    compression: Literal["none", "zstd"] = "none"
+    background: bool = True
+    allow_nondeterministic: bool = False
+    origin: str = ""
+
+    @property
+    def effective_mode(self) -> RolloutMode:
+        """The mode where no entry of the schedule applies; ``real`` where the section is not enabled."""
+        return self.mode if self.enable else "real"
+
+    @property
+    def modes_in_use(self) -> frozenset[RolloutMode]:
+        """Every mode that a request may be answered in."""
+        return frozenset({self.effective_mode, *(entry.mode for entry in self.schedule if self.enable)})
+
+    def mode_of(self, *, step: int, kind: Mode, scheduler_id: str) -> RolloutMode:
+        """The mode of one request."""
+        entries = self.schedule if self.enable else []
+        applying = (e.mode for e in entries if e.applies_to(step=step, kind=kind, scheduler_id=scheduler_id))
+        return next(applying, self.effective_mode)
+
+    def records_step(self, step: int) -> bool:
+        """Whether a step that dump or cache plays is written."""
+        return step % self.every == 0 and (self.steps is None or step in self.steps)
+
+    @field_validator("dump_dir")
+    @classmethod
+    def _check_dump_dir(cls, location: str) -> str:
+        if not location.strip():
+            raise ValueError("is empty; give a folder such as ./rollout_mock_dumps, or a URL such as s3://bucket/path")
+        return location
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> RolloutMockConfig:
+        problems = rollout_mock_problems(self)
+        if problems:
+            listed = "".join(f"\n  - {problem}" for problem in problems)
+            raise ValueError(f"has keys that do not go together:{listed}")
+        return self
+
+
+def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
+    """Every combination of the section's own keys that cannot mean anything; empty where there is none."""
+    modes = {config.mode, *(entry.mode for entry in config.schedule)}
+    problems = unreachable_entries(config.schedule)
+    read = [mode for mode in _READING if mode in modes]
+    if "dump" in modes and read:
+        problems.append(
+            f"dump and {' and '.join(read)} in one run: dump begins a new recording, so there would be nothing in it "
+            "to read. Use cache in place of dump: it replays what is recorded, and plays and records the rest"
+        )
+    if config.missing_step != "error" and "mock" not in modes:
+        problems.append(
+            f"missing_step {config.missing_step} is for mode mock, and no request is answered in it "
+            f"(modes here: {', '.join(sorted(modes))}); leave missing_step out, or set mode=mock"
+        )
+    return problems
+
+
+def unreachable_entries(schedule: Sequence[ScheduleEntry]) -> list[str]:
+    """A line for each entry that can never decide a mode, since earlier ones decide all that it applies to."""
+    # None stands for every scheduler that no entry names.
+    named = sorted({name for entry in schedule for name in entry.schedulers or ()})
+    requests = [(kind, scheduler) for kind in KINDS for scheduler in [*named, None]]
+    problems = []
+    for index, entry in enumerate(schedule):
+        own = [request for request in requests if _concerns(entry, *request)]
+        decided_by = [_deciders(entry, schedule[:index], *request) for request in own]
+        if all(deciders is not None for deciders in decided_by):
+            earlier = sorted({number for deciders in decided_by for number in deciders or ()})
+            listed = ", ".join(f"schedule.{number} ({schedule[number].describe()})" for number in earlier)
+            problems.append(
+                f"schedule.{index} ({entry.describe()}) can never apply: the first entry that applies wins, and "
+                f"{listed} {'decides' if len(earlier) == 1 else 'decide'} all of it; put it before, or leave it out"
+            )
+    return problems
+
+
+def _concerns(entry: ScheduleEntry, kind: Mode, scheduler: str | None) -> bool:
+    return (entry.kinds is None or kind in entry.kinds) and (
+        entry.schedulers is None or (scheduler is not None and scheduler in entry.schedulers)
+    )
+
+
+def _deciders(
+    entry: ScheduleEntry, earlier: Sequence[ScheduleEntry], kind: Mode, scheduler: str | None
+) -> list[int] | None:
+    """Indices of the earlier entries that together decide all steps of ``entry`` for these requests; else None."""
+    indices = [index for index, other in enumerate(earlier) if _concerns(other, kind, scheduler)]
+    union = StepRanges.parse([earlier[index].steps for index in indices])
+    return indices if entry.steps.is_within(union) else None

@@ -1,0 +1,127 @@
+"""The form of a rule about Megatron's configuration, and what a rule can see.
+
+Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field that the mapping
+lacks does not exist in the installed version: it reads as ``None``, and no rule applies to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+Version = tuple[int, ...]
+
+
+class Effect(StrEnum):
+    """What goes wrong, or only changes, where a rule applies."""
+
+    WRONG = "computes wrong values"
+    REFUSED = "is refused by Megatron"
+    NOT_REPEATABLE = "is not repeatable"
+    DEPENDS_ON_LAYOUT = "computes something else in another layout"
+    CHANGES_BITS = "changes bits, so it must be equal in both runs"
+
+
+def parse_version(text: str) -> Version:
+    """``(0, 16, 1)`` of ``0.16.1`` or ``0.16.1rc0+cpu``: the leading numbers, without zeros at their end.
+
+    Raises ValueError where the text does not begin with a number.
+    """
+    found = re.match(r"\d+(\.\d+)*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no version")
+    numbers = [int(number) for number in found.group().split(".")]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """Everything that a rule may look at.
+
+    ``values``: fields of ``TransformerConfig`` and, where known, of ``DistributedDataParallelConfig``, by name; enums
+    by their member's name (``flash``), dtypes by name (``bfloat16``), and ``torch.deterministic_algorithms``.
+    ``environ``: the environment in effect. ``versions``: installed packages by name, and ``cudnn``.
+    ``device``: compute capability of the GPU, ``None`` on the CPU.
+    """
+
+    values: Mapping[str, object]
+    environ: Mapping[str, str]
+    versions: Mapping[str, str]
+    device: tuple[int, int] | None
+
+    def is_on(self, *fields: str) -> bool:
+        """Whether any of these fields is set to something other than off, zero or nothing."""
+        return any(bool(self.values.get(name)) for name in fields)
+
+    def size(self, name: str) -> int:
+        """A size such as ``tensor_model_parallel_size``; 1 where it is not given."""
+        value = self.values.get(name)
+        return value if isinstance(value, int) and value else 1
+
+    def has_older(self, package: str, version: str) -> bool:
+        """Whether a package is installed in a version before this one."""
+        installed = self.versions.get(package)
+        return installed is not None and parse_version(installed) < parse_version(version)
+
+    def is_env_on(self, name: str) -> bool:
+        """Whether a variable of the 0/1 kind is on."""
+        return self.environ.get(name, "") not in {"", "0"}
+
+    def find(self, name: str) -> str:
+        """What a message says was found: of a field, a variable or a package."""
+        if name in self.values:
+            return f"{name} is {self.values[name]!r}"
+        if name in self.versions:
+            return f"{name} is {self.versions[name]}"
+        return f"{name} is {self.environ[name]!r}" if name in self.environ else f"{name} is not set"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronRule:
+    """One way in which a configuration breaks, or changes, what training computes.
+
+    ``shows``: the fields, variables and packages that a message gives with their values.
+    ``since`` and ``before``: the versions of megatron-core for which it holds, from ``since`` and below ``before``.
+    ``breaks``: why; ``change``: what to do about it.
+    """
+
+    name: str
+    effect: Effect
+    shows: tuple[str, ...]
+    applies: Callable[[Setup], bool]
+    breaks: str
+    change: str
+    source: str
+    since: str | None = None
+    before: str | None = None
+
+    def holds_for(self, versions: Mapping[str, str]) -> bool:
+        """Whether the rule is about the installed megatron-core; a version that is not known has every rule."""
+        installed = versions.get("megatron-core")
+        if installed is None:
+            return True
+        version = parse_version(installed)
+        too_old = self.since is not None and version < parse_version(self.since)
+        return not too_old and (self.before is None or version < parse_version(self.before))
+
+    def describe_versions(self) -> str:
+        """``0.15 up to 0.19``; ``all`` where it holds for every version."""
+        if self.since is None and self.before is None:
+            return "all"
+        return f"{self.since or 'first'} up to {self.before}" if self.before else f"from {self.since}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conflict:
+    """A rule that applies: what was found, as text, beside the rule itself."""
+
+    rule: MegatronRule
+    found: str
+
+    def describe(self) -> str:
+        """One line with what was found, why it matters and what to change."""
+        return f"{self.found}: {self.rule.breaks}. {self.rule.change} [{self.rule.name}; {self.rule.source}]"

@@ -1,0 +1,125 @@
+"""Checks an answer against its request, before it is trained on or recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import RolloutMockConfig
+from mock_scheduler.errors import BatchError, SchedulerError
+from mock_scheduler.scheduler import RolloutRequest, RowShard
+
+_NUM_SHOWN = 5
+
+
+def share_of(request: RolloutRequest, shard: RowShard | None) -> int:
+    """Trajectories that this process gets of the request; raises ``SchedulerError`` where the shards are not equal."""
+    if shard is None:
+        return request.batch_size
+    if request.batch_size % shard.count:
+        raise SchedulerError(
+            f"{request.mode} step {request.global_step}: {request.batch_size} trajectories cannot be dealt to "
+            f"{shard.count} row shards: give a batch_size that is a multiple of {shard.count}"
+        )
+    return request.batch_size // shard.count
+
+
+def check_type(answer: object, request: RolloutRequest) -> RolloutBatch:
+    """``answer`` itself where it is a ``RolloutBatch``; raises ``SchedulerError`` otherwise."""
+    if isinstance(answer, RolloutBatch):
+        return answer
+    raise SchedulerError(
+        f"{request.mode} step {request.global_step}: get_batch returned {type(answer).__name__}; expected "
+        "RolloutBatch (a framework's own batch needs build_scheduler(codec=...))"
+    )
+
+
+def check_batch(
+    batch: RolloutBatch,
+    request: RolloutRequest,
+    *,
+    config: RolloutMockConfig,
+    shard: RowShard | None,
+    is_reporting: bool,
+) -> list[str]:
+    """Refuse a batch that is not what was asked for, and return what is to be reported of one that is.
+
+    ``is_reporting`` False: nobody reads the reports, so rows are not compared for them. Whole groups are not asked of a
+    shard, whose process may hold a part of each. Raises ``BatchError`` listing every problem, with the rows of another
+    scheduler, the groups that are not whole and the rows that repeat others.
+    """
+    problems = [
+        *_count_problems(batch, request, shard),
+        *_scheduler_problems(batch, request),
+        *_prompt_problems(batch, request, shard),
+    ]
+    reports: list[str] = []
+    partial = [] if request.group_size is None or shard is not None else batch.partial_groups(request.group_size)
+    if partial:
+        text = f"{len(partial)} groups are not whole (group_size {request.group_size}): {_first(partial)}"
+        if config.on_partial_groups == "error":
+            problems.append(f"{text}; rollout_mock.on_partial_groups=report accepts them")
+        else:
+            reports.append(text)
+    if config.on_duplicate_rows == "error" or (config.on_duplicate_rows == "report" and is_reporting):
+        _judge_duplicates(batch, config, problems, reports)
+    if problems:
+        raise BatchError(_describe(problems, request))
+    return reports
+
+
+def _judge_duplicates(batch: RolloutBatch, config: RolloutMockConfig, problems: list[str], reports: list[str]) -> None:
+    repeats = batch.duplicate_rows()
+    if not repeats:
+        return
+    text = f"{len(repeats)} of {len(batch)} rows have the content of another row"
+    if config.on_duplicate_rows == "error":
+        pairs = _first([f"{row} repeats {earlier}" for row, earlier in repeats])
+        problems.append(f"{text}: {pairs}; rollout_mock.on_duplicate_rows=report accepts them")
+    else:
+        reports.append(text)
+
+
+def _count_problems(batch: RolloutBatch, request: RolloutRequest, shard: RowShard | None) -> list[str]:
+    found, expected = batch.num_trajectories, share_of(request, shard)
+    if found == expected:
+        return []
+    part = "" if shard is None else f" (row shard {shard.index} of {shard.count}, of {request.batch_size})"
+    return [f"the scheduler returned {found} trajectories; {expected} were asked for{part}"]
+
+
+def _scheduler_problems(batch: RolloutBatch, request: RolloutRequest) -> list[str]:
+    others = Counter(
+        identity.scheduler_id for identity in batch.identities if identity.scheduler_id != request.scheduler_id
+    )
+    if not others:
+        return []
+    listed = ", ".join(f"{name!r} ({count} rows)" for name, count in sorted(others.items()))
+    return [f"rows of scheduler {listed} came for a request of scheduler {request.scheduler_id!r}"]
+
+
+def _prompt_problems(batch: RolloutBatch, request: RolloutRequest, shard: RowShard | None) -> list[str]:
+    if request.prompt_digests is None:
+        return []
+    found, expected = Counter(batch.prompt_digests), Counter(request.prompt_digests)
+    other, absent = found - expected, expected - found
+    if not other and (shard is not None or not absent):
+        return []
+    first = next(iter(other or absent))
+    return [
+        f"its prompts are not those of the pipeline: {other.total()} of {found.total()} rows have other prompts, "
+        f"{absent.total()} of {expected.total()} prompts are absent (first digest {first[:16]}…)"
+    ]
+
+
+def _first(items: Sequence[str]) -> str:
+    more = f" (and {len(items) - _NUM_SHOWN} more)" if len(items) > _NUM_SHOWN else ""
+    return "; ".join(items[:_NUM_SHOWN]) + more
+
+
+def _describe(problems: Sequence[str], request: RolloutRequest) -> str:
+    where = f"{request.mode} step {request.global_step}"
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}"
+    return f"{where}: the answer has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)

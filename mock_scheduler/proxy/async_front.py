@@ -1,0 +1,137 @@
+"""The asynchronous front end of the proxy.
+
+Contract: the event loop never waits for a file or for a synchronous scheduler: both work in threads. What a thread has
+begun is finished before a cancelled call ends, so that no call leaves half of it behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
+
+from mock_scheduler.digests import JSON
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.proxy.core import ProxyCore
+from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work, is_async
+from mock_scheduler.scheduler import NativeBatch, RolloutRequest
+
+
+class AsyncProxyScheduler:
+    """An ``AsyncRolloutScheduler`` in every mode; ``build_async_scheduler`` makes it.
+
+    The methods are those of ``ProxyScheduler``. Calls for different schedulers or kinds may run at the same time; a
+    synchronous real scheduler still plays one batch at a time. As an async context manager it closes itself.
+    """
+
+    def __init__(self, core: ProxyCore) -> None:
+        self._core = core
+        self._locks = {"prepare": asyncio.Lock(), "play": asyncio.Lock()}
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was built, called, answered, suppressed and recorded so far."""
+        return self._core.ledger
+
+    async def get_batch(self, request: RolloutRequest) -> NativeBatch:
+        """As ``ProxyScheduler.get_batch``.
+
+        A call that is cancelled leaves no half step; where its batch was recorded already, the next call for the same
+        request gets that batch.
+        """
+        return await self._run(self._core.get_batch(request))
+
+    async def suspend(self) -> None:
+        """Stop generating: the weights are about to change."""
+        await self._run(self._core.suspend())
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._run(self._core.resume())
+
+    async def update_weights(self, policy_version: int) -> None:
+        """The policy now is version ``policy_version``."""
+        await self._run(self._core.update_weights(policy_version))
+
+    async def collect_metrics(self) -> dict[str, float]:
+        """Metrics of the last batch; those out of a recording are named ``recorded/…``."""
+        return await self._run(self._core.collect_metrics())
+
+    async def state_dict(self) -> dict[str, JSON]:
+        """What a checkpoint must keep; all that was recorded so far is then on disk."""
+        return await self._run(self._core.state_dict())
+
+    async def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        """Go on from a ``state_dict`` of any mode."""
+        await self._run(self._core.load_state_dict(state))
+
+    async def checkpoint_saved(self, next_step: int) -> None:
+        """A checkpoint from which step ``next_step`` starts is on disk: what it makes superfluous may be removed."""
+        await self._run(self._core.checkpoint_saved(next_step))
+
+    async def close(self) -> None:
+        """Close the real scheduler, write what is left and raise what could not be written; once."""
+        async with AsyncExitStack() as stack:  # each part is done whatever the other one raises
+            stack.push_async_callback(self._run, self._core.close_writer())
+            stack.push_async_callback(self._run, self._core.close_real())
+
+    async def __aenter__(self) -> AsyncProxyScheduler:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, flow: Flow[T]) -> T:
+        result: object = None
+        while True:
+            try:
+                effect = flow.send(result)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]  # a generator's return value
+            result = await self._perform(effect)
+
+    async def _perform(self, effect: Effect) -> object:
+        match effect:
+            case Build(make_real):
+                # On the event loop: what it makes may start tasks there. One that takes long can be `async def`.
+                return await _settle(make_real())
+            case Call(method, arguments):
+                result = method(*arguments) if is_async(method) else await _in_thread(method, *arguments)
+                return await _settle(result)
+            case Work(function):
+                return await _in_thread(function)
+            case Guarded(lock, flow):
+                async with self._locks[lock]:
+                    return await self._run(flow)
+
+
+async def _settle(result: object) -> object:
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(function: Callable[..., object], *arguments: object) -> object:
+    """Call ``function`` in a thread; a cancellation waits until it is through."""
+
+    def settle() -> tuple[object, BaseException | None]:
+        try:
+            return function(*arguments), None
+        except BaseException as error:  # noqa: BLE001  # not handled: it is raised again by the caller
+            return None, error
+
+    task = asyncio.ensure_future(asyncio.to_thread(settle))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as interruption:
+            cancelled = interruption
+    if cancelled is not None:
+        raise cancelled
+    result, error = task.result()
+    if error is not None:
+        raise error
+    return result

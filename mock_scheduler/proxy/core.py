@@ -1,0 +1,258 @@
+"""The proxy itself, without its front end: what each call of the pipeline leads to, written once as flows of effects.
+
+Contract: pure bookkeeping between effects; never calls, reads or writes by itself. What it keeps changes only after an
+effect succeeded, so a call that fails or is cancelled leaves no half step and the next one can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import SchedulerError
+from mock_scheduler.proxy.access import ProxySettings, RecordingAccess
+from mock_scheduler.proxy.answers import check_batch, check_type
+from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded, Work, is_async
+from mock_scheduler.proxy.held_calls import HeldCalls
+from mock_scheduler.proxy.progress import Progress
+from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
+from mock_scheduler.scheduler import NativeBatch, RolloutRequest, SchedulerMethod, SchedulerMethods, scheduler_methods
+
+RECORDED_PREFIX = "recorded/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What the pipeline gets. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
+
+    native: NativeBatch
+    mode: str
+    metrics: Mapping[str, float] | None = None
+    is_replayed: bool = False
+
+
+class ProxyCore:
+    """One real scheduler, or none, and one recording, or none; see ``build_scheduler``."""
+
+    def __init__(self, settings: ProxySettings, access: RecordingAccess) -> None:
+        self._settings = settings
+        self._access = access
+        self._router = access.router
+        self.ledger = settings.ledger
+        self._progress = Progress(settings.config.effective_mode)
+        self._methods: SchedulerMethods | None = None
+        self._calls = HeldCalls()
+        # The scheduler state that stands, where it is not the real scheduler's own: recorded, or from a checkpoint.
+        self._state: Mapping[str, JSON] | None = None
+        self._is_state_recorded = True
+        self._last: _Answer | None = None
+        # Batches that are recorded but did not reach the pipeline, since it cancelled its call.
+        self._undelivered: dict[RequestKey, _Answer] = {}
+        self._is_closed = False
+
+    def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
+        """The answer to ``request``."""
+        if self._is_closed:
+            raise SchedulerError(f"{request.mode} step {request.global_step}: the scheduler was closed")
+        route, key = self._router.route(request), request_key(request)
+        answer: _Answer | None = self._undelivered.get(key)
+        if answer is None:
+            answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
+        self._undelivered.pop(key, None)
+        self._progress.advance(request, answer.mode)
+        self._last = replace(answer, native=None)  # the batch itself is the pipeline's alone
+        self._router.advance(request)
+        if route.mode == "cache":
+            self.ledger.count("recording", "cache_misses" if route.is_live else "cache_hits")
+        return answer.native
+
+    def suspend(self) -> Flow[None]:
+        """Reaches a real scheduler that is generating at once; it must not go on while the weights change."""
+        if self._calls.is_running:
+            yield from self._call("suspend")
+            self._calls.is_running = False
+        else:
+            yield from self._hold_or_pass("suspend")
+
+    def resume(self) -> Flow[None]:
+        """Passed on, held or suppressed."""
+        yield from self._hold_or_pass("resume")
+
+    def update_weights(self, policy_version: int) -> Flow[None]:
+        """Passed on, held or suppressed; the version counts at once."""
+        yield from self._hold_or_pass("update_weights", policy_version)
+        self._progress.policy_version = policy_version
+
+    def collect_metrics(self) -> Flow[dict[str, float]]:
+        """Metrics of the last batch: recorded ones under ``recorded/``; those of a batch that was recorded, as they
+        were; else what the real scheduler says now. Empty before the first batch."""
+        if self._last is None:
+            return {}
+        if self._last.metrics is None:
+            return dict((yield from self._call("collect_metrics")))
+        if self._last.is_replayed:
+            self.ledger.count("answered", "collect_metrics")
+        return dict(self._last.metrics)
+
+    def state_dict(self) -> Flow[dict[str, JSON]]:
+        """The state, once all that was recorded is on disk: a checkpoint never claims more."""
+        if self._access.writer is not None:
+            yield Work(self._access.writer.flush)
+        if self._state is None and (self._methods is not None or self._router.outlook is Outlook.LIVE):
+            if self._methods is None:
+                yield from self._prepare(None)
+            return self._progress.as_state((yield from self._call("state_dict")))
+        self.ledger.count("answered", "state_dict")
+        return self._progress.as_state(self._state or {})
+
+    def load_state_dict(self, state: Mapping[str, JSON]) -> Flow[None]:
+        """Go on from a state of any mode; the real scheduler has its part before its next answer."""
+        scheduler_state = self._progress.load(state)
+        if self._router.outlook is Outlook.LIVE and not scheduler_state:
+            return  # a run without a real scheduler's state (or one that has none) leaves nothing to load
+        self._state, self._is_state_recorded = dict(scheduler_state), False
+        if self._router.outlook is Outlook.LIVE:
+            yield from self._prepare(None)
+        else:
+            self.ledger.count("answered", "load_state_dict")
+
+    def checkpoint_saved(self, next_step: int) -> Flow[None]:
+        """Tell the writer, whose retention removes only what a checkpoint makes superfluous."""
+        if self._access.writer is not None:
+            writer = self._access.writer
+            yield Work(lambda: writer.checkpoint_saved(next_step))
+
+    def close_real(self) -> Flow[None]:
+        """Close the real scheduler if it was ever built; calls still held are suppressed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._suppress_held()
+        if self._methods is None:
+            self.ledger.count("suppressed", "close")
+        else:
+            yield from self._call("close")
+
+    def close_writer(self) -> Flow[None]:
+        """Write what is left; raises the writer's pending error."""
+        writer, self._access.writer = self._access.writer, None
+        if writer is not None:
+            yield Work(writer.close)
+
+    def _replay(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
+        answer: _Answer
+        answer, scheduler_state = yield Work(lambda: self._load(request, route))
+        self.ledger.count("answered", "get_batch")
+        self._suppress_held()
+        # A validation replayed within live training leaves the data where training has them.
+        if request.mode == "train" or self._is_state_recorded:
+            self._state, self._is_state_recorded = scheduler_state, True
+        return answer
+
+    def _load(self, request: RolloutRequest, route: Route) -> tuple[_Answer, Mapping[str, JSON]]:
+        step = self._access.load(request, route)
+        self._check(step.batch, request)
+        codec = self._settings.codec
+        native = step.batch if codec is None else codec.decode(step.batch)
+        self._access.log_loaded(request, step)
+        metrics = {f"{RECORDED_PREFIX}{name}": value for name, value in step.info.metrics.items()}
+        return _Answer(native=native, mode="mock", metrics=metrics, is_replayed=True), step.info.scheduler_state
+
+    def _play(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
+        yield from self._prepare("get_batch")
+        flow = self._play_prepared(request, route)
+        # A synchronous scheduler is asked by one caller at a time, so that its metrics are those of its batch.
+        is_guarded = not is_async(self._method("get_batch"))
+        answer: _Answer = (yield Guarded("play", flow)) if is_guarded else (yield from flow)
+        return answer
+
+    def _play_prepared(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
+        native = yield from self._call("get_batch", request)
+        self._calls.is_running, self._is_state_recorded = True, False
+        if self._settings.codec is not None and not (route.is_recorded or route.is_verified):
+            return _Answer(native=native, mode="real")  # nothing is encoded where it is neither recorded nor compared
+        batch = yield Work(lambda: self._examine(native, request, route))
+        if route.is_recorded:
+            return (yield from self._record(native, batch, request))
+        return _Answer(native=native, mode="verify" if route.is_verified else "real")
+
+    def _examine(self, native: object, request: RolloutRequest, route: Route) -> RolloutBatch:
+        """The live answer as a batch that was asked for and, where it is verified, is the recorded one."""
+        codec = self._settings.codec
+        batch = check_type(native if codec is None else codec.encode(native, request), request)
+        self._check(batch, request)
+        if route.is_verified:
+            self._access.verify(request, route, batch)
+        return batch
+
+    def _record(self, native: object, batch: RolloutBatch, request: RolloutRequest) -> Flow[_Answer]:
+        # Asked for once per batch, on every rank: real schedulers may reset their metrics when asked.
+        measured = yield from self._call("collect_metrics")
+        metrics = {name: float(value) for name, value in measured.items()}
+        scheduler_state = dict((yield from self._call("state_dict")))
+        answer = _Answer(native=native, mode="dump", metrics=metrics)
+
+        def commit() -> None:
+            self._access.submit(batch, request, metrics=metrics, scheduler_state=scheduler_state)
+            self._undelivered[request_key(request)] = answer
+
+        if self._settings.is_writer:
+            yield Work(commit)
+        return answer
+
+    def _check(self, batch: RolloutBatch, request: RolloutRequest) -> None:
+        settings = self._settings
+        lines = check_batch(batch, request, config=settings.config, shard=settings.shard, is_reporting=settings.logs)
+        self._access.report(request, lines)
+
+    def _hold_or_pass(self, name: str, *arguments: object) -> Flow[None]:
+        """Pass a call on where answers are live, suppress it where they are replayed, else hold it.
+
+        Where live answers are to follow replayed ones, nothing is built before the first of them is asked for.
+        """
+        is_replaying = self._last is not None and self._last.is_replayed
+        if self._router.outlook is not Outlook.LIVE or is_replaying:
+            self._calls.hold(name, arguments)
+            if self._router.outlook is Outlook.REPLAYED:
+                self._suppress_held()
+            return
+        yield from self._prepare(name)
+        yield from self._call(name, *arguments)
+        if name in ("suspend", "resume"):
+            self._calls.is_running = name == "resume"
+
+    def _suppress_held(self) -> None:
+        for name in self._calls.suppress():
+            self.ledger.count("suppressed", name)
+
+    def _prepare(self, coming: str | None) -> Flow[None]:
+        """Have the real scheduler where it would be had it answered all along, before the call ``coming``."""
+        if self._methods is None or self._state is not None or self._calls:
+            yield Guarded("prepare", self._catch_up(coming))
+
+    def _catch_up(self, coming: str | None) -> Flow[None]:
+        if self._methods is None:
+            self._methods = scheduler_methods((yield Build(self._settings.make_real)))
+            self.ledger.count("built", "scheduler")
+        state = self._state
+        if state:
+            yield from self._call("load_state_dict", state)
+        if self._state is state:
+            self._state = None
+        while (call := self._calls.catch_up(coming)) is not None:
+            name, arguments = call
+            yield from self._call(name, *arguments)
+            self._calls.delivered(call)
+
+    def _call(self, name: str, *arguments: object) -> Flow[Any]:
+        method = self._method(name)
+        if self._methods is not None and name in self._methods.own:
+            self.ledger.count("called", name)
+        return (yield Call(method, arguments))
+
+    def _method(self, name: str) -> SchedulerMethod:
+        assert self._methods is not None  # flows prepare before they call
+        return self._methods[name]

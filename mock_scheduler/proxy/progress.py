@@ -1,0 +1,46 @@
+"""How far a run has come: the part of the proxy's ``state_dict`` that is the same in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import SchedulerError
+from mock_scheduler.recording.paths import step_folder
+from mock_scheduler.scheduler import RolloutRequest
+
+
+class Progress:
+    """``mode``: how the last batch came about: ``real``, ``dump``, ``verify``, or ``mock`` for a replayed one."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.policy_version = 0
+        self._last_steps: dict[str, int] = {}
+
+    def advance(self, request: RolloutRequest, mode: str) -> None:
+        """``request`` was answered in ``mode``."""
+        self.mode = mode
+        self.policy_version = request.policy_version
+        self._last_steps[step_folder(request.mode, request.scheduler_id)] = request.global_step
+
+    def as_state(self, scheduler_state: Mapping[str, JSON]) -> dict[str, JSON]:
+        """The proxy's state, with that of the real scheduler as ``scheduler``."""
+        return {
+            "mode": self.mode,
+            "policy_version": self.policy_version,
+            "last_steps": dict(self._last_steps),
+            "scheduler": dict(scheduler_state),
+        }
+
+    def load(self, state: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """Take over a state of any mode and return the real scheduler's part of it; raises ``SchedulerError``."""
+        version, steps, scheduler_state = (state.get(key) for key in ("policy_version", "last_steps", "scheduler"))
+        if type(version) is not int or not isinstance(steps, Mapping) or not isinstance(scheduler_state, Mapping):
+            raise SchedulerError(
+                f"state of the rollout scheduler cannot be loaded: it has {sorted(state)}; expected "
+                "['last_steps', 'mode', 'policy_version', 'scheduler']"
+            )
+        self.policy_version = version
+        self._last_steps = {folder: int(str(step)) for folder, step in steps.items()}
+        return scheduler_state

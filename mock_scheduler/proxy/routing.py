@@ -1,0 +1,152 @@
+"""Decides for each request whether the real scheduler or the recording answers, and what is recorded or compared.
+
+Contract: pure bookkeeping. Every rank that was built with the same configuration, plan and listing decides alike; the
+listing of recorded steps is taken once, so that no rank is led by what another one writes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from mock_scheduler.config.schema import RolloutMockConfig, RolloutMode
+from mock_scheduler.errors import SchedulerError
+from mock_scheduler.recording.paths import step_folder
+from mock_scheduler.scheduler import RolloutRequest
+
+RequestKey: TypeAlias = tuple[str, int]
+_LIVE_MODES = frozenset({"real", "dump", "verify"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """How one request is answered.
+
+    ``mode``: as configured. ``replayed_step``: the recorded step that answers; None where the real scheduler does.
+    ``is_recorded``, ``is_verified``: what becomes of a live answer.
+    """
+
+    mode: RolloutMode
+    replayed_step: int | None = None
+    is_recorded: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the real scheduler answers."""
+        return self.replayed_step is None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the live answer is compared with the recording."""
+        return self.mode == "verify"
+
+
+class Outlook(Enum):
+    """What is known of the answers still to come: all live, all replayed, or neither."""
+
+    LIVE = "live"
+    REPLAYED = "replayed"
+    UNKNOWN = "unknown"
+
+
+def modes_to_prepare(config: RolloutMockConfig, plan: Sequence[RolloutRequest]) -> frozenset[RolloutMode]:
+    """The modes that the run will use: those of its plan, or without a plan all that the configuration allows."""
+    return frozenset(_mode_of(config, request) for request in plan) if plan else config.modes_in_use
+
+
+def request_key(request: RolloutRequest) -> RequestKey:
+    """What tells a request from all others of a run: its folder and step."""
+    return step_folder(request.mode, request.scheduler_id), request.global_step
+
+
+def _mode_of(config: RolloutMockConfig, request: RolloutRequest) -> RolloutMode:
+    return config.mode_of(step=request.global_step, kind=request.mode, scheduler_id=request.scheduler_id)
+
+
+class Router:
+    """``present``: folder -> recorded steps, as listed while building."""
+
+    def __init__(
+        self, config: RolloutMockConfig, plan: Sequence[RolloutRequest], present: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._config = config
+        self._present = present
+        self._modes = modes_to_prepare(config, plan)
+        self._later: dict[RequestKey, Outlook] = {}
+        self._planned = self._steps_to_record(plan)
+        if plan:
+            self.outlook = self._read_plan(plan)
+        else:
+            self.outlook = self._outlook_of_modes()
+
+    def route(self, request: RolloutRequest) -> Route:
+        """How ``request`` is answered; raises ``SchedulerError`` where its mode was not prepared for."""
+        mode = _mode_of(self._config, request)
+        if mode not in self._modes:
+            raise SchedulerError(
+                f"{request.mode} step {request.global_step} of scheduler {request.scheduler_id!r} is in mode {mode}, "
+                f"but it is not in the plan, all of which is in mode {', '.join(sorted(self._modes))}: nothing was "
+                f"prepared for {mode}. Give build_scheduler a plan with every request that will come."
+            )
+        if mode == "mock":
+            return Route(mode=mode, replayed_step=self._replayed_step(request))
+        if mode == "cache" and request.global_step in self._present_steps(request):
+            return Route(mode=mode, replayed_step=request.global_step)
+        is_recorded = mode in ("dump", "cache") and self._config.records_step(request.global_step)
+        return Route(mode=mode, is_recorded=is_recorded)
+
+    def advance(self, request: RolloutRequest) -> None:
+        """``request`` was answered: what is known of the later ones follows from the plan."""
+        self.outlook = self._later.get(request_key(request), self.outlook)
+
+    def _present_steps(self, request: RolloutRequest) -> Sequence[int]:
+        return self._present.get(step_folder(request.mode, request.scheduler_id), ())
+
+    def is_own(self, request: RolloutRequest) -> bool:
+        """Whether this run itself, by its plan, is what records the step."""
+        return request.global_step in self._planned.get(step_folder(request.mode, request.scheduler_id), ())
+
+    def _steps_to_record(self, plan: Sequence[RolloutRequest]) -> dict[str, list[int]]:
+        """Folder -> the steps that this run will add to the recording."""
+        planned: dict[str, list[int]] = {}
+        for request in plan:
+            if _mode_of(self._config, request) != "mock" and self.route(request).is_recorded:
+                planned.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
+        return planned
+
+    def _replayed_step(self, request: RolloutRequest) -> int:
+        """The recorded step that stands for this one; its own where that, or nothing at all, was recorded.
+
+        What this run records before it counts, by the plan, as what was there when it began.
+        """
+        step, folder = request.global_step, step_folder(request.mode, request.scheduler_id)
+        own = [other for other in self._planned.get(folder, ()) if other < step]
+        present = [*self._present_steps(request), *own]
+        if self._config.missing_step == "error" or step in present or not present:
+            return step
+        if self._config.missing_step == "repeat_last":
+            return max(present)
+        return max((other for other in present if other < step), default=min(present))
+
+    def _read_plan(self, plan: Sequence[RolloutRequest]) -> Outlook:
+        """Note for each planned request but the last what comes after it; returns what comes at all."""
+        later: set[bool] = set()
+        for request in reversed(plan):
+            if later:
+                self._later.setdefault(request_key(request), _outlook_of(later))
+            later.add(self.route(request).is_live)
+        return _outlook_of(later)
+
+    def _outlook_of_modes(self) -> Outlook:
+        answers = {mode in _LIVE_MODES for mode in self._modes if mode != "cache"}
+        if "cache" in self._modes:
+            answers |= {True, bool(not self._present)}
+        return _outlook_of(answers)
+
+
+def _outlook_of(are_live: set[bool]) -> Outlook:
+    if are_live == {True}:
+        return Outlook.LIVE
+    return Outlook.REPLAYED if are_live == {False} else Outlook.UNKNOWN

@@ -1,0 +1,111 @@
+"""Whether a recording will fit on its disk, told before it is full.
+
+Contract: a forecast is made before the first step, from its largest possible size, and after every written one, from
+the average of those written; a location without a bound (an object store) has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from mock_scheduler.errors import RecordingError
+from mock_scheduler.recording.storage import Storage
+from mock_scheduler.scheduler import RolloutRequest
+
+logger = logging.getLogger("mock_scheduler.rollout_mock")
+
+# int32 id, float32 logprob and one bit of the mask; per row its identity, offsets, digests and a dozen turns; per file
+# its header. Extras are not known before the first step.
+_BYTES_PER_TOKEN = 8.125
+_BYTES_PER_ROW = 512
+_BYTES_PER_STEP = 64 * 2**10
+
+_WHAT_TO_DO = (
+    "Free space, set another rollout_mock.dump_dir, record fewer steps (rollout_mock.every, rollout_mock.steps), keep "
+    "fewer (rollout_mock.retention.keep_last) or compress them (rollout_mock.compression: zstd)"
+)
+
+
+class DiskForecast:
+    """Compares what is still to be written with the space that is left.
+
+    ``num_planned``: steps that this writer will record; 0: not known, and nothing is forecast. ``num_writers``: how
+    many write as much as this one onto the same disk (the shards of a step).
+    """
+
+    def __init__(
+        self, storage: Storage, *, num_planned: int, on_low_disk: Literal["error", "warn"], num_writers: int = 1
+    ) -> None:
+        self._storage = storage
+        self._num_planned = num_planned
+        self._on_low_disk = on_low_disk
+        self._num_writers = num_writers
+        self._num_written = 0
+        self._total_bytes = 0
+        self._has_warned = False
+
+    def warn_of_largest(self, requests: Sequence[RolloutRequest], *, max_row_tokens: int) -> None:
+        """Log a warning where recording all ``requests`` with rows of ``max_row_tokens`` would not fit.
+
+        One row per trajectory is reckoned with, without extras.
+        """
+        free_bytes = self._storage.free_bytes()
+        bound = sum(_largest_step(request.batch_size, max_row_tokens) for request in requests)
+        if free_bytes is None or bound <= free_bytes:
+            return
+        logger.warning(
+            "[Rollout Mock] If every row had max_row_tokens (%d), %d steps would take up to %s; %s are free in %s. "
+            "The first step's size will tell more.",
+            max_row_tokens,
+            len(requests),
+            format_bytes(bound),
+            format_bytes(free_bytes),
+            self._storage.location,
+        )
+
+    def add_step(self, size_bytes: int, *, count_kept: Callable[[int], int]) -> None:
+        """Count a written step and compare what is to come with the free space.
+
+        ``count_kept(n)``: how many more steps than now lie on the disk at most while ``n`` more are written. Raises
+        ``RecordingError``, or logs a warning, where they do not fit; it warns again after there was enough space.
+        """
+        self._num_written += 1
+        self._total_bytes += size_bytes
+        num_remaining = self._num_planned - self._num_written
+        free_bytes = self._storage.free_bytes() if num_remaining > 0 else None
+        if free_bytes is None:
+            return
+        average = self._total_bytes / self._num_written
+        num_kept = count_kept(num_remaining)
+        needed = int(average * num_kept * self._num_writers)
+        if needed <= free_bytes:
+            self._has_warned = False
+            return
+        writers = f" by each of {self._num_writers} writers" if self._num_writers > 1 else ""
+        text = (
+            f"[Rollout Mock] The disk will be full before the recording ends: a step takes "
+            f"{format_bytes(int(average))} (average of {self._num_written}), and {num_kept} more will be kept{writers}. "
+            f"They need {format_bytes(needed)}; {format_bytes(free_bytes)} are free in {self._storage.location}. "
+            f"{_WHAT_TO_DO}."
+        )
+        if self._on_low_disk == "error":
+            raise RecordingError(f"{text} To go on all the same: rollout_mock.on_low_disk: warn.")
+        if not self._has_warned:
+            logger.warning("%s", text)
+            self._has_warned = True
+
+
+def format_bytes(size_bytes: int) -> str:
+    """A size for people: ``512 bytes``, ``1.5 KiB``, ``35.7 MiB``."""
+    size, unit = float(size_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _largest_step(batch_size: int, max_row_tokens: int) -> int:
+    return int(batch_size * (max_row_tokens * _BYTES_PER_TOKEN + _BYTES_PER_ROW)) + _BYTES_PER_STEP

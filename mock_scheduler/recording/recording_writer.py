@@ -1,0 +1,270 @@
+"""Writes a recording: the manifest with the first step, then the steps, beside the training loop or in it.
+
+Contract: a step's presence is its completeness; an existing step is never replaced. Who writes into a folder holds its
+lock, if the location has locks. Steps are written in the order in which they are given, and after a failed one, none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import RetentionConfig
+from mock_scheduler.errors import MockSchedulerError, RecordingError, StepExistsError
+from mock_scheduler.recording.background import JobQueue
+from mock_scheduler.recording.container import encode_step
+from mock_scheduler.recording.contract import check_contract
+from mock_scheduler.recording.forecast import DiskForecast
+from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
+from mock_scheduler.recording.paths import (
+    file_name,
+    find_file,
+    find_step,
+    list_shard_files,
+    list_steps,
+    step_folder,
+    step_name,
+)
+from mock_scheduler.recording.retention import load_retention, note_checkpoint, num_more_kept
+from mock_scheduler.recording.sharded_writing import Patience, commit_when_complete
+from mock_scheduler.recording.snapshot import copy_batch, copy_info
+from mock_scheduler.recording.step_file import StepFile
+from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.storage import Lock, Storage, locked
+from mock_scheduler.scheduler import Mode, RowShard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterOptions:
+    """How to record. ``shard``: this writer's part of every step, where several write their own rows of it.
+
+    ``num_planned_steps``: how many steps this writer will record, for the forecast of the disk; 0: not known.
+    ``patience``: how long the writer of shard 0 waits for the others before it gives a step up.
+    """
+
+    compression: Literal["none", "zstd"] = "none"
+    background: bool = True
+    on_low_disk: Literal["error", "warn"] = "error"
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+    shard: RowShard | None = None
+    num_planned_steps: int = 0
+    patience: Patience = field(default_factory=Patience)
+
+    @property
+    def is_committer(self) -> bool:
+        """Whether this writer completes steps and removes old ones: the only one, or that of shard 0."""
+        return self.shard is None or self.shard.index == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenStep:
+    """A step, or a shard of one, that is on disk: ``path``, with ``num_rows`` rows in ``size_bytes`` stored bytes.
+
+    ``was_present``: an earlier part of the run had recorded this very batch.
+    """
+
+    step: int
+    mode: Mode
+    scheduler_id: str
+    path: str
+    num_rows: int
+    size_bytes: int
+    was_present: bool = False
+
+
+class FolderLocks:
+    """The locks that one writer holds, on the folders into which it writes."""
+
+    def __init__(self, storage: Storage, shard: RowShard | None) -> None:
+        self._storage = storage
+        self._part = None if shard is None else f"shard_{shard.index:05d}-of-{shard.count:05d}"
+        self._locks: dict[str, Lock | None] = {}
+        self._process_id = os.getpid()
+
+    def take(self, folder: str) -> None:
+        """Lock a folder such as ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
+        if self._process_id != os.getpid():  # a forked child: the locks are its parent's
+            self._locks, self._process_id = {}, os.getpid()
+        if folder not in self._locks:
+            self._locks[folder] = self._storage.lock(folder, part=self._part)
+
+    def release(self) -> None:
+        """Give all back."""
+        while self._locks:
+            _, lock = self._locks.popitem()
+            if lock is not None:
+                lock.release()
+
+
+class RecordingWriter:
+    """An opened recording of one run; its run id goes into every step file. ``open_recording`` makes it.
+
+    The manifest is written just before the first step, so that a run that fails earlier leaves no recording.
+    ``can_continue``: steps may be there already, of an earlier part of the run. ``on_written`` is called with every
+    step that is on disk, in the writing thread; set it before the first step.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        *,
+        options: WriterOptions,
+        locks: FolderLocks,
+        can_continue: bool,
+    ) -> None:
+        self.dump_dir = storage.location
+        self.run_id = manifest.run_id
+        self.on_written: Callable[[WrittenStep], None] = _ignore
+        self._storage = storage
+        self._manifest = manifest
+        self._is_manifest_there = False
+        self._options = options
+        self._locks = locks
+        self._can_continue = can_continue
+        self._jobs = JobQueue(is_background=options.background)
+        self._forecast = DiskForecast(
+            storage,
+            num_planned=options.num_planned_steps,
+            on_low_disk=options.on_low_disk,
+            num_writers=1 if options.shard is None else options.shard.count,
+        )
+
+    def submit(self, batch: RolloutBatch, info: StepInfo) -> None:
+        """Copy a step and queue it to be written; returns at once unless one is being written and one waits.
+
+        Without ``options.background`` it is on disk when this returns. Raises what writing an earlier step raised, and
+        after that ``RecordingError``: nothing more is recorded then.
+        """
+        if self._options.background:
+            self._jobs.submit(lambda: partial(self._write_and_tell, copy_batch(batch), copy_info(info)))
+        else:
+            self._jobs.submit(lambda: partial(self._write_and_tell, batch, info))
+
+    def write_step(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
+        """Write one step, after those queued; returns when it is on disk.
+
+        A run that continues may play its first steps again: a step that is there with the same batch stays as it is.
+        Raises ``StepExistsError`` where the step is already recorded, and ``RecordingError`` where it cannot be
+        written, another process writes here, or the disk will not hold the steps planned.
+        """
+        self._jobs.flush()
+        self._jobs.check_open()
+        return self._write_and_tell(batch, info)
+
+    def flush(self) -> None:
+        """Return when all steps given are on disk; raises what writing one of them raised."""
+        self._jobs.flush()
+
+    def checkpoint_saved(self, next_step: int) -> None:
+        """Say that a checkpoint is saved that continues with ``next_step``: the steps before it may now be removed,
+        as ``options.retention`` says. Flushes first, and raises as it does."""
+        self._jobs.flush()
+        if self._options.is_committer and self._options.retention.keep_last is not None:
+            self._provide_manifest()
+            note_checkpoint(self._storage, next_step, self._options.retention)
+
+    def close(self) -> None:
+        """Flush, and end the right to write here; a second call does nothing. Raises as ``flush``."""
+        try:
+            self._jobs.close()
+        finally:
+            self._locks.release()
+
+    def _write_and_tell(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
+        written = self._write(batch, info)
+        self.on_written(written)
+        if self._options.num_planned_steps:
+            self._forecast.add_step(written.size_bytes, count_kept=self._count_kept)
+        return written
+
+    def _write(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
+        shard = self._options.shard
+        step = step_name(mode=info.mode, scheduler_id=info.scheduler_id, step=info.step)
+        self._locks.take(step_folder(info.mode, info.scheduler_id))
+        if shard is not None:
+            info = replace(info, shard=(shard.index, shard.count))
+        encoded = encode_step(batch, info)
+        self._provide_manifest()
+        found = find_step(self._storage, step) or find_file(self._storage, step, shard=shard)
+        name = file_name(step, shard=shard, is_compressed=self._options.compression == "zstd")
+        if found is None:
+            try:
+                size_bytes = self._storage.publish(name, encoded.pieces)
+            except FileExistsError:
+                found = name
+        if found is not None:
+            name = self._check_same(step, batch, info, found)
+            size_bytes = self._storage.size_on_disk(name)
+        if shard is not None and self._options.is_committer and find_step(self._storage, step) is None:
+            commit_when_complete(self._storage, step, count=shard.count, patience=self._options.patience)
+        return WrittenStep(
+            step=info.step,
+            mode=info.mode,
+            scheduler_id=info.scheduler_id,
+            path=self._storage.path(name),
+            num_rows=len(batch),
+            size_bytes=size_bytes,
+            was_present=found is not None,
+        )
+
+    def _check_same(self, step: str, batch: RolloutBatch, info: StepInfo, found: str) -> str:
+        """The file of a step that is there with this very batch; raises ``StepExistsError`` for any other."""
+        name = find_file(self._storage, step, shard=self._options.shard)
+        if not self._can_continue or name is None:
+            raise StepExistsError(exists_text(self._storage, [found]))
+        recorded = StepFile.open(self._storage.open_source(name), name=self._storage.path(name))
+        is_same_step = (recorded.info.run_id, recorded.info.step) == (info.run_id, info.step)
+        if not is_same_step or not recorded.load().is_identical(batch):
+            raise StepExistsError(exists_text(self._storage, [name]))
+        return name
+
+    def _provide_manifest(self) -> None:
+        """Write the manifest, or check that the one that is there is this run's."""
+        if self._is_manifest_there:
+            return
+        try:
+            with locked(self._storage):
+                save_manifest(self._storage, self._manifest)
+        except RecordingError as error:
+            if not isinstance(error.__cause__, FileExistsError):
+                raise
+            recorded = load_manifest(self._storage)
+            if recorded.run_id != self.run_id:
+                raise
+            check_contract(recorded.contract, self._manifest.contract, "error", source=self.dump_dir)
+        self._is_manifest_there = True
+
+    def _count_kept(self, num_remaining: int) -> int:
+        retention = self._options.retention
+        if retention.keep_last is None:
+            return num_remaining
+        record = load_retention(self._storage)
+        return num_more_kept(list_steps(self._storage), num_remaining, record=record, retention=retention)
+
+
+def exists_text(storage: Storage, names: list[str]) -> str:
+    """The message for steps (as in ``paths.find_step``) that are there and are not overwritten."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return (
+        f"[Rollout Mock] Step file exists and is not overwritten: {storage.path(names[0])}{more} "
+        f"({_describe_owner(storage, names[0])}). "
+        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
+    )
+
+
+def _describe_owner(storage: Storage, name: str) -> str:
+    shards = [f"{name}/{shard}" for shard in list_shard_files(storage, name)]
+    name = shards[0] if shards else name
+    try:
+        return f"run id {StepFile.open(storage.open_source(name), name=storage.path(name)).info.run_id}"
+    except (MockSchedulerError, FileNotFoundError) as error:
+        return f"run id cannot be read: {error}"
+
+
+def _ignore(_written: WrittenStep) -> None:
+    pass

@@ -1,0 +1,126 @@
+"""Which recorded steps stay on the disk, and the file that says what was removed and where a replay may start.
+
+Contract: ``retention.json`` is written before the first removal that it tells of, and steps go in ascending order. So
+after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
+step that is present counts as present, whatever the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mock_scheduler.config.schema import RetentionConfig
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import CorruptRecordingError
+from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps
+from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, decode_sealed, encode_sealed
+from mock_scheduler.recording.storage import Storage, locked
+
+RETENTION_FORMAT = "rollout-retention"
+RETENTION_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionRecord:
+    """What ``retention.json`` holds.
+
+    ``start_points``: steps that a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
+    were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
+    """
+
+    start_points: tuple[int, ...] = (0,)
+    removed: Mapping[str, StepRanges] = field(default_factory=dict)
+
+
+def load_retention(storage: Storage) -> RetentionRecord:
+    """Read ``retention.json``; where there is none, nothing was removed. Raises ``CorruptRecordingError``."""
+    try:
+        data = storage.read_bytes(RETENTION_NAME, max_bytes=MAX_SEALED_BYTES)
+    except FileNotFoundError:
+        return RetentionRecord()
+    source = storage.path(RETENTION_NAME)
+    document = decode_sealed(data, source=source, format_name=RETENTION_FORMAT, version=RETENTION_VERSION)
+    try:
+        return RetentionRecord(
+            start_points=tuple(document["start_points"]),
+            removed={folder: StepRanges.parse(steps) for folder, steps in document["removed"].items()},
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptRecordingError(f"{source}: content is no retention record: {error!r}") from error
+
+
+def save_retention(storage: Storage, record: RetentionRecord) -> None:
+    """Write ``retention.json`` in place of the older one, whole or not at all."""
+    document: dict[str, JSON] = {
+        "format": RETENTION_FORMAT,
+        "version": RETENTION_VERSION,
+        "start_points": list(record.start_points),
+        "removed": {folder: str(steps) for folder, steps in record.removed.items()},
+    }
+    storage.replace(RETENTION_NAME, encode_sealed(document))
+
+
+def find_removable(
+    steps: Mapping[str, Sequence[int]], start_points: Sequence[int], retention: RetentionConfig
+) -> dict[str, list[int]]:
+    """Folder -> steps that may go: those before the latest start point from which ``keep_last`` train steps are there.
+
+    ``steps``: those present, per folder. Validation steps go with the train steps beside them; pinned ones stay.
+    """
+    if retention.keep_last is None:
+        return {}
+    trained = {step for folder, found in steps.items() if _is_train(folder) for step in found}
+    fitting = [start for start in start_points if sum(step >= start for step in trained) >= retention.keep_last]
+    cut = max(fitting, default=0)
+    pinned = StepRanges(()) if retention.pin_steps is None else retention.pin_steps
+    removable = {
+        folder: [step for step in sorted(found) if step < cut and step not in pinned] for folder, found in steps.items()
+    }
+    return {folder: found for folder, found in removable.items() if found}
+
+
+def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig) -> dict[str, list[int]]:
+    """Note that a saved checkpoint continues with ``next_step``, and remove what ``retention`` lets go.
+
+    All steps before it must be on the disk. Several writers of a recording may do this at once. Returns the steps
+    removed, per folder; does nothing where everything is kept.
+    """
+    if retention.keep_last is None:
+        return {}
+    with locked(storage):
+        record = load_retention(storage)
+        start_points = tuple(sorted({*record.start_points, next_step}))
+        located = {folder: locate_steps(storage, folder) for folder in list_folders(storage)}
+        removable = find_removable({folder: list(found) for folder, found in located.items()}, start_points, retention)
+        removed = {
+            folder: StepRanges.parse([record.removed.get(folder, StepRanges(())), *removable.get(folder, [])])
+            for folder in sorted({*record.removed, *removable})
+        }
+        save_retention(storage, RetentionRecord(start_points=start_points, removed=removed))
+        for folder, found in removable.items():
+            for step in found:
+                storage.remove(located[folder][step])
+    return removable
+
+
+def num_more_kept(
+    steps: Mapping[str, Sequence[int]], num_remaining: int, *, record: RetentionRecord, retention: RetentionConfig
+) -> int:
+    """How many more steps than now will lie on the disk at most, when ``num_remaining`` more are recorded.
+
+    Between two checkpoints steps gather: up to two of the widest distances between start points, beside ``keep_last``.
+    Before the first checkpoint that distance is not known, and taken as 0.
+    """
+    if retention.keep_last is None:
+        return num_remaining
+    distance = max((later - earlier for earlier, later in pairwise(record.start_points)), default=0)
+    pins = () if retention.pin_steps is None else retention.pin_steps
+    num_present = sum(step not in pins for found in steps.values() for step in found)
+    return min(num_remaining, max(0, retention.keep_last + 2 * distance - num_present))
+
+
+def _is_train(folder: str) -> bool:
+    return folder.split(".", 1)[0] == "train"

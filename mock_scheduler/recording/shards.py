@@ -1,0 +1,233 @@
+"""A step whose rows several writers hold: one file per writer, and a commit file that makes the step exist.
+
+Format of ``commit.json``, version 1: sealed JSON with ``info`` (that of the step, without a shard), ``group_size`` of
+the whole, ``num_rows``, ``num_trajectories``, and ``shards``: name, header digest, rows and trajectories of each file.
+Contract: it is written last, by one writer, and only over shards that fit together: of one step and run, alike in
+sampling, meta and extras, with disjoint rows. A shard whose digest it does not list is refused, however sound it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
+from mock_scheduler.recording.paths import (
+    COMMIT_NAME,
+    SHARD_NAME,
+    commit_name,
+    file_name,
+    find_file,
+    format_steps,
+    list_shard_files,
+)
+from mock_scheduler.recording.row_keys import count_trajectories, group_problems, overlap_problems
+from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, decode_sealed, encode_sealed
+from mock_scheduler.recording.step_file import StepFile
+from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.storage import Storage
+from mock_scheduler.scheduler import RowShard
+
+COMMIT_FORMAT = "rollout-commit"
+COMMIT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardEntry:
+    """One shard as the commit knows it; ``name`` within the step's folder."""
+
+    name: str
+    digest: str
+    num_rows: int
+    num_trajectories: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """What ``commit.json`` holds; ``shards`` in the order of their indices."""
+
+    info: StepInfo
+    group_size: int | None
+    num_rows: int
+    num_trajectories: int
+    shards: tuple[ShardEntry, ...]
+
+
+def missing_shards(storage: Storage, step_name: str, count: int) -> list[int]:
+    """The indices of those of ``count`` shards that are not there; ``step_name`` as ``paths.step_name`` gives it."""
+    return [i for i in range(count) if find_file(storage, step_name, shard=RowShard(index=i, count=count)) is None]
+
+
+def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
+    """Write the commit file of a step whose ``count`` shards are all there; one writer calls it, once they are.
+
+    A step that is already committed over the same shards stays as it is. Raises ``RecordingError`` listing the shards
+    that are missing or all the ways in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
+    ``StepExistsError`` where other shards were committed.
+    """
+    where = storage.path(step_name)
+    missing = missing_shards(storage, step_name, count)
+    if missing:
+        raise RecordingError(
+            f"[Rollout Mock] {where} cannot be committed: {len(missing)} of {count} shards are missing: "
+            f"{format_steps(missing)}"
+        )
+    files = [_open_file(storage, step_name, RowShard(index=index, count=count)) for index in range(count)]
+    keys = {_base_name(file): file.read_keys() for file in files}
+    group_size = _whole_group_size(files)
+    all_keys = [key for rows in keys.values() for key in rows.keys]
+    strangers = [name for name in list_shard_files(storage, step_name) if name not in keys]
+    problems = [f"{name} is of another number of shards" for name in strangers]
+    problems += _difference_problems(files) + overlap_problems(keys)
+    problems += [] if group_size is None else group_problems(all_keys, group_size)
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise RecordingError(f"[Rollout Mock] {where} cannot be committed: its shards do not fit together:{lines}")
+    entries = [
+        ShardEntry(name=_base_name(f), digest=f.digest, num_rows=f.num_rows, num_trajectories=f.num_trajectories)
+        for f in files
+    ]
+    commit = Commit(
+        info=replace(files[0].info, shard=None),
+        group_size=group_size,
+        num_rows=len(all_keys),
+        num_trajectories=count_trajectories(all_keys),
+        shards=tuple(entries),
+    )
+    _publish(storage, step_name, commit)
+
+
+def load_commit(storage: Storage, step_name: str) -> Commit:
+    """Read the commit file of a sharded step.
+
+    Raises ``CorruptRecordingError`` where any bit of it changed, ``RecordingError`` where another version wrote it.
+    """
+    name = commit_name(step_name)
+    return decode_commit(storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES), source=storage.path(name))
+
+
+def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
+    """Open shard ``index`` of a committed step.
+
+    Raises ``CorruptRecordingError`` where it is absent or not the file that was committed, and as ``StepFile.open``.
+    """
+    entry = commit.shards[index]
+    path = storage.path(f"{step_name}/{entry.name}")
+    try:
+        file = StepFile.open(storage.open_source(f"{step_name}/{entry.name}"), name=path)
+    except FileNotFoundError as error:
+        raise CorruptRecordingError(
+            f"{path}: this shard of a committed step is missing. Restore it from a copy or record the step again."
+        ) from error
+    if file.digest != entry.digest:
+        raise CorruptRecordingError(
+            f"{path}: this is not the shard that was committed: its digest is {file.digest}, that of {COMMIT_NAME} is "
+            f"{entry.digest}. It was replaced by another file: restore it from a copy or record the step again."
+        )
+    return file
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """The bytes of ``commit.json``."""
+    shards: list[JSON] = [
+        {
+            "name": shard.name,
+            "digest": shard.digest,
+            "num_rows": shard.num_rows,
+            "num_trajectories": shard.num_trajectories,
+        }
+        for shard in commit.shards
+    ]
+    document: dict[str, JSON] = {
+        "format": COMMIT_FORMAT,
+        "version": COMMIT_VERSION,
+        "info": commit.info.as_json(),
+        "group_size": commit.group_size,
+        "num_rows": commit.num_rows,
+        "num_trajectories": commit.num_trajectories,
+        "shards": shards,
+    }
+    return encode_sealed(document)
+
+
+def decode_commit(data: bytes, *, source: str) -> Commit:
+    """The inverse of ``encode_commit``; raises as ``load_commit``, naming ``source``."""
+    document = decode_sealed(data, source=source, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
+    try:
+        shards = tuple([ShardEntry(**shard) for shard in document.pop("shards")])
+        commit = Commit(**{**document, "info": StepInfo.from_json(document["info"])}, shards=shards)
+        counts = [commit.num_rows, commit.num_trajectories, *(shard.num_rows for shard in shards)]
+        names_are_plain = all(SHARD_NAME.fullmatch(shard.name) for shard in shards)
+        if not shards or not names_are_plain or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("names or counts of its shards")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptRecordingError(f"{source}: content is no commit: {error!r}") from error
+    return commit
+
+
+def _publish(storage: Storage, step_name: str, commit: Commit) -> None:
+    try:
+        storage.publish(commit_name(step_name), [encode_commit(commit)])
+    except FileExistsError as error:
+        if load_commit(storage, step_name) != commit:
+            raise StepExistsError(
+                f"[Rollout Mock] {storage.path(commit_name(step_name))} exists and commits other shards: it is not "
+                "overwritten. Set another rollout_mock.dump_dir, or remove the step if it is not needed."
+            ) from error
+
+
+def _open_file(storage: Storage, step_name: str, shard: RowShard) -> StepFile:
+    name = find_file(storage, step_name, shard=shard)
+    if name is None:
+        raise RecordingError(f"[Rollout Mock] {storage.path(file_name(step_name, shard=shard))} was removed")
+    return StepFile.open(storage.open_source(name), name=storage.path(name))
+
+
+def _base_name(file: StepFile) -> str:
+    return file.name.rpartition("/")[2]
+
+
+def _difference_problems(files: Sequence[StepFile]) -> list[str]:
+    """In what shards differ from the first one, or from what their own names say."""
+    problems = []
+    for index, file in enumerate(files):
+        if file.info.shard != (index, len(files)):
+            problems.append(f"{_base_name(file)} says that it is shard {file.info.shard}")
+        expected, found = _shared_values(files[0]), _shared_values(file)
+        problems += [
+            f"{_base_name(file)} has {name} {canonical_json(value)}; shard 0 has {canonical_json(expected[name])}"
+            for name, value in found.items()
+            if canonical_json(value) != canonical_json(expected[name])
+        ]
+    filled = [file for file in files if file.num_rows]
+    problems += [
+        f"{_base_name(file)} has extras {canonical_json(file.extra_kinds)}; {_base_name(filled[0])} has "
+        f"{canonical_json(filled[0].extra_kinds)}"
+        for file in filled
+        if file.extra_kinds != filled[0].extra_kinds
+    ]
+    return problems
+
+
+def _shared_values(file: StepFile) -> dict[str, JSON]:
+    info = file.info
+    return {
+        "step": info.step,
+        "mode": info.mode,
+        "scheduler_id": info.scheduler_id,
+        "run_id": info.run_id,
+        "policy_version": info.policy_version,
+        "data_cursor": info.data_cursor,
+        "group_size of the whole": info.group_size,
+        "sampling": file.sampling,
+        "meta": file.meta,
+    }
+
+
+def _whole_group_size(files: Sequence[StepFile]) -> int | None:
+    """What the writers say of the whole step or, where they do not, that of their own rows if all agree."""
+    if files[0].info.group_size is not None:
+        return files[0].info.group_size
+    sizes = {file.group_size for file in files if file.num_rows} or {files[0].group_size}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -1,0 +1,209 @@
+"""A step file opened for reading: its rows, all or some, from any source of bytes.
+
+Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
+rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are private views of
+what the source returns, so that writing into one reaches no file. Every failure names the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
+from mock_scheduler.recording.blocks import BlockReader, TensorRange
+from mock_scheduler.recording.header import StepHeader, read_header
+from mock_scheduler.recording.layout import (
+    IDENTITY_TENSORS,
+    StepLayout,
+    read_layout,
+    unpack_batch,
+    unpack_keys,
+)
+from mock_scheduler.recording.row_keys import RowKeys
+from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.storage import ByteSource
+from mock_scheduler.recording.stored import dtype_name, view_tensor
+
+
+class StepFile:
+    """One opened step file; made by ``open``."""
+
+    def __init__(
+        self, source: ByteSource, *, name: str, header: StepHeader, layout: StepLayout, info: StepInfo
+    ) -> None:
+        self._source = source
+        self._reader = BlockReader(source, name=name)
+        self._header = header
+        self._layout = layout
+        self.name = name
+        self.info = info
+
+    @classmethod
+    def open(cls, source: ByteSource, *, name: str) -> StepFile:
+        """Read and check the header; ``name`` is the file's, for messages.
+
+        Raises ``CorruptRecordingError`` where any bit of it changed or it is not as long as it says, ``RecordingError``
+        where another version wrote it.
+        """
+        header = read_header(source, name=name)
+        with _as_corrupt(name):
+            kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}
+            layout, info = read_layout(header.content, kinds), StepInfo.from_json(header.content["info"])
+        return cls(source, name=name, header=header, layout=layout, info=info)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) that stands for all the file holds: equal exactly where two files are."""
+        return self._header.digest
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file, decompressed."""
+        return self._source.size_bytes
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that were read so far, of the header and of the tensors."""
+        return self._header.size_bytes + self._reader.num_bytes_read
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the file."""
+        return self._layout.num_rows
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories in the file; fewer than rows where a row is a turn."""
+        return self._layout.num_trajectories
+
+    @property
+    def group_size(self) -> int | None:
+        """That of the batch which was written."""
+        group_size: int | None = self._header.content["group_size"]
+        return group_size
+
+    @property
+    def sampling(self) -> Mapping[str, JSON]:
+        """That of the batch, as JSON."""
+        sampling: Mapping[str, JSON] = self._header.content["sampling"]
+        return sampling
+
+    @property
+    def meta(self) -> Mapping[str, JSON]:
+        """That of the batch."""
+        meta: Mapping[str, JSON] = self._header.content["meta"]
+        return meta
+
+    @property
+    def extra_kinds(self) -> Mapping[str, JSON]:
+        """Extra -> its kind, dtype and shape of an entry: what must be equal in all shards that have rows."""
+        entries = {name: self._header.entries[f"extras/{name}"] for name in self._header.content["extras"]}
+        return {
+            name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
+            for name, kind in self._header.content["extras"].items()
+        }
+
+    def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
+        """The rows ``rows`` (contiguous; None: all) as a batch.
+
+        ``group_size`` is that of the file where the groups of these rows are whole, else None. ``verify`` False skips
+        the digests, for bytes that were verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
+        blocks any bit changed.
+        """
+        rows = range(self.num_rows) if rows is None else rows
+        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= self.num_rows:
+            raise ValueError(f"{self.name}: {rows} is no contiguous part of {self.num_rows} rows")
+        with _as_corrupt(self.name):
+            return self._load_all(verify=verify) if len(rows) == self.num_rows else self._load_some(rows, verify=verify)
+
+    def verify(self) -> None:
+        """Read the whole file, check every digest and that it holds a batch; raises as ``load``."""
+        self.load()
+
+    def read_keys(self, *, verify: bool = True) -> RowKeys:
+        """The identities and prompts of all rows, without their tokens; raises as ``load``."""
+        with _as_corrupt(self.name):
+            tensors = self._read(dict.fromkeys((*IDENTITY_TENSORS, "prompt_digests")), verify=verify)
+            return unpack_keys(tensors, self._header.content["scheduler_ids"])
+
+    def trajectory_starts(self, *, verify: bool = True) -> list[int]:
+        """The rows at which trajectories start, ascending; raises as ``load``."""
+        if self.num_trajectories == self.num_rows:
+            return list(range(self.num_rows))
+        with _as_corrupt(self.name):
+            tensors = self._read(dict.fromkeys(IDENTITY_TENSORS), verify=verify)
+            starts: list[int] = [0, *(np.flatnonzero(_key_changes(tensors, num_numbers=3)) + 1).tolist()]
+            self._check_num_trajectories(len(starts))
+        return starts
+
+    def _load_all(self, *, verify: bool) -> RolloutBatch:
+        tensors = self._read(dict.fromkeys(self._header.entries), verify=verify)
+        self._check_offsets(tensors)
+        batch = unpack_batch(tensors, self._header.content, group_size=self.group_size)
+        self._check_num_trajectories(batch.num_trajectories)
+        return batch
+
+    def _load_some(self, rows: range, *, verify: bool) -> RolloutBatch:
+        offsets = self._read(dict.fromkeys(self._layout.offsets), verify=verify)
+        self._check_offsets(offsets)
+        bounds = {name: tensor.numpy()[[rows.start, rows.stop]].tolist() for name, tensor in offsets.items()}
+        wanted = {
+            name: rows if its_offsets is None else range(*bounds[its_offsets])
+            for name, its_offsets in self._layout.columns.items()
+        }
+        # With the rows before and after, which tell whether a group is cut.
+        around = range(max(rows.start - 1, 0), min(rows.stop + 1, self.num_rows))
+        tensors = self._read({**wanted, **dict.fromkeys(IDENTITY_TENSORS, around)}, verify=verify)
+        changes = _key_changes(tensors, num_numbers=2)
+        is_whole = all(changes[end - around.start - 1] for end in (rows.start, rows.stop) if 0 < end < self.num_rows)
+        for name in IDENTITY_TENSORS:
+            tensors[name] = tensors[name][rows.start - around.start :][: len(rows)]
+        for name, tensor in offsets.items():
+            tensors[name] = tensor[rows.start : rows.stop + 1] - bounds[name][0]
+        return unpack_batch(tensors, self._header.content, group_size=self.group_size if is_whole else None)
+
+    def _read(self, wanted: Mapping[str, range | None], *, verify: bool) -> dict[str, torch.Tensor]:
+        """Tensors by name, each whole (None) or some of its entries along the first dimension."""
+        entries = self._header.entries
+        ranges = [TensorRange.of(entries[name], part) for name, part in wanted.items()]
+        views = self._reader.read(ranges, verify=verify)
+        return {name: view_tensor(views[name], entries[name], entries=part) for name, part in wanted.items()}
+
+    def _check_offsets(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        arrays = {name: tensors[name].numpy() for name in self._layout.offsets}
+        for name, offsets in arrays.items():
+            if (offsets[1:] < offsets[:-1]).any():
+                raise ValueError(f"{name} do not rise")
+        for column, its_offsets in self._layout.columns.items():
+            num_entries = self._header.entries[column].shape[0]
+            if its_offsets is not None and (arrays[its_offsets][0] != 0 or arrays[its_offsets][-1] != num_entries):
+                raise ValueError(f"{its_offsets} do not rise from 0 to the {num_entries} entries of {column}")
+
+    def _check_num_trajectories(self, found: int) -> None:
+        if found != self.num_trajectories:
+            raise ValueError(f"{found} trajectories; its header says {self.num_trajectories}")
+
+
+def _key_changes(tensors: Mapping[str, torch.Tensor], *, num_numbers: int) -> npt.NDArray[np.bool_]:
+    """Whether row i + 1 differs from row i in its scheduler or in the first numbers of its identity."""
+    numbers, schedulers = tensors["identities"].numpy()[:, :num_numbers], tensors["scheduler_index"].numpy()
+    changes: npt.NDArray[np.bool_] = (numbers[1:] != numbers[:-1]).any(axis=1) | (schedulers[1:] != schedulers[:-1])
+    return changes
+
+
+@contextmanager
+def _as_corrupt(name: str) -> Iterator[None]:
+    """What a file with right digests but senseless content leads to becomes a ``CorruptRecordingError``."""
+    try:
+        yield
+    except RecordingError:
+        raise
+    except (BatchError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CorruptRecordingError(f"{name}: content is no rollout batch: {error!r}") from error

@@ -1,0 +1,140 @@
+"""One recorded trajectory as a person reads it: its prompt, then responses and what the environment answered, in turn.
+
+Contract: prints everything that the row holds; token ids always, texts where a vocabulary is known. A stretch of
+response tokens is a turn where the row has as many turns as stretches; else turns are listed apart from the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from mock_scheduler.batch import RolloutBatch, Trajectory
+from mock_scheduler.columns import Ragged, RowValue
+from mock_scheduler.digests import canonical_json
+from mock_scheduler.errors import RecordingError
+from mock_scheduler.recording.diff_fields import show_value
+from mock_scheduler.report.text import count_of, print_wrapped
+from mock_scheduler.report.vocabulary import Vocabulary
+
+_NUM_VALUES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Consecutive tokens of one origin; ``logprobs`` are those of a response."""
+
+    is_response: bool
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
+    """The number of a row that is given as a number, as an identity (``/turn 0`` may be left out), or as ``best`` or
+    ``worst``: the first with the highest or lowest reward.
+
+    ``where`` names the step in the ``RecordingError`` for a row that it does not hold.
+    """
+    if row in ("best", "worst") and len(batch):
+        rewards = batch.rewards.tolist()
+        return rewards.index(max(rewards) if row == "best" else min(rewards))
+    if row.isascii() and row.isdigit() and int(row) < len(batch):
+        return int(row)
+    names = [str(identity) for identity in batch.identities]
+    for name in (row, f"{row}/turn 0"):
+        if name in names:
+            return names.index(name)
+    held = f"rows 0 to {len(batch) - 1}, {names[0]} to {names[-1]}" if names else "no rows"
+    raise RecordingError(f"row {row!r} is not in {where}; it holds {held}")
+
+
+def print_trajectory(
+    batch: RolloutBatch, row: int, console: Console, *, where: str, vocabulary: Vocabulary | None
+) -> None:
+    """Print one row of a batch; ``where`` names the step that it is from."""
+    trajectory = batch.rows()[row]
+    stretches = list(split_stretches(trajectory))
+    num_turns, num_response = len(trajectory.turn_rewards), len(trajectory.rollout_logprobs)
+    console.print(Text(f"{where}, row {row} of {len(batch)}"), soft_wrap=True)
+    console.print(Text.assemble((str(trajectory.identity), "bold"), f"  {trajectory.tag}"), soft_wrap=True)
+    console.print(
+        f"{trajectory.termination.name.lower()}, reward {_total(batch, row)}, {count_of(num_turns, 'turn')}, "
+        f"{count_of(len(trajectory.tokens), 'token')}, {num_response} of them sampled",
+        highlight=False,
+    )
+    by_stretch = num_turns == sum(stretch.is_response for stretch in stretches)
+    if not by_stretch and num_turns:
+        console.print("turns, not told apart in the tokens:")
+        for turn in range(num_turns):
+            print_wrapped(console, Text(f"turn {turn}  {_describe_turn(trajectory, turn)}"), indent=2)
+    responses = 0
+    for number, stretch in enumerate(stretches):
+        console.print()
+        print_wrapped(console, _title(trajectory, stretch, number=number, turn=responses if by_stretch else None))
+        responses += stretch.is_response
+        _print_tokens(stretch, console, vocabulary)
+    _print_extras(trajectory, console)
+
+
+def split_stretches(trajectory: Trajectory) -> Iterator[Stretch]:
+    """The prompt, where there is one, then response and environment tokens by turns."""
+    tokens, length = trajectory.tokens.tolist(), trajectory.prompt_length
+    if length:
+        yield Stretch(is_response=False, tokens=tuple(tokens[:length]), logprobs=())
+    logprobs = iter(trajectory.rollout_logprobs.tolist())
+    rest = zip(trajectory.response_mask.tolist()[length:], tokens[length:], strict=True)
+    for is_response, pairs in groupby(rest, key=lambda pair: pair[0]):
+        part = tuple(token for _, token in pairs)
+        sampled = tuple(next(logprobs) for _ in part) if is_response else ()
+        yield Stretch(is_response=is_response, tokens=part, logprobs=sampled)
+
+
+def _title(trajectory: Trajectory, stretch: Stretch, *, number: int, turn: int | None) -> Text:
+    count = count_of(len(stretch.tokens), "token")
+    if not stretch.is_response:
+        is_prompt = number == 0 and trajectory.prompt_length
+        return Text.assemble(("prompt" if is_prompt else "environment", "bold"), f"  {count}")
+    total = math.fsum(stretch.logprobs)
+    logprob = f"logprob {total:.4f} (mean {total / len(stretch.logprobs):.4f})"
+    if turn is None:
+        return Text.assemble(("response", "bold green"), f"  {count}, {logprob}")
+    return Text.assemble((f"turn {turn}", "bold green"), f"  {count}, {logprob}, {_describe_turn(trajectory, turn)}")
+
+
+def _describe_turn(trajectory: Trajectory, turn: int) -> str:
+    reward, version = show_value(trajectory.turn_rewards[turn]), int(trajectory.policy_versions[turn])
+    return f"reward {reward}, policy version {version}"
+
+
+def _print_tokens(stretch: Stretch, console: Console, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None:
+        style = "green" if stretch.is_response else ""
+        print_wrapped(console, Text(vocabulary.decode(stretch.tokens), style=style), indent=2)
+    print_wrapped(console, Text(" ".join(map(str, stretch.tokens)), style="dim"), indent=2)
+
+
+def _print_extras(trajectory: Trajectory, console: Console) -> None:
+    if trajectory.extras:
+        console.print(Text("\nextras", style="bold"))
+    for name, value in trajectory.extras.items():
+        print_wrapped(console, Text(f"{name}  {_describe_value(value)}"), indent=2)
+
+
+def _describe_value(value: RowValue) -> str:
+    if not isinstance(value, torch.Tensor | Ragged):
+        return canonical_json(value)
+    tensor = value.values if isinstance(value, Ragged) else value
+    shown = [show_value(element) for element in tensor.reshape(-1)[:_NUM_VALUES]]
+    more = " …" if tensor.numel() > _NUM_VALUES else ""
+    ragged = "ragged " if isinstance(value, Ragged) else ""
+    return f"{ragged}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: {' '.join(shown)}{more}"
+
+
+def _total(batch: RolloutBatch, row: int) -> str:
+    return show_value(batch.rewards[row])

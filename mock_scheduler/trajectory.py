@@ -1,0 +1,122 @@
+"""One row of a rollout batch: its identity, how it was sampled, how it ended, and its tensors.
+
+Contract: plain data. What makes rows fit together is checked where a batch is made of them (``batch_checks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+import torch
+
+from mock_scheduler.columns import RowValue
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import BatchError
+
+_INT64_MAX = 2**63 - 1
+
+
+class Termination(IntEnum):
+    """Why an episode ended: by its environment, by a limit, or by an abort of the engine."""
+
+    TERMINATED = 0
+    TRUNCATED = 1
+    ABORTED = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class SampleIdentity:
+    """Which row this is, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
+
+    Rows that share ``(scheduler_id, group_id, episode_id)`` are one group. Raises ``BatchError`` where a number is
+    no int of 0 to 2**63 - 1.
+    """
+
+    scheduler_id: str
+    group_id: int
+    episode_id: int
+    env_id: int
+    turn: int
+
+    def __post_init__(self) -> None:
+        for value in (self.group_id, self.episode_id, self.env_id, self.turn):
+            if type(value) is not int or not 0 <= value <= _INT64_MAX:
+                raise BatchError(self._number_problem(value))
+
+    def _number_problem(self, value: object) -> str:
+        names = ("group_id", "episode_id", "env_id", "turn")
+        name = next(name for name, number in zip(names, self.numbers, strict=True) if number is value)
+        return f"sample identity: {name} is {value!r}; expected an int of 0 to 2**63 - 1"
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """``(group_id, episode_id, env_id, turn)``."""
+        return self.group_id, self.episode_id, self.env_id, self.turn
+
+    @property
+    def group_key(self) -> tuple[str, int, int]:
+        """What the rows of one group share."""
+        return self.scheduler_id, self.group_id, self.episode_id
+
+    @property
+    def trajectory_key(self) -> tuple[str, int, int, int]:
+        """What the rows of one trajectory share."""
+        return self.scheduler_id, self.group_id, self.episode_id, self.env_id
+
+    def __str__(self) -> str:
+        return f"{self.scheduler_id}/group {self.group_id}/episode {self.episode_id}/env {self.env_id}/turn {self.turn}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
+
+    ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    logprobs_mode: Literal["processed", "raw"]
+
+    def __post_init__(self) -> None:
+        if self.logprobs_mode not in ("processed", "raw"):
+            raise BatchError(f"sampling: logprobs_mode is {self.logprobs_mode!r}; expected 'processed' or 'raw'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trajectory:
+    """One row, as an engine or environment manager hands it in.
+
+    ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens that the policy sampled;
+    ``rollout_logprobs`` float32, one per True, in token order; ``turn_rewards`` float32 ``[K]``;
+    ``policy_versions`` int32 ``[K]``; the first ``prompt_length`` tokens are the prompt.
+    ``reward`` is the row's total, exact in float32; ``None`` means the correctly rounded sum of ``turn_rewards``.
+    ``extras``: further values by name, the same names and kinds in all rows of a batch (see ``columns.RowValue``); they
+    may hold NaN and infinities, which are kept bit for bit.
+    """
+
+    identity: SampleIdentity
+    tokens: torch.Tensor
+    response_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    turn_rewards: torch.Tensor
+    policy_versions: torch.Tensor
+    termination: Termination
+    prompt_length: int
+    tag: str
+    reward: float | None = None
+    extras: Mapping[str, RowValue] = field(default_factory=dict)
+
+
+def sampling_as_json(sampling: SamplingParams) -> dict[str, JSON]:
+    """The fields of ``SamplingParams`` by name; ``SamplingParams(**value)`` is the inverse."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs_mode": sampling.logprobs_mode,
+    }

@@ -1,0 +1,58 @@
+"""Megatron's configuration objects as the plain mapping that the library's rules read, and the check before a model.
+
+The one place that knows how ``TransformerConfig`` spells its values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from mock_scheduler.determinism.megatron_rule import Conflict
+from mock_scheduler.determinism.megatron_rules import check_megatron_config
+from mock_scheduler.determinism.probes import gpu_capability, installed_versions
+
+
+def megatron_values(
+    transformer_config: TransformerConfig, ddp_config: DistributedDataParallelConfig | None = None
+) -> dict[str, object]:
+    """Every field of both configurations by name, and torch's own switch as ``torch.deterministic_algorithms``.
+
+    Enums by their member's name, dtypes by name; functions and modules are left out. A field that both have is the
+    optimizer's concern and is taken from ``ddp_config``.
+    """
+    configs = [config for config in (transformer_config, ddp_config) if config is not None]
+    values = {
+        field.name: _plain(getattr(config, field.name)) for config in configs for field in dataclasses.fields(config)
+    }
+    plain = {name: value for name, value in values.items() if not callable(value)}
+    return {**plain, "torch.deterministic_algorithms": torch.are_deterministic_algorithms_enabled()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.name
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def check_model_config(
+    transformer_config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig | None = None,
+    *,
+    environ: Mapping[str, str],
+) -> list[Conflict]:
+    """Refuse a configuration that cannot train; return the facts to record. Every rank may call it.
+
+    ``environ``: ``os.environ``. Raises DeterminismError as ``check_megatron_config`` does.
+    """
+    return check_megatron_config(
+        megatron_values(transformer_config, ddp_config),
+        environ=environ,
+        versions=installed_versions(),
+        device=gpu_capability(environ),
+    )

@@ -1,0 +1,171 @@
+"""The section ``rollout_mock``: which mode decides a request, and which keys do not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.config.rollout_mock import KINDS, ScheduleEntry, unreachable_entries
+from mock_scheduler.config.schema import RolloutMockConfig
+from mock_scheduler.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def refused(*overrides: str) -> str:
+    """The one problem that ``quickstart`` has with these overrides."""
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", config_path=CONFIGS, overrides=overrides)
+    origin = f"configuration 'quickstart' ({CONFIGS}/quickstart.yaml) has 1 problem:\n  - "
+    assert str(caught.value).startswith(origin)
+    return str(caught.value).removeprefix(origin)
+
+
+def mock_of(*overrides: str) -> RolloutMockConfig:
+    return load_config("quickstart", config_path=CONFIGS, overrides=overrides).rollout_mock
+
+
+def test_the_first_entry_that_applies_decides_else_the_mode() -> None:
+    config = RolloutMockConfig.model_validate(
+        {
+            "enable": True,
+            "mode": "cache",
+            "schedule": [
+                {"mode": "real", "kinds": ["val"]},
+                {"mode": "mock", "steps": "0-19"},
+                {"mode": "verify", "steps": "10-29", "schedulers": ["math"]},
+            ],
+        }
+    )
+    requests = [
+        (5, "val", "math"),
+        (5, "train", "math"),
+        (19, "train", "code"),
+        (25, "train", "math"),
+        (25, "train", ""),
+    ]
+    modes = [config.mode_of(step=step, kind=kind, scheduler_id=name) for step, kind, name in requests]  # type: ignore[arg-type]
+    assert modes == ["real", "mock", "mock", "verify", "cache"]
+    assert config.modes_in_use == {"real", "mock", "verify", "cache"}
+
+
+def test_a_section_that_is_off_is_real_whatever_it_says() -> None:
+    config = RolloutMockConfig.model_validate({"mode": "mock", "schedule": [{"mode": "cache", "steps": 3}]})
+    assert config.mode_of(step=3, kind="train", scheduler_id="default") == "real"
+    assert config.modes_in_use == {"real"}
+
+
+@pytest.mark.parametrize(("step", "is_recorded"), [(0, True), (5, False), (10, True), (20, False), (40, True)])
+def test_recorded_are_the_listed_steps_that_every_divides(step: int, is_recorded: bool) -> None:
+    config = RolloutMockConfig.model_validate({"steps": "0-19, 40", "every": 10})
+    assert config.records_step(step) == is_recorded
+
+
+def test_steps_that_leave_out_planned_steps_are_legal() -> None:
+    config = mock_of("rollout_mock.enable=true", "rollout_mock.steps='0, 2'", "rollout_mock.every=2")
+    assert str(config.steps) == "0, 2"
+
+
+@pytest.mark.parametrize("mode", ["mock", "verify", "cache"])
+def test_a_run_that_begins_a_recording_cannot_read_it(mode: str) -> None:
+    assert refused(f"rollout_mock.schedule=[{{mode: {mode}, steps: 0-1}}]") == (
+        "rollout_mock: has keys that do not go together:\n"
+        f"    - dump and {mode} in one run: dump begins a new recording, so there would be nothing in it to read. Use "
+        "cache in place of dump: it replays what is recorded, and plays and records the rest (given as "
+        f"'rollout_mock.schedule=[{{mode: {mode}, steps: 0-1}}]')"
+    )
+
+
+def test_real_steps_beside_dump_and_every_reading_mode_beside_cache_are_legal() -> None:
+    mock_of("rollout_mock.schedule=[{mode: real, steps: 3-}]")
+    mixed = "[{mode: mock, steps: 0}, {mode: verify, steps: 1}, {mode: real, steps: 2}]"
+    mock_of("rollout_mock.mode=cache", f"rollout_mock.schedule={mixed}")
+
+
+def test_a_missing_step_is_for_mock_alone() -> None:
+    assert refused("rollout_mock.missing_step=repeat", "rollout_mock.mode=cache") == (
+        "rollout_mock: has keys that do not go together:\n"
+        "    - missing_step repeat is for mode mock, and no request is answered in it (modes here: cache); leave "
+        "missing_step out, or set mode=mock (given as 'rollout_mock.missing_step=repeat')"
+    )
+    schedule = "rollout_mock.schedule=[{mode: mock, steps: 1-}]"
+    assert mock_of("rollout_mock.missing_step=repeat_last", "rollout_mock.mode=real", schedule).missing_step
+
+
+def test_an_entry_that_can_never_apply_is_named_with_those_that_decide_it() -> None:
+    schedule = "[{mode: mock, steps: 0-9}, {mode: real, steps: 10-}, {mode: real, steps: 5-12, kinds: [val]}]"
+    assert refused("rollout_mock.mode=real", f"rollout_mock.schedule={schedule}").startswith(
+        "rollout_mock: has keys that do not go together:\n"
+        "    - schedule.2 (real for val steps 5-12) can never apply: the first entry that applies wins, and schedule.0 "
+        "(mock for steps 0-9), schedule.1 (real for steps 10-) decide all of it; put it before, or leave it out"
+    )
+
+
+def test_all_keys_that_do_not_go_together_are_listed() -> None:
+    text = refused("rollout_mock={schedule: [{mode: verify}, {mode: real}], missing_step: repeat}")
+    assert [line.strip().split(" ")[1] for line in text.splitlines()[1:]] == ["schedule.1", "dump", "missing_step"]
+
+
+ENTRIES = st.builds(
+    lambda steps, kinds, schedulers: ScheduleEntry.model_validate(
+        {"mode": "real", "steps": steps, "kinds": kinds, "schedulers": schedulers}
+    ),
+    st.sampled_from(["0-", "0-2", "1-3", "3-", "2", "0-1, 3"]),
+    st.sampled_from([None, ["train"], ["val"], ["train", "val"]]),
+    st.sampled_from([None, ["a"], ["b"], ["a", "b"]]),
+)
+
+
+@given(st.lists(ENTRIES, max_size=4))
+def test_an_entry_is_called_unreachable_exactly_where_no_request_reaches_it(schedule: list[ScheduleEntry]) -> None:
+    requests = [(step, kind, name) for step in range(6) for kind in KINDS for name in ("a", "b", "any other")]
+    deciding = {
+        next((i for i, e in enumerate(schedule) if e.applies_to(step=s, kind=k, scheduler_id=n)), None)
+        for s, k, n in requests
+    }
+    unreachable = sorted(set(range(len(schedule))) - deciding)
+    assert [int(line.split(" ")[0].removeprefix("schedule.")) for line in unreachable_entries(schedule)] == unreachable
+
+
+@pytest.mark.parametrize("mode", ["dump", "cache"])
+def test_keeping_the_last_steps_needs_checkpoints(mode: str) -> None:
+    keys = ("rollout_mock.enable=true", f"rollout_mock.mode={mode}", "rollout_mock.retention.keep_last=3")
+    assert refused(*keys) == (
+        "rollout_mock.retention.keep_last 3 needs save_steps > 0: recorded steps are removed only where a saved "
+        "checkpoint lets a replay start after them, and without one none ever would be. Set save_steps, or leave "
+        "keep_last out"
+    )
+    assert mock_of(*keys, "save_steps=2").retention.keep_last == 3
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout_mock.enable=true", "rollout_mock.mode=mock")])
+def test_retention_asks_for_nothing_where_nothing_is_recorded(overrides: tuple[str, ...]) -> None:
+    assert mock_of(*overrides, "rollout_mock.retention.keep_last=3").retention.keep_last == 3
+
+
+@pytest.mark.parametrize("key", ["steps", "retention.pin_steps", "schedule.0.steps"])
+def test_a_set_without_a_step_is_refused(key: str) -> None:
+    given_as = "schedule=[{mode: real, steps: []}]" if key.startswith("schedule") else f"{key}=[]"
+    assert refused(f"rollout_mock.{given_as}") == (
+        f"rollout_mock.{key}: names no step; leave the key out, or write steps and ranges such as '0-19, 40, 100-' "
+        f"(given as 'rollout_mock.{given_as}')"
+    )
+
+
+@pytest.mark.parametrize("folder", ["''", "' '"])
+def test_an_empty_folder_is_refused(folder: str) -> None:
+    assert refused(f"rollout_mock.dump_dir={folder}") == (
+        "rollout_mock.dump_dir: is empty; give a folder such as ./rollout_mock_dumps, or a URL such as "
+        f's3://bucket/path (given as "rollout_mock.dump_dir={folder}")'
+    )
+
+
+@pytest.mark.parametrize("key", ["kinds", "schedulers"])
+def test_an_entry_for_nothing_is_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        ScheduleEntry.model_validate({"mode": "real", key: []})

@@ -1,0 +1,32 @@
+"""Builds one model per line of JSON on standard input and prints its parameters' canonical names and global shapes.
+
+``python -m tests.pipelines.list_parameters``: each line is a ``PipelineConfig``; ``vocab_size`` is the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mock_scheduler.config.schema import PipelineConfig
+from pipelines.megatron.model import build_policy, build_transformer_config
+from pipelines.megatron.runtime import start_runtime, stop_runtime
+from pipelines.megatron.weights import ModelShape, iterate_parameters
+
+
+def main() -> None:
+    """One line of output per line of input."""
+    configs = [PipelineConfig.model_validate_json(line) for line in sys.stdin]
+    runtime = start_runtime(configs[0].parallel, seed=0)
+    for config in configs:
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None
+        policy = build_policy(config, build_transformer_config(config), vocab_size=vocab_size, runtime=runtime)
+        shape = ModelShape(model=config.model, vocab_size=vocab_size)
+        specs = [parameter.spec for parameter in iterate_parameters(policy, shape, runtime)]
+        print(json.dumps([[spec.name, list(spec.global_shape)] for spec in specs]))
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What is refused of an answer before it is trained on or recorded."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import RolloutMockConfig
+from mock_scheduler.errors import BatchError, RecordingError, SchedulerError
+from mock_scheduler.proxy import ProxyScheduler, build_scheduler
+from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.trajectory import Trajectory
+from tests.proxy.players import Player, batch_of, config, dump, mock, never, request
+from tests.recording.builders import SAMPLING, make_contract, make_row, make_rows
+
+
+def plays(rows: Sequence[Trajectory], *, group_size: int | None = None) -> type:
+    """A scheduler that always gives these rows."""
+    batch = RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=group_size)
+
+    class Given:
+        def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+            return batch
+
+    return Given
+
+
+def live(tmp_path: Path, make_real: type, **changes: object) -> ProxyScheduler:
+    return build_scheduler(config(tmp_path, "dump", **changes), make_real, make_contract())
+
+
+def test_another_number_of_trajectories_is_refused_and_not_recorded(tmp_path: Path) -> None:
+    scheduler = live(tmp_path, Player)
+    with pytest.raises(BatchError) as caught:
+        scheduler.get_batch(request(0, batch_size=8))
+    assert str(caught.value) == "train step 0: the scheduler returned 4 trajectories; 8 were asked for"
+    scheduler.close()
+    assert not (tmp_path / "x/train").exists()
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    class Wrong:
+        def get_batch(self, request: RolloutRequest) -> list[int]:
+            return [1, 2]
+
+    with pytest.raises(SchedulerError) as caught:
+        build_scheduler(RolloutMockConfig(), Wrong, make_contract()).get_batch(request(0))
+    assert str(caught.value) == (
+        "train step 0: get_batch returned list; expected RolloutBatch (a framework's own batch needs "
+        "build_scheduler(codec=...))"
+    )
+
+
+def test_rows_of_another_scheduler_are_refused(tmp_path: Path) -> None:
+    scheduler = live(tmp_path, plays(make_rows(2, 2)))
+    with pytest.raises(BatchError) as caught:
+        scheduler.get_batch(request(0, scheduler_id="math"))
+    assert str(caught.value) == (
+        "train step 0: rows of scheduler 'default' (4 rows) came for a request of scheduler 'math'"
+    )
+
+
+def test_groups_that_are_not_whole_are_refused_and_reported_where_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make_rows(2, 3)
+    cut = plays([rows[0], rows[1], rows[2], rows[4]])
+    with pytest.raises(BatchError) as caught:
+        live(tmp_path, cut).get_batch(request(0, group_size=3))
+    assert str(caught.value) == (
+        "train step 0: 1 groups are not whole (group_size 3): default/group 1/episode 0: 1 of 3 trajectories; "
+        "rollout_mock.on_partial_groups=report accepts them"
+    )
+    caplog.set_level(logging.INFO, logger="mock_scheduler.rollout_mock")
+    with live(tmp_path, cut, on_partial_groups="report") as scheduler:
+        scheduler.get_batch(request(0, group_size=3))
+    assert (
+        "[Rollout Mock] Step 0: 1 groups are not whole (group_size 3): default/group 1/episode 0: 1 of 3 trajectories"
+    ) in caplog.messages
+    with pytest.raises(BatchError, match="1 groups are not whole"):
+        mock(tmp_path).get_batch(request(0, group_size=3))
+
+
+def repeating() -> type:
+    rows = make_rows(2, 2)
+    return plays([*rows[:3], replace(rows[0], identity=rows[3].identity)])
+
+
+def test_repeated_rows_are_reported_refused_or_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mock_scheduler.rollout_mock")
+    with live(tmp_path / "a", repeating(), on_duplicate_rows="ignore") as scheduler:
+        scheduler.get_batch(request(0))
+    assert "content of another row" not in caplog.text
+    with live(tmp_path / "b", repeating()) as scheduler:
+        scheduler.get_batch(request(0))
+    assert "[Rollout Mock] Step 0: 1 of 4 rows have the content of another row" in caplog.messages
+    with pytest.raises(BatchError) as caught:
+        live(tmp_path / "c", repeating(), on_duplicate_rows="error").get_batch(request(0))
+    assert str(caught.value) == (
+        "train step 0: 1 of 4 rows have the content of another row: default/group 1/episode 0/env 1/turn 0 repeats "
+        "default/group 0/episode 0/env 0/turn 0; rollout_mock.on_duplicate_rows=report accepts them"
+    )
+
+
+def test_prompts_that_the_pipeline_did_not_ask_for_are_refused_live_and_replayed(tmp_path: Path) -> None:
+    """Recorded responses were once judged by the answers to fresh prompts."""
+    own = batch_of(request(0)).prompt_digests
+    other = (*own[:3], "f" * 64)
+    with live(tmp_path, Player) as scheduler:
+        with pytest.raises(BatchError) as caught:
+            scheduler.get_batch(request(0, prompt_digests=other))
+        assert str(caught.value) == (
+            "train step 0: its prompts are not those of the pipeline: 1 of 4 rows have other prompts, 1 of 4 prompts "
+            f"are absent (first digest {own[3][:16]}…)"
+        )
+        scheduler.get_batch(request(0, prompt_digests=tuple(reversed(own))))
+    with pytest.raises(RecordingError, match="prompt"):
+        mock(tmp_path).get_batch(request(0, prompt_digests=other))
+    mock(tmp_path).get_batch(request(0, prompt_digests=tuple(reversed(own))))
+
+
+def test_a_recording_of_another_data_cursor_is_refused(tmp_path: Path) -> None:
+    with live(tmp_path, Player) as scheduler:
+        scheduler.get_batch(request(0, data_cursor={"epoch": 0}))
+    mock(tmp_path).get_batch(request(0))
+    mock(tmp_path).get_batch(request(0, data_cursor={"epoch": 0}))
+    with pytest.raises(RecordingError, match="cursor"):
+        mock(tmp_path).get_batch(request(0, data_cursor={"epoch": 1}))
+
+
+def test_all_problems_of_an_answer_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(BatchError) as caught:
+        live(tmp_path, plays([make_row()])).get_batch(request(0, scheduler_id="math", group_size=2))
+    assert str(caught.value) == (
+        "train step 0: the answer has 3 problems:\n"
+        "  - the scheduler returned 1 trajectories; 4 were asked for\n"
+        "  - rows of scheduler 'default' (1 rows) came for a request of scheduler 'math'\n"
+        "  - 1 groups are not whole (group_size 2): default/group 0/episode 0: 1 of 2 trajectories; "
+        "rollout_mock.on_partial_groups=report accepts them"
+    )
+
+
+def test_a_batch_that_cannot_be_dealt_to_the_shards_is_refused_before_any_rollout(tmp_path: Path) -> None:
+    with pytest.raises(SchedulerError) as caught:
+        build_scheduler(
+            config(tmp_path, "dump"), never, make_contract(), plan=[request(0)], shard=RowShard(index=0, count=3)
+        )
+    assert str(caught.value) == (
+        "train step 0: 4 trajectories cannot be dealt to 3 row shards: give a batch_size that is a multiple of 3"
+    )
+
+
+def test_two_domains_of_one_run_replay_their_own_rows(tmp_path: Path) -> None:
+    """In ROLL every domain wrote train/step_N.pkl: the last one won, and all replayed its rows."""
+    domains = ("math", "code")
+    asked = {domain: request(0, scheduler_id=domain) for domain in domains}
+    schedulers = {
+        domain: build_scheduler(config(tmp_path, "dump"), Player, make_contract(), run_id="run-7", plan=[asked[domain]])
+        for domain in domains
+    }
+    for domain, scheduler in schedulers.items():
+        scheduler.get_batch(asked[domain])
+    for scheduler in schedulers.values():
+        scheduler.close()
+    for domain in domains:
+        replayed = mock(tmp_path, plan=[asked[domain]]).get_batch(asked[domain])
+        assert replayed.is_identical(batch_of(asked[domain]))
+        assert {identity.scheduler_id for identity in replayed.identities} == {domain}
+
+
+def test_an_answer_from_the_other_domains_recording_is_found(tmp_path: Path) -> None:
+    """Planted: the file of one domain in the place of the other's."""
+    dump(tmp_path, [0])
+    with build_scheduler(config(tmp_path / "m", "dump"), Player, make_contract()) as scheduler:
+        scheduler.get_batch(request(0, scheduler_id="math"))
+    source = tmp_path / "m/x/train.math/step_000000.safetensors"
+    (tmp_path / "x/train/step_000000.safetensors").write_bytes(source.read_bytes())
+    with pytest.raises(RecordingError, match="scheduler_id 'math' instead of 'default'"):
+        mock(tmp_path, plan=[request(0)])

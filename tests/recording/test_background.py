@@ -1,0 +1,255 @@
+"""The queue beside the training loop: order, memory, errors, the end of the process and forks."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from mock_scheduler.errors import RecordingError
+from mock_scheduler.recording.background import MAX_HELD, JobQueue
+from tests.recording.processes import run_in_child
+
+# Python 3.12 warns of a fork beside threads, of which torch and earlier tests may have left some: ours need none.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Gate:
+    """Holds the writing thread until the test opens it, and tells that a job has begun."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def job(self) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+
+
+def giving(job: Callable[[], object]) -> Callable[[], Callable[[], object]]:
+    return lambda: job
+
+
+def fail() -> None:
+    raise ZeroDivisionError("the first error")
+
+
+@pytest.mark.parametrize("is_background", [True, False])
+def test_jobs_run_in_the_order_in_which_they_were_given(is_background: bool) -> None:
+    queue, done = JobQueue(is_background=is_background), []
+    for number in range(20):
+        queue.submit(giving(lambda number=number: done.append(number)))
+    queue.flush()
+    assert done == list(range(20))
+    queue.close()
+
+
+def test_giving_a_job_does_not_wait_for_it() -> None:
+    queue, gate, done = JobQueue(is_background=True), Gate(), []
+    queue.submit(giving(gate.job))
+    queue.submit(giving(lambda: done.append(1)))
+    assert (gate.has_begun.wait(60), done) == (True, [])
+    gate.may_end.set()
+    queue.close()
+    assert done == [1]
+
+
+def test_a_job_in_place_is_done_when_it_was_given() -> None:
+    queue, threads = JobQueue(is_background=False), []
+    queue.submit(giving(lambda: threads.append(threading.current_thread())))
+    assert threads == [threading.current_thread()]
+
+
+class Payload:
+    """Stands for a batch: counted while anything refers to it."""
+
+    def __init__(self, alive: "weakref.WeakSet[Payload]") -> None:
+        alive.add(self)
+
+
+def test_never_more_than_two_jobs_are_held() -> None:
+    """Each job holds a payload; at the moment in which one more is made, at most one other may be alive."""
+    alive: weakref.WeakSet[Payload] = weakref.WeakSet()
+    most: list[int] = []
+
+    def make_job() -> Callable[[], object]:
+        payload = Payload(alive)
+        most.append(len(alive))
+        return lambda: (most.append(len(alive)), payload)
+
+    queue = JobQueue(is_background=True)
+    for _ in range(300):
+        queue.submit(make_job)
+    queue.close()
+    gc.collect()
+    assert (max(most), len(most), len(alive)) == (MAX_HELD, 600, 0)
+
+
+def test_a_third_job_is_not_made_before_the_first_is_done() -> None:
+    queue, gate, made = JobQueue(is_background=True), Gate(), threading.Event()
+    queue.submit(giving(gate.job))
+    queue.submit(giving(lambda: None))
+
+    def make_third() -> Callable[[], object]:
+        made.set()
+        assert gate.may_end.is_set()
+        return lambda: None
+
+    giver = threading.Thread(target=lambda: queue.submit(make_third))
+    giver.start()
+    assert gate.has_begun.wait(60)
+    assert not made.is_set()
+    gate.may_end.set()
+    giver.join(60)
+    assert made.is_set()
+    queue.close()
+
+
+@pytest.mark.parametrize("call", ["submit", "flush", "close", "check_open"])
+def test_an_error_is_raised_once_as_it_was_by_the_next_call(call: str) -> None:
+    queue, done = JobQueue(is_background=True), []
+    queue.submit(giving(fail))
+    queue._executor.submit(int).result()  # the thread has got past the failed job
+    with pytest.raises(ZeroDivisionError, match="the first error"):
+        queue.submit(giving(lambda: done.append(1))) if call == "submit" else getattr(queue, call)()
+    queue.flush()
+    queue.close()
+    with pytest.raises(RecordingError) as caught:
+        queue.submit(giving(lambda: done.append(1)))
+    assert str(caught.value) == (
+        "[Rollout Mock] Nothing more is recorded, since an earlier write failed: the first error"
+    )
+    assert done == []
+
+
+def test_what_waited_behind_a_failed_job_is_not_done(caplog: pytest.LogCaptureFixture) -> None:
+    queue, gate, done = JobQueue(is_background=True), Gate(), []
+
+    def fail_late() -> None:
+        gate.job()
+        fail()
+
+    queue.submit(giving(fail_late))
+    queue.submit(giving(lambda: done.append(1)))
+    gate.may_end.set()
+    with pytest.raises(ZeroDivisionError):
+        queue.flush()
+    queue.close()
+    assert done == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "[Rollout Mock] Recording failed; the next call raises this error: the first error",
+        "[Rollout Mock] A step that was queued is not written, since the write before it failed",
+    ]
+
+
+def test_a_call_that_waited_for_a_failing_job_raises_its_error_and_makes_nothing() -> None:
+    queue, gate, made = JobQueue(is_background=True), Gate(), []
+
+    def fail_late() -> None:
+        gate.job()
+        fail()
+
+    queue.submit(giving(fail_late))
+    queue.submit(giving(lambda: None))
+    caught: list[BaseException] = []
+
+    def give_third() -> None:
+        try:
+            queue.submit(lambda: made.append(1) or (lambda: None))
+        except ZeroDivisionError as error:
+            caught.append(error)
+
+    giver = threading.Thread(target=give_third)
+    giver.start()
+    gate.may_end.set()
+    giver.join(60)
+    assert ([str(error) for error in caught], made) == (["the first error"], [])
+    queue.close()
+
+
+def test_a_job_that_fails_in_place_raises_at_once_and_ends_the_queue() -> None:
+    queue = JobQueue(is_background=False)
+    with pytest.raises(ZeroDivisionError, match="the first error"):
+        queue.submit(giving(fail))
+    with pytest.raises(RecordingError, match=r"an earlier write failed: the first error"):
+        queue.submit(giving(fail))
+    queue.close()
+
+
+@pytest.mark.parametrize("is_background", [True, False])
+def test_a_job_that_cannot_be_made_takes_no_place(is_background: bool) -> None:
+    queue, done = JobQueue(is_background=is_background), []
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            queue.submit(fail)  # type: ignore[arg-type]
+    queue.submit(giving(lambda: done.append(1)))
+    queue.close()
+    assert done == [1]
+
+
+def test_a_closed_queue_takes_nothing_more() -> None:
+    queue = JobQueue(is_background=True)
+    queue.close()
+    queue.close()
+    with pytest.raises(RecordingError) as caught:
+        queue.submit(giving(fail))
+    assert str(caught.value) == ("[Rollout Mock] The writer of this recording is closed: nothing more can be recorded")
+
+
+def test_closing_joins_the_thread() -> None:
+    queue = JobQueue(is_background=True)
+    queue.submit(giving(lambda: None))
+    queue.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rollout-writer")] == []
+
+
+def start_script(text: str) -> "subprocess.Popen[str]":
+    head = "import sys, threading\nfrom mock_scheduler.recording.background import JobQueue\n"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", head + text], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_process_that_ends_without_closing_finishes_what_was_queued() -> None:
+    """The first job waits until this test has seen that the process's own code has come to its end."""
+    process = start_script(
+        "started = threading.Event()\n"
+        "queue = JobQueue(is_background=True)\n"
+        "queue.submit(lambda: lambda: (started.set(), print(sys.stdin.readline(), end='')))\n"
+        "queue.submit(lambda: lambda: print('second'))\n"
+        "started.wait()\n"
+        "print('end of the script', flush=True)\n"
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "end of the script\n"
+    output, errors = process.communicate("first\n", timeout=120)
+    assert (process.returncode, output, errors) == (0, "first\nsecond\n", "")
+
+
+def test_an_error_that_no_call_follows_is_logged() -> None:
+    process = start_script("queue = JobQueue(is_background=True)\nqueue.submit(lambda: lambda: 1 / 0)\n")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert errors == "[Rollout Mock] Recording failed; the next call raises this error: division by zero\n"
+
+
+def test_a_forked_child_does_not_hang_and_does_not_do_its_parents_jobs() -> None:
+    queue, gate, process_ids = JobQueue(is_background=True), Gate(), []
+    queue.submit(giving(gate.job))
+    queue.submit(giving(lambda: process_ids.append(os.getpid())))
+    assert gate.has_begun.wait(60)
+
+    def use_in_child() -> None:
+        queue.flush()
+        done: list[int] = []
+        queue.submit(giving(lambda: done.append(os.getpid())))
+        queue.close()
+        assert (done, process_ids) == ([os.getpid()], [])
+
+    assert run_in_child(use_in_child) == "done"
+    assert run_in_child(queue.close) == "done"
+    gate.may_end.set()
+    queue.close()
+    assert process_ids == [os.getpid()]

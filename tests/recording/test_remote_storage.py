@@ -1,0 +1,253 @@
+"""Recordings in an object store, against a server that speaks S3 on this machine."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.recording.remote_storage import FsspecStorage
+from mock_scheduler.recording.storage import open_storage
+
+pytestmark = [
+    # What botocore 1.43 and moto 5.2 themselves warn of on newer Pythons.
+    pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning"),
+]
+
+BUCKET = "recordings"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """An S3 server on a free port; its credentials and address are in the environment, as a user has them."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        environment.setenv("AWS_ACCESS_KEY_ID", "test")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        environment.setenv("AWS_CONFIG_FILE", os.devnull)
+        environment.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield f"http://{host}:{port}"
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture
+def location(endpoint: str, tmp_path: Path) -> str:
+    """A place of its own for each test."""
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def read_all(storage: FsspecStorage, name: str) -> bytes:
+    source = storage.open_source(name)
+    return bytes(source.read(0, source.size_bytes))
+
+
+def opened(location: str) -> FsspecStorage:
+    storage = open_storage(location)
+    assert isinstance(storage, FsspecStorage)
+    return storage
+
+
+def test_an_object_is_written_once_and_read_by_range(location: str) -> None:
+    storage = opened(location + "/")
+    assert (storage.location, storage.path("train/a")) == (location, f"{location}/train/a")
+    assert storage.publish("train/a", [b"abc", memoryview(b"def")]) == 6
+    with pytest.raises(FileExistsError) as caught:
+        storage.publish("train/a", [b"other!"])
+    assert not isinstance(caught.value, RecordingError)
+    source = storage.open_source("train/a")
+    assert source.size_bytes == 6
+    view = source.read(1, 4)
+    assert (bytes(view), view.readonly) == (b"bcd", False)
+    assert bytes(source.read(6, 6)) == b""
+    assert storage.size_on_disk("train/a") == 6
+    with pytest.raises(CorruptRecordingError, match="bytes 3 to 7 are outside the file, which has 6"):
+        source.read(3, 7)
+
+
+def test_the_store_itself_refuses_a_name_that_was_taken_meanwhile(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between asking and writing another writer may come: here the asking always says that the name is free."""
+    storage = opened(location)
+    storage.publish("a", [b"first"])
+    monkeypatch.setattr(storage._files, "exists", lambda *_args, **_kwargs: False)
+    with pytest.raises(FileExistsError):
+        storage.publish("a", [b"second"])
+    assert read_all(storage, "a") == b"first"
+
+
+def test_a_write_that_was_repeated_after_its_answer_was_lost_counts_as_written(location: str) -> None:
+    """A client repeats a request whose answer did not come: the store then refuses the name that it gave itself."""
+    storage = opened(location)
+    storage.publish("a", [b"same"])
+    assert storage.publish("a", [b"sa", b"me"]) == 4
+
+
+def test_a_listing_is_of_now(location: str) -> None:
+    storage, other = opened(location), opened(location)
+    assert storage.list_names("train") == []
+    for name in ("train/step_000001/commit.json", "train/step_000000.safetensors", "train/.hidden", "x"):
+        other.publish(name, [b"1"])
+    assert storage.list_names("train") == ["step_000000.safetensors", "step_000001"]
+    assert storage.list_names("") == ["train", "x"]
+    assert storage.list_names("x") == []
+    other.remove("train/step_000000.safetensors")
+    assert storage.list_names("train") == ["step_000001"]
+    assert [storage.exists(n) for n in ("train", "train/step_000001", "x", "train/step_000000.safetensors")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_marker_object_of_a_folder_is_not_listed(location: str) -> None:
+    """Some tools make an empty object ``train/`` for a folder."""
+    storage = opened(location)
+    storage.publish("train/a", [b"1"])
+    key = f"{location.removeprefix(f's3://{BUCKET}/')}/train/"
+    boto3.client("s3").put_object(Bucket=BUCKET, Key=key, Body=b"")
+    assert storage.list_names("train") == ["a"]
+    assert storage.list_names("") == ["train"]
+
+
+def test_a_folder_goes_file_by_file_with_the_commit_first(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opened(location)
+    for name in ("shard_00001-of-00002", "shard_00000-of-00002", "commit.json"):
+        storage.publish(f"train/step_000000/{name}", [b"12"])
+    assert storage.size_on_disk("train/step_000000") == 6
+    removed: list[str] = []
+    remove = storage._files.rm_file
+
+    def noting(path: str, **kwargs: object) -> object:
+        removed.append(path.rsplit("/", 1)[1])
+        return remove(path, **kwargs)
+
+    monkeypatch.setattr(storage._files, "rm_file", noting)
+    storage.remove("train/step_000000")
+    storage.remove("train/step_000000")
+    assert removed == ["commit.json", "shard_00000-of-00002", "shard_00001-of-00002"]
+    assert storage.list_names("train") == []
+
+
+def test_replacing_and_compressing_work_as_in_a_folder(location: str) -> None:
+    storage = opened(location)
+    storage.replace("retention.json", b"1")
+    storage.replace("retention.json", b"22")
+    assert storage.read_bytes("retention.json", max_bytes=2) == b"22"
+    with pytest.raises(CorruptRecordingError, match="over the limit of 1 bytes"):
+        storage.read_bytes("retention.json", max_bytes=1)
+    assert storage.publish("a.zst", [bytes(100_000)]) < 100
+    assert read_all(storage, "a.zst") == bytes(100_000)
+    for absent in ("b", "b.zst"):
+        with pytest.raises(FileNotFoundError):
+            storage.open_source(absent)
+
+
+def test_a_store_has_neither_locks_nor_a_bound(location: str) -> None:
+    storage = opened(location)
+    assert storage.lock("train") is None
+    assert storage.free_bytes() is None
+
+
+def test_a_writable_place_is_tried_and_left_empty(location: str) -> None:
+    storage = opened(location)
+    storage.check_writable()
+    assert boto3.client("s3").list_objects_v2(Bucket=BUCKET, Prefix=location.rsplit("/", 1)[1])["KeyCount"] == 0
+
+
+def test_a_store_that_overwrites_is_refused_before_anything_is_recorded(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = opened(location)
+    pipe_file = storage._files.pipe_file
+
+    def ignoring(path: str, value: bytes, **_kwargs: object) -> object:
+        return pipe_file(path, value)
+
+    monkeypatch.setattr(storage._files, "pipe_file", ignoring)
+    with pytest.raises(RecordingError) as caught:
+        storage.check_writable()
+    assert str(caught.value) == (
+        f"cannot record in {location}: the store overwrites an object that was only to be created (S3: it ignores "
+        "If-None-Match), so two runs could overwrite each other's steps. Use a store or a release that supports it, or "
+        "record into a local folder and copy it."
+    )
+    assert storage.list_names("") == []
+
+
+def test_a_protocol_that_makes_no_whole_files_is_read_but_not_written() -> None:
+    fsspec.register_implementation("slowfs", type(fsspec.filesystem("memory")), clobber=True)
+    with pytest.raises(RecordingError) as caught:
+        open_storage("slowfs://x").check_writable()
+    assert str(caught.value) == (
+        "cannot record in slowfs://x: slowfs:// does not make files whole and only where the name is free. Record into "
+        "a local folder or one of s3://, s3a://, gs://, gcs://, abfs://, abfss://, az://, memory://, and copy it."
+    )
+    assert open_storage("slowfs://x").list_names("") == []
+
+
+def test_a_bucket_that_is_absent_is_a_clear_error(endpoint: str) -> None:
+    storage = open_storage("s3://no-such-bucket/x")
+    with pytest.raises(RecordingError) as caught:
+        storage.check_writable()
+    assert str(caught.value) == (
+        "cannot record in s3://no-such-bucket/x: FileNotFoundError: The specified bucket does not exist. Check the "
+        "bucket, the credentials and the endpoint (AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
+    )
+    with pytest.raises(RecordingError, match=r"cannot write s3://no-such-bucket/x/a \(1 bytes\): FileNotFoundError"):
+        storage.publish("a", [b"1"])
+
+
+def test_an_endpoint_that_does_not_answer_is_a_clear_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    fsspec.filesystem("s3").clear_instance_cache()
+    storage = open_storage(f"s3://{BUCKET}/x")
+    for ask in (storage.check_writable, lambda: storage.list_names(""), lambda: storage.open_source("a")):
+        with pytest.raises(RecordingError, match=r'EndpointConnectionError: .*"http://127.0.0.1:9'):
+            ask()
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_credentials_that_are_absent_are_a_clear_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(RecordingError, match=r"cannot record in .*: NoCredentialsError: Unable to locate credentials"):
+        open_storage(f"s3://{BUCKET}/x").check_writable()
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_denied_access_is_a_clear_error(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opened(location)
+
+    def refuse(*_args: object, **_kwargs: object) -> object:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(storage._files, "pipe_file", refuse)
+    with pytest.raises(RecordingError, match=r"cannot write .*/a \(1 bytes\): PermissionError: Access Denied\. Check"):
+        storage.publish("a", [b"1"])
+
+
+def test_an_error_that_is_no_failure_of_the_store_is_not_hidden(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = opened(location)
+
+    def fail(*_args: object, **_kwargs: object) -> object:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(storage._files, "exists", fail)
+    with pytest.raises(ZeroDivisionError):
+        storage.exists("a")

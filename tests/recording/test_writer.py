@@ -1,0 +1,497 @@
+"""Recording a run: opening, joining, resuming, what is never overwritten, and the steps beside the training loop."""
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.columns import Ragged
+from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepExistsError
+from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, WrittenStep, open_recording
+from mock_scheduler.recording.sharded_writing import Patience
+from mock_scheduler.scheduler import RolloutRequest, RowShard
+from tests.recording.builders import SAMPLING, make_batch, make_contract, make_info, make_rows
+from tests.recording.processes import run_in_child
+
+# Python 3.12 warns of a fork beside threads, of which torch and earlier tests may have left some: ours need none.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+IN_PLACE = WriterOptions(background=False)
+
+
+def open_writer(dump_dir: Path | str, **changes: object) -> RecordingWriter:
+    values: dict[str, object] = {"contract": make_contract(), "plan": (), "provenance": {}, "resume": False}
+    return open_recording(str(dump_dir), **{**values, **changes})
+
+
+def write(writer: RecordingWriter, steps: Iterable[int] = (0,), **info: object) -> list[WrittenStep]:
+    return [writer.write_step(make_batch(seed=step), make_info(step, run_id=writer.run_id, **info)) for step in steps]
+
+
+def record(dump_dir: Path | str, steps: Iterable[int] = (0,), **changes: object) -> RecordingWriter:
+    writer = open_writer(dump_dir, **changes)
+    write(writer, steps)
+    writer.close()
+    return writer
+
+
+def request(step: int, **changes: object) -> RolloutRequest:
+    return RolloutRequest(**{"global_step": step, "batch_size": 4, **changes})
+
+
+def plan(*steps: int) -> list[RolloutRequest]:
+    return [request(step) for step in steps]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def loaded(dump_dir: Path | str, step: int, **changes: object) -> RolloutBatch:
+    return RecordingReader(str(dump_dir)).load_step(request(step, **changes)).batch
+
+
+# ------------------------------------------------------------------------------------------------- layout and existing
+
+
+def test_a_recording_has_the_documented_layout_and_nothing_else(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path, plan=plan(0, 12))
+    written = write(writer, [0, 12])
+    write(writer, [3], mode="val", scheduler_id="math")
+    writer.close()
+    assert list(files_of(tmp_path)) == [
+        "recording.json",
+        "train/step_000000.safetensors",
+        "train/step_000012.safetensors",
+        "val.math/step_000003.safetensors",
+    ]
+    path = tmp_path / "train/step_000012.safetensors"
+    assert written[1] == WrittenStep(
+        step=12,
+        mode="train",
+        scheduler_id="default",
+        path=str(path),
+        num_rows=4,
+        size_bytes=path.stat().st_size,
+    )
+
+
+@pytest.mark.parametrize("location", ["file://{}", "memory://{}"])
+def test_a_url_is_recorded_into_and_read_back(tmp_path: Path, location: str) -> None:
+    dump_dir = location.format(tmp_path)
+    record(dump_dir, [0, 1])
+    assert RecordingReader(dump_dir).steps() == {"train": [0, 1]}
+    assert loaded(dump_dir, 1).is_identical(make_batch(seed=1))
+    with pytest.raises(RecordingError, match="already holds a recording"):
+        open_writer(dump_dir)
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_recording(tmp_path: Path) -> None:
+    open_writer(tmp_path / "rec", plan=plan(0)).close()
+    assert os.listdir(tmp_path / "rec") == []
+    record(tmp_path / "rec")
+
+
+def test_an_existing_step_is_never_overwritten(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path)
+    write(writer)
+    before = files_of(tmp_path)
+    with pytest.raises(StepExistsError) as caught:
+        writer.write_step(make_batch(seed=9), make_info(0, run_id=writer.run_id))
+    assert str(caught.value) == (
+        f"[Rollout Mock] Step file exists and is not overwritten: {tmp_path}/train/step_000000.safetensors "
+        f"(run id {writer.run_id}). Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
+    )
+    assert files_of(tmp_path) == before
+
+
+def test_all_planned_steps_that_exist_are_counted_before_any_rollout(tmp_path: Path) -> None:
+    writer = record(tmp_path, [0, 1, 2])
+    with pytest.raises(StepExistsError) as caught:
+        open_writer(tmp_path, plan=plan(1, 2, 3), run_id=writer.run_id)
+    assert str(caught.value) == (
+        f"[Rollout Mock] Step file exists and is not overwritten: {tmp_path}/train/step_000001.safetensors "
+        f"(and 1 more) (run id {writer.run_id}). "
+        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
+    )
+
+
+def test_a_second_dump_into_a_folder_is_refused_unless_resumed(tmp_path: Path) -> None:
+    writer = record(tmp_path, [0, 1])
+    with pytest.raises(RecordingError) as caught:
+        open_writer(tmp_path)
+    assert str(caught.value) == (
+        f"[Rollout Mock] {tmp_path} already holds a recording (run id {writer.run_id}; steps: train 0-1). "
+        "Set another rollout_mock.dump_dir, resume the run that recorded it, or remove the folder if it is not needed."
+    )
+    assert record(tmp_path, [2], resume=True).run_id == writer.run_id
+    assert RecordingReader(str(tmp_path)).check_plan(plan(0, 1, 2)) > 0
+
+
+def test_steps_without_a_manifest_are_not_continued(tmp_path: Path) -> None:
+    record(tmp_path)
+    os.unlink(tmp_path / "recording.json")
+    with pytest.raises(RecordingError) as caught:
+        open_writer(tmp_path, resume=True)
+    assert str(caught.value) == (
+        f"[Rollout Mock] {tmp_path} holds steps (train 0) but no recording.json, so their run is not known. Set "
+        "another rollout_mock.dump_dir, or remove the folder if the steps are not needed."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- run, resume
+
+
+def test_schedulers_of_one_run_share_a_recording(tmp_path: Path) -> None:
+    first, second = (open_writer(tmp_path, run_id="run-7") for _ in range(2))
+    write(first, [0])
+    write(second, [0], scheduler_id="math")
+    third = open_writer(tmp_path, run_id="run-7", plan=[request(0, mode="val")])
+    write(third, [0], mode="val")
+    reader = RecordingReader(str(tmp_path))
+    assert reader.steps() == {"train": [0], "train.math": [0], "val": [0]}
+    assert reader.manifest.run_id == "run-7"
+
+
+def test_another_run_is_refused_when_it_opens_and_when_both_began_at_once(tmp_path: Path) -> None:
+    late = open_writer(tmp_path, run_id="run-2")
+    record(tmp_path, run_id="run-1")
+    with pytest.raises(RecordingError) as caught:
+        open_writer(tmp_path, run_id="run-2", resume=True)
+    assert str(caught.value) == (
+        f"[Rollout Mock] {tmp_path} holds the recording of run id run-1; this run is run-2. "
+        "Set another rollout_mock.dump_dir, or remove the folder if it is not needed."
+    )
+    with pytest.raises(RecordingError, match=r"recording.json exists: another run is recording here"):
+        write(late, [1])
+    assert RecordingReader(str(tmp_path)).steps() == {"train": [0]}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_one_run_with_two_contracts_is_refused(tmp_path: Path, is_early: bool) -> None:
+    if is_early:
+        other = open_writer(tmp_path, run_id="run-1", contract=make_contract(sequence_length=65))
+        record(tmp_path, run_id="run-1")
+        with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65"):
+            write(other, [1])
+    else:
+        record(tmp_path, run_id="run-1")
+        with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65"):
+            open_writer(tmp_path, run_id="run-1", contract=make_contract(sequence_length=65))
+
+
+def test_resuming_needs_an_equal_contract(tmp_path: Path) -> None:
+    record(tmp_path)
+    with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65"):
+        open_writer(tmp_path, resume=True, contract=make_contract(sequence_length=65))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_resumed_dump_keeps_a_step_that_it_plays_again_alike_and_refuses_another(
+    tmp_path: Path, compression: str
+) -> None:
+    """A run that stops after a validation plays that validation again when it is resumed; compressed or not."""
+    record(tmp_path, [0])
+    before = files_of(tmp_path)
+    writer = open_writer(tmp_path, resume=True, plan=plan(0), options=WriterOptions(compression=compression))
+    [again] = write(writer, [0])
+    path = f"{tmp_path}/train/step_000000.safetensors"
+    assert (again.was_present, again.path, again.size_bytes) == (True, path, os.path.getsize(path))
+    with pytest.raises(StepExistsError):
+        writer.write_step(make_batch(seed=1), make_info(0, run_id=writer.run_id))
+    writer.close()
+    assert files_of(tmp_path) == before
+
+
+def test_a_resumed_dump_finds_a_step_that_was_damaged(tmp_path: Path) -> None:
+    record(tmp_path, [0])
+    path = tmp_path / "train/step_000000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptRecordingError, match="does not match"):
+        record(tmp_path, [0], resume=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- locks
+
+
+def test_a_second_process_is_refused_while_the_first_writes(tmp_path: Path) -> None:
+    first = open_writer(tmp_path, run_id="run-1", plan=plan(0))
+    refusal = (
+        f"RecordingError: [Rollout Mock] {tmp_path}/train is being written by process {os.getpid()} on "
+        f"{os.uname().nodename}: two runs cannot record into one folder. Wait for the other run to end, or set another "
+        "rollout_mock.dump_dir."
+    )
+    assert run_in_child(lambda: open_writer(tmp_path, run_id="run-1", plan=plan(1))) == refusal
+    assert run_in_child(lambda: record(tmp_path, [1], run_id="run-1")) == refusal
+    assert run_in_child(lambda: write(first, [0])) == refusal  # the forked child has no part in the lock
+    write(first, [0])
+    assert run_in_child(lambda: write(open_writer(tmp_path, run_id="run-1"), [0], mode="val")) == "done"
+    first.close()
+    assert run_in_child(lambda: record(tmp_path, [1], run_id="run-1")) == "done"
+    assert RecordingReader(str(tmp_path)).steps() == {"train": [0, 1], "val": [0]}
+
+
+def test_a_refused_opening_holds_nothing(tmp_path: Path) -> None:
+    holder = open_writer(tmp_path, run_id="run-1", plan=[request(0, mode="val")])
+    with pytest.raises(RecordingError, match="is being written"):
+        open_writer(tmp_path, run_id="run-1", plan=[request(0), request(0, mode="val")])
+    assert run_in_child(lambda: record(tmp_path, [0], run_id="run-1")) == "done"
+    holder.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- background
+
+
+def make_rich_batch() -> RolloutBatch:
+    """A batch with everything that can be changed from outside."""
+    rows = [
+        replace(
+            row,
+            extras={
+                "dense": torch.full((2,), float(i)),
+                "ragged": Ragged(torch.arange(i)),
+                "chat": [{"role": "user", "text": f"{i}"}],
+            },
+        )
+        for i, row in enumerate(make_rows(2, 2))
+    ]
+    return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=2, meta={"prompt": {"ids": [1, 2]}})
+
+
+def test_a_step_is_recorded_as_it_was_when_it_was_given(tmp_path: Path) -> None:
+    writer, may_write = open_writer(tmp_path), threading.Event()
+    writer.on_written = lambda _written: may_write.wait(60)
+    writer.submit(make_batch(), make_info(0, run_id=writer.run_id))  # keeps the thread busy
+    batch, state, metrics = make_rich_batch(), {"seeds": [1]}, {"time/rollout_s": 1.0}
+    expected = make_rich_batch()
+    info = make_info(1, run_id=writer.run_id, scheduler_state=state, metrics=metrics, data_cursor={"epoch": [0]})
+    writer.submit(batch, info)
+    for tensor in batch.tensors().values():
+        tensor.zero_()
+    batch.extras["dense"].values.zero_()
+    batch.extras["ragged"].values.zero_()
+    batch.extras["ragged"].offsets.zero_()
+    batch.extras["chat"].items[0][0]["text"] = "changed"
+    batch.meta["prompt"]["ids"].append(3)
+    state["seeds"].append(2)
+    metrics["time/rollout_s"] = 2.0
+    info.data_cursor["epoch"].append(1)
+    may_write.set()
+    writer.close()
+    step = RecordingReader(str(tmp_path)).load_step(request(1))
+    assert step.batch.is_identical(expected)
+    assert (step.info.scheduler_state, step.info.metrics) == ({"seeds": [1]}, {"time/rollout_s": 1.0})
+    assert step.info.data_cursor == {"epoch": [0]}
+
+
+def test_steps_given_in_the_background_are_told_of_when_they_are_on_disk(tmp_path: Path) -> None:
+    writer, told = open_writer(tmp_path), []
+
+    def note(written: WrittenStep) -> None:
+        told.append((written.step, os.path.getsize(written.path) == written.size_bytes, threading.current_thread()))
+
+    writer.on_written = note
+    for step in range(5):
+        writer.submit(make_batch(seed=step), make_info(step, run_id=writer.run_id))
+    writer.flush()
+    assert [(step, is_there) for step, is_there, _ in told] == [(step, True) for step in range(5)]
+    assert threading.main_thread() not in {thread for *_, thread in told}
+    assert [loaded(tmp_path, step).is_identical(make_batch(seed=step)) for step in range(5)] == [True] * 5
+    writer.close()
+
+
+def test_without_a_background_a_step_is_on_disk_when_it_was_given(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path, options=IN_PLACE)
+    writer.submit(make_batch(), make_info(0, run_id=writer.run_id))
+    assert loaded(tmp_path, 0).is_identical(make_batch())
+
+
+@pytest.mark.parametrize("options", [WriterOptions(), IN_PLACE], ids=["background", "in place"])
+def test_a_failed_write_is_raised_once_and_ends_the_recording(tmp_path: Path, options: WriterOptions) -> None:
+    record(tmp_path, [1], run_id="run-1")
+    writer = open_writer(tmp_path, run_id="run-1", options=options)
+
+    def give_all() -> None:
+        for step in range(4):
+            writer.submit(make_batch(seed=9), make_info(step, run_id=writer.run_id))
+        writer.flush()
+
+    with pytest.raises(StepExistsError, match=r"step_000001.safetensors"):
+        give_all()
+    for call in (writer.submit, writer.write_step):
+        with pytest.raises(RecordingError, match=r"Nothing more is recorded.*step_000001.safetensors"):
+            call(make_batch(), make_info(7, run_id=writer.run_id))
+    writer.close()
+    assert RecordingReader(str(tmp_path)).steps() == {"train": [0, 1]}
+
+
+def test_close_raises_what_no_other_call_did_and_gives_the_lock_back(tmp_path: Path) -> None:
+    record(tmp_path, [0], run_id="run-1")
+    writer = open_writer(tmp_path, run_id="run-1")
+    writer.submit(make_batch(seed=9), make_info(0, run_id=writer.run_id))
+    with pytest.raises(StepExistsError):
+        writer.close()
+    writer.close()
+    record(tmp_path, [1], resume=True)
+
+
+def test_what_cannot_be_recorded_is_an_error_of_the_step(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path)
+    writer.submit(make_batch(), make_info(0, run_id=writer.run_id, scheduler_state={"rng": object()}))
+    with pytest.raises(RecordingError, match=r"step 0: scheduler_state 'rng' is <object"):
+        writer.close()
+    assert list(files_of(tmp_path)) == []
+
+
+def test_compressed_steps_are_smaller_and_read_back(tmp_path: Path) -> None:
+    rows = make_rows(8, 2)
+    batch = RolloutBatch.from_trajectories(
+        [replace(row, extras={"zeros": torch.zeros(1000)}) for row in rows], sampling=SAMPLING, group_size=2
+    )
+    sizes = {}
+    for compression in ("none", "zstd"):
+        writer = open_writer(tmp_path / compression, options=WriterOptions(compression=compression))
+        sizes[compression] = writer.write_step(batch, make_info(0, run_id=writer.run_id)).size_bytes
+        writer.close()
+        assert loaded(tmp_path / compression, 0, batch_size=16).is_identical(batch)
+    assert os.listdir(tmp_path / "zstd" / "train") == ["step_000000.safetensors.zst"]
+    assert 5 * sizes["zstd"] < sizes["none"]
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+
+
+class FakeTime:
+    """A clock that moves only while someone sleeps, and does something at every sleep."""
+
+    def __init__(self, at_sleep: list[object] | None = None) -> None:
+        self.now_s, self.at_sleep = 100.0, at_sleep or []
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.at_sleep:
+            self.at_sleep.pop(0)()
+
+    def patience(self, timeout_s: float = 600.0) -> Patience:
+        return Patience(timeout_s=timeout_s, clock=lambda: self.now_s, sleep=self.sleep)
+
+
+def shard_options(index: int, *, count: int = 2, time: FakeTime | None = None, **changes: object) -> WriterOptions:
+    patience = (time or FakeTime()).patience()
+    return WriterOptions(
+        **{"shard": RowShard(index=index, count=count), "patience": patience, "background": False, **changes}
+    )
+
+
+def shard_of(batch: RolloutBatch, index: int, count: int = 2) -> RolloutBatch:
+    size = len(batch) // count
+    return batch.select(range(index * size, (index + 1) * size))
+
+
+def submit_shard(writer: RecordingWriter, index: int, step: int = 0, *, seed: int | None = None) -> None:
+    batch = make_batch(seed=step if seed is None else seed)
+    writer.submit(shard_of(batch, index), make_info(step, run_id=writer.run_id))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_shards_of_a_step_are_committed_when_all_are_there(tmp_path: Path, compression: str) -> None:
+    second = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(1, compression=compression))
+    time = FakeTime([lambda: None, lambda: submit_shard(second, 1)])
+    first = open_writer(
+        tmp_path, run_id="r", plan=plan(0), options=shard_options(0, time=time, compression=compression)
+    )
+    submit_shard(first, 0)
+    first.close()
+    second.close()
+    ending = ".zst" if compression == "zstd" else ""
+    assert list(files_of(tmp_path)) == [
+        "recording.json",
+        "train/step_000000/commit.json",
+        f"train/step_000000/shard_00000-of-00002.safetensors{ending}",
+        f"train/step_000000/shard_00001-of-00002.safetensors{ending}",
+    ]
+    assert time.now_s == pytest.approx(100.06)
+    assert [row.identity for row in loaded(tmp_path, 0).rows()] == [row.identity for row in make_batch().rows()]
+    part = RecordingReader(str(tmp_path)).load_step(request(0), shard=RowShard(index=1, count=2)).batch
+    assert part.is_identical(shard_of(make_batch(), 1))
+
+
+def test_a_step_whose_shards_do_not_come_is_not_there_and_they_are_named(tmp_path: Path) -> None:
+    writers = [open_writer(tmp_path, run_id="r", options=shard_options(i, count=4)) for i in range(4)]
+    writers[2].submit(shard_of(make_batch(), 2, 4), make_info(0, run_id="r"))
+    with pytest.raises(RecordingError) as caught:
+        writers[0].submit(shard_of(make_batch(), 0, 4), make_info(0, run_id="r"))
+    assert str(caught.value) == (
+        f"[Rollout Mock] {tmp_path}/train/step_000000 is not committed: after 600 s 2 of 4 shards are missing: 1, 3. "
+        "Their ranks have ended, do not record this step, or write elsewhere: see their logs."
+    )
+    assert RecordingReader(str(tmp_path)).steps() == {}
+
+
+def test_waiting_for_shards_does_not_hold_up_the_training_loop(tmp_path: Path) -> None:
+    """The second shard is written by the thread that gives the first: waiting in ``submit`` would never end."""
+    second = open_writer(tmp_path, run_id="r", options=shard_options(1))
+    first = open_writer(
+        tmp_path, run_id="r", options=shard_options(0, background=True, patience=Patience(timeout_s=60))
+    )
+    submit_shard(first, 0)
+    assert not (tmp_path / "train/step_000000/commit.json").exists()
+    submit_shard(second, 1)
+    first.close()
+    assert RecordingReader(str(tmp_path)).steps() == {"train": [0]}
+
+
+def test_shards_of_a_step_that_was_not_committed_never_mix_with_new_ones(tmp_path: Path) -> None:
+    """A run was killed after shard 1 of step 1; resumed, it plays another batch there. Shard 0, which would find the
+    old shard 1 beside its new one, must not commit the two."""
+    for index in (1, 0):
+        writer = open_writer(tmp_path, run_id="r", options=shard_options(index))
+        submit_shard(writer, index, 0)
+        if index == 1:
+            submit_shard(writer, 1, 1)
+        writer.close()
+    second = open_writer(tmp_path, run_id="r", plan=plan(1), resume=True, options=shard_options(1))
+    time = FakeTime([lambda: submit_shard(second, 1, 1, seed=7)])
+    first = open_writer(tmp_path, run_id="r", plan=plan(1), resume=True, options=shard_options(0, time=time))
+    assert "step_000001" not in os.listdir(tmp_path / "train")
+    submit_shard(first, 0, 1, seed=7)
+    assert loaded(tmp_path, 0).digest() == RolloutBatch.concat([shard_of(make_batch(), i) for i in (0, 1)]).digest()
+    assert loaded(tmp_path, 1).tokens.equal(make_batch(seed=7).tokens)
+
+
+def test_a_resumed_shard_that_is_committed_stays_and_another_is_refused(tmp_path: Path) -> None:
+    for index in (1, 0):
+        submit_shard(open_writer(tmp_path, run_id="r", options=shard_options(index)), index)
+    before = files_of(tmp_path)
+    again = open_writer(tmp_path, run_id="r", resume=True, plan=plan(0), options=shard_options(1))
+    assert again.write_step(shard_of(make_batch(), 1), make_info(0, run_id="r")).was_present
+    with pytest.raises(StepExistsError):
+        again.write_step(shard_of(make_batch(seed=5), 1), make_info(0, run_id="r"))
+    again.close()
+    whole = open_writer(tmp_path, run_id="r", resume=True, plan=plan(0))
+    with pytest.raises(StepExistsError) as caught:
+        whole.write_step(make_batch(), make_info(0, run_id="r"))
+    assert str(caught.value) == (
+        f"[Rollout Mock] Step file exists and is not overwritten: {tmp_path}/train/step_000000 (run id r). "
+        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
+    )
+    whole.close()
+    assert files_of(tmp_path) == before
+
+
+def test_shards_are_locked_one_by_one(tmp_path: Path) -> None:
+    first = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(0))
+    second = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(1))
+    for options in (shard_options(1), WriterOptions()):
+        with pytest.raises(RecordingError, match="is being written by this very process"):
+            open_writer(tmp_path, run_id="r", plan=plan(0), options=options)
+    first.close()
+    second.close()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,151 @@
+"""``verify``: every kind of damage, planted, is found and named; nothing hides another problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.recording.retention import RetentionRecord, save_retention
+from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.report.recording_commands import run_verify
+from tests.recording.builders import make_batch
+from tests.report.recordings import (
+    IN_PLACE,
+    file_size,
+    flip_last_byte,
+    make_console,
+    record,
+    size_of,
+    verify,
+    write,
+    write_shards,
+)
+
+
+def test_verify_finds_a_recording_of_every_form_whole(tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch()})
+    write_shards(folder, 1, make_batch(seed=1), count=2)
+    write(folder, {2: make_batch(seed=2)}, options=replace(IN_PLACE, compression="zstd"))
+    record(folder, {0: make_batch(seed=3)}, mode="val")
+    train, val = folder / "train", folder / "val"
+    size = size_of(*train.glob("*.safetensors"), *train.glob("*/*"), *train.glob("*.zst"), *val.glob("*"))
+    assert verify(folder) == (0, [f"{folder}: 4 steps, {size}: whole, every digest matches"])
+    one = size_of(train / "step_000002.safetensors.zst")
+    assert verify(folder, steps="2") == (0, [f"{folder}: 1 step, {one}: whole, every digest matches"])
+
+
+def test_verify_names_every_problem_and_not_only_the_first(tmp_path: Path) -> None:
+    folder = record(tmp_path, {step: make_batch(seed=step) for step in range(4)})
+    write_shards(folder, 4, make_batch(seed=4), count=4)
+    write(folder, {5: make_batch(seed=5)}, options=replace(IN_PLACE, compression="zstd"))
+    train = folder / "train"
+    flip_last_byte(train / "step_000000.safetensors")
+    with (train / "step_000001.safetensors").open("r+b") as file:
+        file.truncate(file_size(train, 1) - 1)
+    (train / "step_000002.safetensors").rename(train / "step_000012.safetensors")
+    shards = [train / "step_000004" / f"shard_{index:05d}-of-00004.safetensors" for index in range(4)]
+    flip_last_byte(shards[0])
+    shards[1].unlink()
+    shards[2].write_bytes(shards[3].read_bytes())
+    flip_last_byte(train / "step_000005.safetensors.zst")
+    code, lines = verify(folder)
+    assert code == 5
+    assert lines[0] == f"{folder}: 6 steps, {size_of(train / 'step_000003.safetensors')} whole: 7 problems"
+    changed = "the file was changed after it was written. Restore it from a copy or record the step again."
+    assert [line.removeprefix(f"  - {train}/") for line in lines[1:3]] == [
+        f"step_000000.safetensors: tensor 'terminations' does not match its digest: {changed}",
+        f"step_000001.safetensors: file has {file_size(train, 1)} bytes; "
+        f"its header describes {file_size(train, 1) + 1}: truncated",
+    ]
+    assert lines[3].startswith(
+        f"  - {shards[0]}: tensor 'terminations' does not match its digest: the file was changed"
+    )
+    assert lines[4].startswith(f"  - {shards[1]}: this shard of a committed step is missing.")
+    assert lines[5].startswith(f"  - {shards[2]}: this is not the shard that was committed: its digest is ")
+    assert lines[6].startswith(f"  - {train}/step_000005.safetensors.zst: the zstd frame is damaged")
+    assert lines[7] == (
+        f"  - [Rollout Mock] {train}/step_000012.safetensors holds another step than its name says: step 2 instead of "
+        "12. It was renamed, moved or copied from another recording: restore it or record again."
+    )
+    assert len(lines) == 8
+
+
+def test_verify_finds_a_step_of_another_run(tmp_path: Path) -> None:
+    folder = record(tmp_path / "v1", {0: make_batch()})
+    other = record(tmp_path / "v2", {1: make_batch()}, run_id="run-2")
+    (other / "train" / "step_000001.safetensors").rename(folder / "train" / "step_000001.safetensors")
+    assert verify(folder) == (
+        5,
+        [
+            f"{folder}: 2 steps, {size_of(folder / 'train' / 'step_000000.safetensors')} whole: 1 problem",
+            f"  - [Rollout Mock] {folder}/train/step_000001.safetensors holds another step than its name says: run_id "
+            "'run-2' instead of 'run-1'. It was renamed, moved or copied from another recording: restore it or record "
+            "again.",
+        ],
+    )
+
+
+def test_verify_finds_a_step_that_lies_there_twice_and_goes_on(tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch(), 1: make_batch(seed=1)})
+    train = folder / "train"
+    (train / "step_000000.safetensors.zst").write_bytes(b"")
+    flip_last_byte(train / "step_000001.safetensors")
+    code, lines = verify(folder)
+    assert code == 5
+    assert lines[0] == f"{folder}: 1 step, 0 B whole: 2 problems"
+    assert lines[1] == (
+        f"  - [Rollout Mock] {train}/step_000000.safetensors and {train}/step_000000.safetensors.zst are the same "
+        "step: remove all but the one that is meant"
+    )
+    assert lines[2].startswith(f"  - {train}/step_000001.safetensors: tensor 'terminations' does not match its digest")
+
+
+@pytest.mark.parametrize("name", ["recording.json", "retention.json"])
+def test_verify_of_a_changed_small_file_still_reads_the_steps(name: str, tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch(), 1: make_batch(seed=1)})
+    save_retention(open_storage(str(folder)), RetentionRecord(start_points=(0, 3)))
+    flip_last_byte(folder / "train" / "step_000001.safetensors")
+    path = folder / name
+    path.write_bytes(path.read_bytes().replace(b": 1", b": 2", 1))
+    code, lines = verify(folder)
+    assert code == 5
+    assert lines[0] == f"{folder}: 2 steps, {size_of(folder / 'train' / 'step_000000.safetensors')} whole: 2 problems"
+    assert lines[1] == (
+        f"  - {path}: does not match its digest: it was changed after it was written. Restore it from a copy or record "
+        "again."
+    )
+    assert "step_000001.safetensors: tensor 'terminations' does not match its digest" in lines[2]
+
+
+def test_verify_notes_what_is_no_step(tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch()})
+    write_shards(folder, 1, make_batch(seed=1), count=2)
+    train = folder / "train"
+    (train / "step_000001" / "commit.json").unlink()
+    (train / "notes.txt").write_text("x", encoding="utf-8")
+    code, lines = verify(folder)
+    assert code == 0
+    assert lines == [
+        f"note: {train}/notes.txt is no recorded step",
+        f"note: {train}/step_000001 has no commit.json: not all of its writers finished, so it is no recorded step",
+        f"{folder}: 1 step, {size_of(train / 'step_000000.safetensors')}: whole, every digest matches",
+    ]
+
+
+def test_verify_of_nothing_is_no_success(tmp_path: Path) -> None:
+    folder = record(tmp_path, {})
+    assert verify(folder) == (5, [f"{folder}: 0 steps, 0 B whole: 1 problem", f"  - {folder} holds no step"])
+    record(folder, {0: make_batch()})
+    assert verify(folder, steps="3-") == (
+        5,
+        [f"{folder}: 0 steps, 0 B whole: 1 problem", f"  - {folder} holds none of the steps 3-"],
+    )
+
+
+def test_a_recording_at_a_url_is_looked_at_as_one_in_a_folder(tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch()})
+    console, text = make_console()
+    assert run_verify(f"file://{folder}", steps=None, console=console) == 0
+    assert text.getvalue().startswith(f"file://{folder}: 1 step, ")
