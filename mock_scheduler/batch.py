@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from mock_scheduler.batch_checks import TENSOR_FIELDS as TENSOR_FIELDS
@@ -169,8 +170,9 @@ class RolloutBatch:
     @property
     def response_offsets(self) -> torch.Tensor:
         """Where each row's logprobs start, int64 ``[B + 1]``."""
-        counts = torch.cat([torch.zeros(1, dtype=torch.int64), self.response_mask.cumsum(0)])
-        return counts[self.row_offsets]
+        # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
+        counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
+        return torch.from_numpy(counts[self.row_offsets.numpy()])
 
     @property
     def response_lengths(self) -> torch.Tensor:

@@ -198,7 +198,7 @@ def _read_kind(tensor: str, item: object, source: str) -> tuple[torch.dtype, tup
             f"{source}: tensor {tensor!r} is of dtype {dtype!r}, which torch {torch.__version__} does not have: read "
             "it with the release of torch that recorded it"
         )
-    if len(shape) > _MAX_DIMS or not all(type(size) is int and 0 <= size < _MAX_TENSOR_BYTES for size in shape):
+    if len(shape) > _MAX_DIMS or any(type(size) is not int for size in shape) or min(shape, default=0) < 0:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape is no list of up to {_MAX_DIMS} sizes")
     # Sizes of 0 do not hide the others: torch computes strides from those.
     if math.prod([size or 1 for size in shape]) * DTYPES[dtype].itemsize > _MAX_TENSOR_BYTES:

@@ -151,13 +151,9 @@ class StepFile:
         return batch
 
     def _load_some(self, rows: range, *, verify: bool) -> RolloutBatch:
-        offsets = self._read(dict.fromkeys(self._layout.offsets), verify=verify)
-        self._check_offsets(offsets)
-        bounds = {name: tensor.numpy()[[rows.start, rows.stop]].tolist() for name, tensor in offsets.items()}
-        wanted = {
-            name: rows if its_offsets is None else range(*bounds[its_offsets])
-            for name, its_offsets in self._layout.columns.items()
-        }
+        offsets = self._check_offsets(self._read(dict.fromkeys(self._layout.offsets), verify=verify))
+        parts = {name: range(int(values[rows.start]), int(values[rows.stop])) for name, values in offsets.items()}
+        wanted = {name: rows if o is None else parts[o] for name, o in self._layout.columns.items()}
         # With the rows before and after, which tell whether a group is cut.
         around = range(max(rows.start - 1, 0), min(rows.stop + 1, self.num_rows))
         tensors = self._read({**wanted, **dict.fromkeys(IDENTITY_TENSORS, around)}, verify=verify)
@@ -165,8 +161,8 @@ class StepFile:
         is_whole = all(changes[end - around.start - 1] for end in (rows.start, rows.stop) if 0 < end < self.num_rows)
         for name in IDENTITY_TENSORS:
             tensors[name] = tensors[name][rows.start - around.start :][: len(rows)]
-        for name, tensor in offsets.items():
-            tensors[name] = tensor[rows.start : rows.stop + 1] - bounds[name][0]
+        for name, values in offsets.items():
+            tensors[name] = torch.from_numpy(values[rows.start : rows.stop + 1] - values[rows.start])
         return unpack_batch(tensors, self._header.content, group_size=self.group_size if is_whole else None)
 
     def _read(self, wanted: Mapping[str, range | None], *, verify: bool) -> dict[str, torch.Tensor]:
@@ -176,7 +172,8 @@ class StepFile:
         views = self._reader.read(ranges, verify=verify)
         return {name: view_tensor(views[name], entries[name], entries=part) for name, part in wanted.items()}
 
-    def _check_offsets(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_offsets(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.int64]]:
+        """The offsets as arrays; raises ``ValueError`` unless each rises from 0 to the entries of its columns."""
         arrays = {name: tensors[name].numpy() for name in self._layout.offsets}
         for name, offsets in arrays.items():
             if (offsets[1:] < offsets[:-1]).any():
@@ -185,6 +182,7 @@ class StepFile:
             num_entries = self._header.entries[column].shape[0]
             if its_offsets is not None and (arrays[its_offsets][0] != 0 or arrays[its_offsets][-1] != num_entries):
                 raise ValueError(f"{its_offsets} do not rise from 0 to the {num_entries} entries of {column}")
+        return arrays
 
     def _check_num_trajectories(self, found: int) -> None:
         if found != self.num_trajectories:

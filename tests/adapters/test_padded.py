@@ -202,6 +202,13 @@ def test_logprobs_of_other_dtypes_become_float32_and_come_back() -> None:
         assert_same(codec(AREAL).decode(batch), native)
 
 
+def test_bits_that_processors_signal_on_are_kept_in_the_padding() -> None:
+    """A signalling NaN becomes a quiet one, with a warning, wherever it is converted rather than copied."""
+    native = {**areal(), "logprobs": areal()["logprobs"].double()}
+    native["logprobs"].view(torch.int64)[1, 5] = 0x7FF0_0000_0000_0001
+    assert_same(codec(AREAL).decode(codec(AREAL).encode(native, REQUEST)), native)
+
+
 def test_a_row_without_any_token_keeps_its_first_column() -> None:
     native = areal()
     native["attention_mask"][1] = False

@@ -242,7 +242,7 @@ def test_hostile_headers_are_refused(header: bytes, problem: str) -> None:
 @pytest.mark.parametrize(
     ("item", "problem"),
     [
-        ({"shape": [2**62, 4]}, "shape is no list of up to 64 sizes"),
+        ({"shape": [2**62, 4]}, "is over 281474976710656 bytes"),
         ({"shape": [2**40, 2**40]}, "is over 281474976710656 bytes"),
         ({"shape": [0, 2**40, 2**40]}, "is over 281474976710656 bytes"),
         ({"shape": [-2]}, "shape is no list of up to 64 sizes"),

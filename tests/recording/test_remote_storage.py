@@ -9,9 +9,14 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
-from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.config.schema import RetentionConfig
+from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError, StepNotFoundError
+from mock_scheduler.recording import RecordingReader, WriterOptions, open_storage
 from mock_scheduler.recording.remote_storage import FsspecStorage
-from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.scheduler import RowShard
+from tests.recording.builders import make_batch, make_info
+from tests.recording.processes import run_in_child
+from tests.recording.recordings import loaded, open_writer, plan, request, write
 
 pytestmark = [
     # What botocore 1.43 and moto 5.2 themselves warn of on newer Pythons.
@@ -251,3 +256,53 @@ def test_an_error_that_is_no_failure_of_the_store_is_not_hidden(location: str, m
     monkeypatch.setattr(storage._files, "exists", fail)
     with pytest.raises(ZeroDivisionError):
         storage.exists("a")
+
+
+def test_a_run_is_recorded_resumed_and_trimmed_in_a_store_as_in_a_folder(location: str) -> None:
+    options = WriterOptions(compression="zstd", retention=RetentionConfig(keep_last=2), num_planned_steps=9)
+    writer = open_writer(location, run_id="r", plan=plan(0, 1, 2), options=options)
+    for step in range(3):
+        writer.submit(make_batch(seed=step), make_info(step, run_id="r"))
+    writer.checkpoint_saved(1)
+    writer.close()
+    assert RecordingReader(location).steps() == {"train": [1, 2]}
+    with pytest.raises(RecordingError, match="already holds a recording"):
+        open_writer(location)
+    writer = open_writer(location, resume=True, plan=plan(2, 3))
+    assert [written.was_present for written in write(writer, [2, 3])] == [True, False]
+    with pytest.raises(StepExistsError, match=rf"{location}/train/step_000002.safetensors.zst \(run id r\)"):
+        writer.write_step(make_batch(seed=9), make_info(2, run_id="r"))
+    writer.close()
+    reader = RecordingReader(location)
+    assert reader.check_plan(plan(1, 2, 3), verify=True) > 0
+    assert loaded(location, 3).is_identical(make_batch(seed=3))
+    with pytest.raises(StepNotFoundError, match="Steps removed by retention: train 0\n"):
+        loaded(location, 0)
+
+
+def test_shards_are_committed_in_a_store_and_each_is_read_alone(location: str) -> None:
+    batch = make_batch()
+    parts = [batch.select([0, 1]), batch.select([2, 3])]
+    for index in (1, 0):
+        options = WriterOptions(shard=RowShard(index=index, count=2))
+        writer = open_writer(location, run_id="r", options=options)
+        writer.submit(parts[index], make_info(0, run_id="r"))
+        writer.close()
+    names = open_storage(location).list_names("train/step_000000")
+    assert names == ["commit.json", *(f"shard_0000{index}-of-00002.safetensors" for index in (0, 1))]
+    for index in (0, 1):
+        step = RecordingReader(location).load_step(request(0), shard=RowShard(index=index, count=2))
+        assert step.batch.is_identical(parts[index])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_reads_with_a_client_of_its_own(location: str) -> None:
+    """The client's thread does not exist in the child, where its parent's connection would wait for ever."""
+    storage = opened(location)
+    storage.publish("a", [b"abc"])
+
+    def read() -> None:
+        assert read_all(storage, "a") == b"abc"
+
+    assert run_in_child(read) == "done"
+    assert read_all(storage, "a") == b"abc"

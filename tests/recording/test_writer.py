@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,48 +11,15 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.columns import Ragged
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepExistsError
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, WrittenStep, open_recording
-from mock_scheduler.recording.sharded_writing import Patience
-from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.recording import RecordingReader, WriterOptions, WrittenStep
 from tests.recording.builders import SAMPLING, make_batch, make_contract, make_info, make_rows
 from tests.recording.processes import run_in_child
+from tests.recording.recordings import files_of, loaded, open_writer, plan, record, request, write
 
 # Python 3.12 warns of a fork beside threads, of which torch and earlier tests may have left some: ours need none.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 IN_PLACE = WriterOptions(background=False)
-
-
-def open_writer(dump_dir: Path | str, **changes: object) -> RecordingWriter:
-    values: dict[str, object] = {"contract": make_contract(), "plan": (), "provenance": {}, "resume": False}
-    return open_recording(str(dump_dir), **{**values, **changes})
-
-
-def write(writer: RecordingWriter, steps: Iterable[int] = (0,), **info: object) -> list[WrittenStep]:
-    return [writer.write_step(make_batch(seed=step), make_info(step, run_id=writer.run_id, **info)) for step in steps]
-
-
-def record(dump_dir: Path | str, steps: Iterable[int] = (0,), **changes: object) -> RecordingWriter:
-    writer = open_writer(dump_dir, **changes)
-    write(writer, steps)
-    writer.close()
-    return writer
-
-
-def request(step: int, **changes: object) -> RolloutRequest:
-    return RolloutRequest(**{"global_step": step, "batch_size": 4, **changes})
-
-
-def plan(*steps: int) -> list[RolloutRequest]:
-    return [request(step) for step in steps]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def loaded(dump_dir: Path | str, step: int, **changes: object) -> RolloutBatch:
-    return RecordingReader(str(dump_dir)).load_step(request(step, **changes)).batch
 
 
 # ------------------------------------------------------------------------------------------------- layout and existing
@@ -363,135 +329,3 @@ def test_compressed_steps_are_smaller_and_read_back(tmp_path: Path) -> None:
         assert loaded(tmp_path / compression, 0, batch_size=16).is_identical(batch)
     assert os.listdir(tmp_path / "zstd" / "train") == ["step_000000.safetensors.zst"]
     assert 5 * sizes["zstd"] < sizes["none"]
-
-
-# -------------------------------------------------------------------------------------------------------------- shards
-
-
-class FakeTime:
-    """A clock that moves only while someone sleeps, and does something at every sleep."""
-
-    def __init__(self, at_sleep: list[object] | None = None) -> None:
-        self.now_s, self.at_sleep = 100.0, at_sleep or []
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-        if self.at_sleep:
-            self.at_sleep.pop(0)()
-
-    def patience(self, timeout_s: float = 600.0) -> Patience:
-        return Patience(timeout_s=timeout_s, clock=lambda: self.now_s, sleep=self.sleep)
-
-
-def shard_options(index: int, *, count: int = 2, time: FakeTime | None = None, **changes: object) -> WriterOptions:
-    patience = (time or FakeTime()).patience()
-    return WriterOptions(
-        **{"shard": RowShard(index=index, count=count), "patience": patience, "background": False, **changes}
-    )
-
-
-def shard_of(batch: RolloutBatch, index: int, count: int = 2) -> RolloutBatch:
-    size = len(batch) // count
-    return batch.select(range(index * size, (index + 1) * size))
-
-
-def submit_shard(writer: RecordingWriter, index: int, step: int = 0, *, seed: int | None = None) -> None:
-    batch = make_batch(seed=step if seed is None else seed)
-    writer.submit(shard_of(batch, index), make_info(step, run_id=writer.run_id))
-
-
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_shards_of_a_step_are_committed_when_all_are_there(tmp_path: Path, compression: str) -> None:
-    second = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(1, compression=compression))
-    time = FakeTime([lambda: None, lambda: submit_shard(second, 1)])
-    first = open_writer(
-        tmp_path, run_id="r", plan=plan(0), options=shard_options(0, time=time, compression=compression)
-    )
-    submit_shard(first, 0)
-    first.close()
-    second.close()
-    ending = ".zst" if compression == "zstd" else ""
-    assert list(files_of(tmp_path)) == [
-        "recording.json",
-        "train/step_000000/commit.json",
-        f"train/step_000000/shard_00000-of-00002.safetensors{ending}",
-        f"train/step_000000/shard_00001-of-00002.safetensors{ending}",
-    ]
-    assert time.now_s == pytest.approx(100.06)
-    assert [row.identity for row in loaded(tmp_path, 0).rows()] == [row.identity for row in make_batch().rows()]
-    part = RecordingReader(str(tmp_path)).load_step(request(0), shard=RowShard(index=1, count=2)).batch
-    assert part.is_identical(shard_of(make_batch(), 1))
-
-
-def test_a_step_whose_shards_do_not_come_is_not_there_and_they_are_named(tmp_path: Path) -> None:
-    writers = [open_writer(tmp_path, run_id="r", options=shard_options(i, count=4)) for i in range(4)]
-    writers[2].submit(shard_of(make_batch(), 2, 4), make_info(0, run_id="r"))
-    with pytest.raises(RecordingError) as caught:
-        writers[0].submit(shard_of(make_batch(), 0, 4), make_info(0, run_id="r"))
-    assert str(caught.value) == (
-        f"[Rollout Mock] {tmp_path}/train/step_000000 is not committed: after 600 s 2 of 4 shards are missing: 1, 3. "
-        "Their ranks have ended, do not record this step, or write elsewhere: see their logs."
-    )
-    assert RecordingReader(str(tmp_path)).steps() == {}
-
-
-def test_waiting_for_shards_does_not_hold_up_the_training_loop(tmp_path: Path) -> None:
-    """The second shard is written by the thread that gives the first: waiting in ``submit`` would never end."""
-    second = open_writer(tmp_path, run_id="r", options=shard_options(1))
-    first = open_writer(
-        tmp_path, run_id="r", options=shard_options(0, background=True, patience=Patience(timeout_s=60))
-    )
-    submit_shard(first, 0)
-    assert not (tmp_path / "train/step_000000/commit.json").exists()
-    submit_shard(second, 1)
-    first.close()
-    assert RecordingReader(str(tmp_path)).steps() == {"train": [0]}
-
-
-def test_shards_of_a_step_that_was_not_committed_never_mix_with_new_ones(tmp_path: Path) -> None:
-    """A run was killed after shard 1 of step 1; resumed, it plays another batch there. Shard 0, which would find the
-    old shard 1 beside its new one, must not commit the two."""
-    for index in (1, 0):
-        writer = open_writer(tmp_path, run_id="r", options=shard_options(index))
-        submit_shard(writer, index, 0)
-        if index == 1:
-            submit_shard(writer, 1, 1)
-        writer.close()
-    second = open_writer(tmp_path, run_id="r", plan=plan(1), resume=True, options=shard_options(1))
-    time = FakeTime([lambda: submit_shard(second, 1, 1, seed=7)])
-    first = open_writer(tmp_path, run_id="r", plan=plan(1), resume=True, options=shard_options(0, time=time))
-    assert "step_000001" not in os.listdir(tmp_path / "train")
-    submit_shard(first, 0, 1, seed=7)
-    assert loaded(tmp_path, 0).digest() == RolloutBatch.concat([shard_of(make_batch(), i) for i in (0, 1)]).digest()
-    assert loaded(tmp_path, 1).tokens.equal(make_batch(seed=7).tokens)
-
-
-def test_a_resumed_shard_that_is_committed_stays_and_another_is_refused(tmp_path: Path) -> None:
-    for index in (1, 0):
-        submit_shard(open_writer(tmp_path, run_id="r", options=shard_options(index)), index)
-    before = files_of(tmp_path)
-    again = open_writer(tmp_path, run_id="r", resume=True, plan=plan(0), options=shard_options(1))
-    assert again.write_step(shard_of(make_batch(), 1), make_info(0, run_id="r")).was_present
-    with pytest.raises(StepExistsError):
-        again.write_step(shard_of(make_batch(seed=5), 1), make_info(0, run_id="r"))
-    again.close()
-    whole = open_writer(tmp_path, run_id="r", resume=True, plan=plan(0))
-    with pytest.raises(StepExistsError) as caught:
-        whole.write_step(make_batch(), make_info(0, run_id="r"))
-    assert str(caught.value) == (
-        f"[Rollout Mock] Step file exists and is not overwritten: {tmp_path}/train/step_000000 (run id r). "
-        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
-    )
-    whole.close()
-    assert files_of(tmp_path) == before
-
-
-def test_shards_are_locked_one_by_one(tmp_path: Path) -> None:
-    first = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(0))
-    second = open_writer(tmp_path, run_id="r", plan=plan(0), options=shard_options(1))
-    for options in (shard_options(1), WriterOptions()):
-        with pytest.raises(RecordingError, match="is being written by this very process"):
-            open_writer(tmp_path, run_id="r", plan=plan(0), options=options)
-    first.close()
-    second.close()
-    assert os.listdir(tmp_path) == []
