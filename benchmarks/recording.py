@@ -4,7 +4,7 @@ The batch is that of an agentic run: seven tensors padded to 128 × 8,192 with a
 The pickle route is ``torch.save`` into a buffer that is pickled to a file, as ROLL's rollout mock does. Every time is
 the median of alternating rounds, so that a slow moment of the machine hits all alike; ratios are what counts.
 
-    python benchmarks/recording.py [--rounds 15] [--json results.json]
+    python -m benchmarks.recording [--rounds 15] [--json results.json]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Bar:
     name: str
     value: float
     bound: float
-    is_floor: bool
+    is_floor: bool = True
 
     @property
     def is_met(self) -> bool:
@@ -94,6 +95,244 @@ def open_writer(
         plan=(),
         provenance={},
         resume=False,
-        options=WriterOptions(background=background, shard=shard),
-        run_id=run_id,
+        options=WriterOptions(background=background),
     )
+
+
+def measure_ms(routes: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each route; every round runs all of them, in alternating order."""
+    times: dict[str, list[float]] = {name: [] for name in routes}
+    for route in routes.values():
+        route()
+    for index in range(rounds):
+        names = list(routes) if index % 2 else list(reversed(routes))
+        for name in names:
+            started_s = time.perf_counter()
+            routes[name]()
+            times[name].append((time.perf_counter() - started_s) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def save_pickle_route(padded: Padded, path: Path) -> None:
+    """What ROLL's rollout mock does: ``torch.save`` of the batch into a buffer, which is pickled to the file."""
+    buffer = io.BytesIO()
+    torch.save(padded, buffer)
+    with path.open("wb") as file:
+        pickle.dump(buffer.getvalue(), file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_pickle_route(path: Path) -> object:
+    """The inverse, with ``weights_only=False`` as ROLL has it."""
+    with path.open("rb") as file:
+        return torch.load(io.BytesIO(pickle.load(file)), weights_only=False)
+
+
+def peak_mib(work: Callable[[], object]) -> float:
+    """Memory that ``work`` needs at its peak beyond what was held before, in MiB; measured in a forked child."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _status_kib("VmRSS")
+        work()
+        os.write(write_end, str(_status_kib("VmHWM") - before).encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        kib = int(pipe.read())
+    os.waitpid(child, 0)
+    return kib / 1024
+
+
+def _status_kib(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
+
+
+class Comparison:
+    """One batch stored by all three routes in one folder."""
+
+    def __init__(self, folder: Path, *, num_rows: int, width: int, mean_length: int) -> None:
+        self.num_rows = num_rows
+        folder.mkdir(exist_ok=True)
+        self.padded = make_padded(num_rows, width, mean_length=mean_length)
+        self.batch = CODEC.encode(self.padded, request(num_rows))
+        self.folder = folder
+        self.torch_path, self.pickle_path = folder / "batch.pt", folder / "batch.pkl"
+        torch.save(self.padded, self.torch_path)
+        save_pickle_route(self.padded, self.pickle_path)
+        with closing(open_writer(folder / "recording", background=False)) as writer:
+            self.step_path = Path(writer.write_step(self.batch, info(writer, 0)).path)
+
+    def check(self) -> None:
+        """What is measured is the same content: decoded from the recording it equals the padded batch bit for bit."""
+        decoded = CODEC.decode(self._load())
+        for name, value in self.padded.items():
+            found = decoded[name]
+            is_equal = torch.equal(value, found) if isinstance(value, torch.Tensor) else list(value) == list(found)
+            assert is_equal, f"{name} came back otherwise"
+
+    def _load(self, *, verify: bool = True) -> RolloutBatch:
+        reader = RecordingReader(str(self.folder / "recording"))
+        return reader.open_step(request(self.num_rows)).load(verify=verify)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each route's file."""
+        paths = {"torch.save": self.torch_path, "pickle": self.pickle_path, "recording": self.step_path}
+        return {name: path.stat().st_size for name, path in paths.items()}
+
+    def write_times(self, rounds: int) -> dict[str, float]:
+        """How long the training loop is kept waiting: the whole call, or ``submit`` with an idle writer."""
+        writers: list[RecordingWriter] = []
+        blocked: dict[str, list[float]] = {"submit": [], "encode padded + submit": []}
+        for index in range(rounds):
+            writer = open_writer(self.folder / f"w{index}", background=True)
+            writers.append(writer)
+            for step, name in enumerate(blocked):
+                started_s = time.perf_counter()
+                batch = self.batch if name == "submit" else CODEC.encode(self.padded, request(self.num_rows, step))
+                writer.submit(batch, info(writer, step))
+                blocked[name].append((time.perf_counter() - started_s) * 1e3)
+                writer.flush()
+            writer.close()
+        foreground = measure_ms(
+            {
+                "torch.save": lambda: torch.save(self.padded, self.torch_path),
+                "pickle": lambda: save_pickle_route(self.padded, self.pickle_path),
+            },
+            rounds,
+        )
+        return {**foreground, **{name: statistics.median(values) for name, values in blocked.items()}}
+
+    def load_times(self, rounds: int) -> dict[str, float]:
+        """From a warm file to what training consumes; the recording's are verified to the last bit where not said."""
+        reader = RecordingReader(str(self.folder / "recording"))
+        wanted = request(self.num_rows)
+        shard = RowShard(index=3, count=8)
+        return measure_ms(
+            {
+                "pickle": lambda: load_pickle_route(self.pickle_path),
+                "torch.load": lambda: torch.load(self.torch_path, weights_only=False),
+                "jagged": lambda: reader.open_step(wanted).load(),
+                "jagged, not verified again": lambda: reader.open_step(wanted).load(verify=False),
+                "padded": lambda: CODEC.decode(reader.open_step(wanted).load()),
+                "rows of shard 3 of 8": lambda: reader.open_step(wanted).load(shard),
+            },
+            rounds,
+        )
+
+    def peaks(self) -> dict[str, float]:
+        """Peak memory of writing and loading, beyond the batch itself, in MiB."""
+        reader = RecordingReader(str(self.folder / "recording"))
+        wanted = request(self.num_rows)
+
+        def write() -> None:
+            with closing(open_writer(self.folder / "peak", background=True)) as writer:
+                writer.submit(self.batch, info(writer, 0))
+
+        return {
+            "write torch.save": peak_mib(lambda: torch.save(self.padded, self.folder / "peak.pt")),
+            "write pickle": peak_mib(lambda: save_pickle_route(self.padded, self.folder / "peak.pkl")),
+            "write recording": peak_mib(write),
+            "load torch.load": peak_mib(lambda: torch.load(self.torch_path, weights_only=False)),
+            "load pickle": peak_mib(lambda: load_pickle_route(self.pickle_path)),
+            "load recording": peak_mib(lambda: reader.open_step(wanted).load()),
+            "load shard 3 of 8": peak_mib(lambda: reader.open_step(wanted).load(RowShard(index=3, count=8))),
+        }
+
+
+def bars_of(sizes: dict[str, int], write: dict[str, float], load: dict[str, float]) -> list[Bar]:
+    """The design's bars for 128 × 8,192 with a mean length of 700."""
+    least_foreground = min(write["torch.save"], write["pickle"])
+    return [
+        Bar(name="file size: times smaller than torch.save", value=sizes["torch.save"] / sizes["recording"], bound=30),
+        Bar(name="file size: times smaller than pickle", value=sizes["pickle"] / sizes["recording"], bound=30),
+        Bar(name="blocked: times shorter than the quicker of both", value=least_foreground / write["submit"], bound=10),
+        Bar(name="load jagged: times faster than pickle", value=load["pickle"] / load["jagged"], bound=20),
+        Bar(name="load jagged: times faster than torch.load", value=load["torch.load"] / load["jagged"], bound=5),
+        Bar(name="load padded: times faster than pickle", value=load["pickle"] / load["padded"], bound=2),
+        Bar(name="rows of a shard: ms", value=load["rows of shard 3 of 8"], bound=1, is_floor=False),
+    ]
+
+
+def scaling(folder: Path, rounds: int) -> list[tuple[str, dict[str, float]]]:
+    """How times grow with rows, with the ranks that share a step, and with the steps of a recording."""
+    results: list[tuple[str, dict[str, float]]] = []
+    for num_rows in (32, 128, 512):
+        case = Comparison(folder / f"rows{num_rows}", num_rows=num_rows, width=2048, mean_length=700)
+        results.append((f"{num_rows} rows × 2,048", {**case.write_times(3), **case.load_times(rounds)}))
+    case = Comparison(folder / "ranks", num_rows=512, width=2048, mean_length=700)
+    reader = RecordingReader(str(folder / "ranks" / "recording"))
+    for count in (1, 2, 4, 8, 16):
+        shard = RowShard(index=count - 1, count=count)
+        routes = {"one rank's rows": lambda shard=shard: reader.open_step(request(512)).load(shard)}
+        results.append((f"512 rows on {count} ranks", measure_ms(routes, rounds)))
+    for num_steps in (4, 32, 128):
+        target = folder / f"steps{num_steps}"
+        with closing(open_writer(target, background=True)) as writer:
+            for step in range(num_steps):
+                writer.submit(case.batch, info(writer, step))
+        plan = [request(512, step) for step in range(num_steps)]
+        routes = {
+            "open and check headers": lambda t=target, p=plan: RecordingReader(str(t)).check_plan(p),
+            "open and verify all": lambda t=target, p=plan: RecordingReader(str(t)).check_plan(p, verify=True),
+        }
+        results.append((f"{num_steps} steps of 512 rows", measure_ms(routes, 3)))
+    return results
+
+
+def print_times(console: Console, title: str, values: dict[str, float], *, unit: str) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("route")
+    table.add_column(unit, justify="right")
+    for name, value in values.items():
+        table.add_row(name, f"{value:,.2f}")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return 0 where every bar is met, else 1."""
+    parser = argparse.ArgumentParser(prog="benchmarks.recording", description="Recording against torch.save and pickle")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    parser.add_argument("--no-scaling", action="store_true", help="only the bars")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="recording-benchmark-") as folder:
+        root = Path(folder)
+        case = Comparison(root / "bars", num_rows=128, width=8192, mean_length=700)
+        case.check()
+        peaks = case.peaks()
+        sizes, write, load = case.sizes(), case.write_times(options.rounds), case.load_times(options.rounds)
+        grown = [] if options.no_scaling else scaling(root, max(3, options.rounds // 3))
+    print_times(console, "File", {name: size / 1e6 for name, size in sizes.items()}, unit="MB")
+    print_times(console, "Training loop blocked by one step", write, unit="ms")
+    print_times(console, "Load one step, file in the page cache", load, unit="ms")
+    print_times(console, "Peak memory beyond the batch itself", peaks, unit="MiB")
+    for title, values in grown:
+        print_times(console, title, values, unit="ms")
+    bars = bars_of(sizes, write, load)
+    table = Table(title="Bars", title_justify="left")
+    for heading in ("what", "measured", "bar", "met"):
+        table.add_column(heading)
+    for bar in bars:
+        sign = "≥" if bar.is_floor else "≤"
+        table.add_row(bar.name, f"{bar.value:.2f}", f"{sign} {bar.bound:g}", "yes" if bar.is_met else "NO")
+    console.print(table)
+    if options.json is not None:
+        content = {
+            "sizes_bytes": sizes,
+            "write_ms": write,
+            "load_ms": load,
+            "peak_mib": peaks,
+            "scaling": dict(grown),
+            "bars": {bar.name: bar.value for bar in bars},
+        }
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(bar.is_met for bar in bars) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

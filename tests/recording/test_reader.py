@@ -13,7 +13,7 @@ from mock_scheduler.recording import RecordingReader, open_storage
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_row
-from tests.recording.recordings import cut, record, record_shards, request
+from tests.recording.step_recordings import cut, record, record_shards, request
 
 STEP_0, STEP_1 = "train/step_000000.safetensors", "train/step_000001.safetensors"
 

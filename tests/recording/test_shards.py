@@ -20,8 +20,8 @@ from mock_scheduler.recording.open_step import OpenStep, open_step
 from mock_scheduler.recording.shards import commit_shards, decode_commit, encode_commit, load_commit, missing_shards
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_identity, make_info, make_row, make_rows
-from tests.recording.recordings import RUN_ID, cut, record_shards, request, write_shards
 from tests.recording.step_bytes import make_rich_batch, with_extras
+from tests.recording.step_recordings import RUN_ID, cut, record_shards, request, write_shards
 
 SHARDS = ["shard_00000-of-00002.safetensors", "shard_00001-of-00002.safetensors"]
 
