@@ -153,6 +153,8 @@ class AgenticPipeline:
         """All steps from the first to ``max_steps``, and the files that a run leaves."""
         config, is_writer = self._config, self._runtime.is_writer
         started_s = time.perf_counter()
+        # Read anew: Megatron sets NVTE_* of its own (by attention_backend) when it builds a model.
+        settings = read_back(os.environ)
         if is_writer:
             # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
@@ -171,6 +173,7 @@ class AgenticPipeline:
         ):
             self._run_steps(writer, progress)
         self._scheduler.close()
+        check_unchanged(settings, read_back(os.environ))
         self._add_other_ranks()
         if is_writer:
             self._finish(time.perf_counter() - started_s)
@@ -313,9 +316,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     try:
         configure_logging(is_writer=runtime.is_writer)
         AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
-        settings_at_end = read_back(os.environ)
-        check_took_effect(settings_at_end, deterministic=is_deterministic)
-        check_unchanged(settings, settings_at_end)
+        check_took_effect(read_back(os.environ), deterministic=is_deterministic)
     finally:
         stop_runtime()
 

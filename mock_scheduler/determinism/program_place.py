@@ -8,6 +8,7 @@ backward, the module is the one whose forward made the node: autograd numbers no
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -37,11 +38,11 @@ class ProgramPlace:
         }
         self._running: list[str] = []
         self._module_of_node: dict[int, str] = {}
-        self._next_node = 0
+        self._next_node: dict[int, int] = {}
         self._files: dict[CodeType, str] = {}
 
     def __enter__(self) -> ProgramPlace:
-        self._next_node = torch._C._autograd._get_sequence_nr()
+        self._name_new_nodes()
         self._handles = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -84,13 +85,12 @@ class ProgramPlace:
 
     def _name_new_nodes(self) -> None:
         """Give the autograd nodes that were made since the last call to the module that is running."""
-        next_node = torch._C._autograd._get_sequence_nr()
-        if next_node < self._next_node:  # another thread, which counts for itself
-            self._next_node = 0
+        # Each thread counts for itself: where one recomputes on a GPU, an equal number of another gets its name.
+        next_node, thread = torch._C._autograd._get_sequence_nr(), threading.get_ident()
         module = self._running[-1] if self._running else ""
-        for number in range(self._next_node, next_node):
+        for number in range(self._next_node.get(thread, next_node), next_node):
             self._module_of_node[number] = module
-        self._next_node = next_node
+        self._next_node[thread] = next_node
 
     def _line(self) -> str:
         """The innermost line of Python that is neither torch's nor this package's; empty within autograd's engine."""

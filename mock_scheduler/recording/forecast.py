@@ -86,8 +86,8 @@ class DiskForecast:
         writers = f" by each of {self._num_writers} writers" if self._num_writers > 1 else ""
         text = (
             f"[Rollout Mock] The disk will be full before the recording ends: a step takes "
-            f"{format_bytes(int(average))} (average of {self._num_written}), and {num_kept} more will be kept{writers}. "
-            f"They need {format_bytes(needed)}; {format_bytes(free_bytes)} are free in {self._storage.location}. "
+            f"{format_bytes(int(average))} (average of {self._num_written}), and {num_kept} more will be kept{writers}"
+            f". They need {format_bytes(needed)}; {format_bytes(free_bytes)} are free in {self._storage.location}. "
             f"{_WHAT_TO_DO}."
         )
         if self._on_low_disk == "error":
