@@ -90,16 +90,17 @@ def message_of(error: dict, kind: str, exit_code: int) -> str:
 
 def test_an_unknown_mode_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused_by_the_launcher(capsys, "rollout_mock.mode=replay") == (
-        f"{ORIGIN}  - rollout_mock.mode: unknown mode 'replay'; known modes: real, dump, mock "
-        "(given as 'rollout_mock.mode=replay')"
+        f"{ORIGIN}  - rollout_mock.mode: unknown mode 'replay'; known modes: real, dump, mock, "
+        "cache, verify (given as 'rollout_mock.mode=replay')"
     )
 
 
 def test_an_unknown_key_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused_by_the_launcher(capsys, "rollout_mock.dump_dirr=./x") == (
         f"{ORIGIN}  - rollout_mock.dump_dirr: unknown key; nearest known key: rollout_mock.dump_dir; known keys of "
-        "rollout_mock: allow_nondeterministic, dump_dir, enable, mode, on_mismatch "
-        "(given as 'rollout_mock.dump_dirr=./x')"
+        "rollout_mock: allow_nondeterministic, background, compression, dump_dir, enable, every, missing_step, mode, "
+        "on_difference, on_duplicate_rows, on_low_disk, on_mismatch, on_partial_groups, origin, retention, schedule, "
+        "steps (given as 'rollout_mock.dump_dirr=./x')"
     )
 
 
@@ -201,16 +202,24 @@ def contract_text(tiny_alignment: TinyAlignment, *lines: str) -> str:
     return f"[Rollout Mock] This run breaks the contract of {tiny_alignment.recording} in {count}:{listed}"
 
 
+def other_weights(recorded: str, current: str) -> str:
+    return (
+        f"initial_weights: recorded {recorded}, current {current} (other content). They follow from seed, the model "
+        "section and the vocabulary: set these as in the recording run."
+    )
+
+
 def test_another_map_size_is_another_vocabulary(run_errors: dict[str, dict], tiny_alignment: TinyAlignment) -> None:
     text = message_of(run_errors["vocabulary"], "ContractError", 3)
-    # The digests of the two vocabularies are the only part that is not spelled out.
-    digests = re.findall(r'"([0-9a-f]{64})"', text)
-    assert len(set(digests)) == 2
+    # The digests of vocabularies and weights are the only part that is not spelled out.
+    digests = re.findall(r"(?:recorded|current) ([0-9a-f]{12})\b", text)
+    assert len(set(digests)) == 4
     assert text == contract_text(
         tiny_alignment,
-        f'vocabulary: recorded "{digests[0]}", current "{digests[1]}". The recorded token ids mean something else '
-        "here (118 tokens now): use the recording run's environments.",
+        f"vocabulary: recorded {digests[0]}, current {digests[1]} (other content). The recorded token ids mean "
+        "something else here (118 tokens now): use the recording run's environments.",
         "model.vocab_size: recorded 69, current 118. Set model.vocab_size as in the recording run.",
+        other_weights(*digests[2:]),
         "custom_envs.FrozenLake.env_config.size: recorded 3, current 4. Set custom_envs.FrozenLake.env_config.size as "
         "in the recording run.",
     )
@@ -219,8 +228,13 @@ def test_another_map_size_is_another_vocabulary(run_errors: dict[str, dict], tin
 def test_another_vocabulary_size_of_the_model_is_refused(
     run_errors: dict[str, dict], tiny_alignment: TinyAlignment
 ) -> None:
-    assert message_of(run_errors["padded vocabulary"], "ContractError", 3) == contract_text(
-        tiny_alignment, "model.vocab_size: recorded 69, current 128. Set model.vocab_size as in the recording run."
+    text = message_of(run_errors["padded vocabulary"], "ContractError", 3)
+    digests = re.findall(r"(?:recorded|current) ([0-9a-f]{12})\b", text)
+    assert len(set(digests)) == 2
+    assert text == contract_text(
+        tiny_alignment,
+        "model.vocab_size: recorded 69, current 128. Set model.vocab_size as in the recording run.",
+        other_weights(*digests),
     )
 
 
