@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
-from mock_scheduler.determinism.agreement_rounds import Op, Reduction, Words, agreement_rounds
+from mock_scheduler.determinism.agreement.rounds import Op, Reduction, Words, agreement_rounds
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.errors import RankDisagreementError
 
@@ -94,7 +94,9 @@ def simulate(values: Sequence[Mapping[str, str]]) -> tuple[list[str], Traffic]:
     """
     world_size = len(values)
     traffic = Traffic.of(world_size)
-    ranks = [agreement_rounds(own, rank=rank, world_size=world_size) for rank, own in enumerate(values)]
+    ranks = [
+        agreement_rounds(own, global_rank=global_rank, world_size=world_size) for global_rank, own in enumerate(values)
+    ]
     reductions = [next(rounds) for rounds in ranks]
     while True:
         shapes = {(reduction.op, len(reduction.words)) for reduction in reductions}
@@ -117,9 +119,9 @@ def simulate(values: Sequence[Mapping[str, str]]) -> tuple[list[str], Traffic]:
 def planted(values: Mapping[str, str], world_size: int) -> tuple[list[Mapping[str, str]], int]:
     """``values`` on every rank but one, and which: there ``NCCL_ALGO`` is Tree."""
     by_rank: list[Mapping[str, str]] = [values] * world_size
-    rank = int(world_size * PLANTED_SHARE)
-    by_rank[rank] = {**values, "NCCL_ALGO": "Tree"}
-    return by_rank, rank
+    global_rank = int(world_size * PLANTED_SHARE)
+    by_rank[global_rank] = {**values, "NCCL_ALGO": "Tree"}
+    return by_rank, global_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +166,7 @@ class CountingGroup(TorchRankGroup):
         self.reduced_bytes = 0
 
     def reduce(self, reduction: Reduction) -> Words:
+        """As ``TorchRankGroup``, and counted."""
         self.num_reductions += 1
         self.reduced_bytes += len(reduction.words) * WORD_BYTES
         return super().reduce(reduction)
@@ -196,14 +199,14 @@ def _check(values: Mapping[str, str], group: CountingGroup) -> None:
         return
 
 
-def _measure_on_rank(rank: int, world_size: int, folder: str, repeats: int) -> None:
+def _measure_on_rank(global_rank: int, world_size: int, folder: str, repeats: int) -> None:
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+        "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=global_rank, world_size=world_size
     )
     agreed = {name: value for name, value in read_back({}).items() if not name.startswith("python.")}
     by_rank, _ = planted(agreed, world_size)
     costs = []
-    for values in (agreed, by_rank[rank]):
+    for values in (agreed, by_rank[global_rank]):
         group = CountingGroup()
         _check(values, group)  # gloo connects at the first collective
         group.num_reductions = group.reduced_bytes = 0
@@ -223,7 +226,7 @@ def _measure_on_rank(rank: int, world_size: int, folder: str, repeats: int) -> N
                 median_ms=statistics.median(times_ms),
             )
         )
-    Path(folder, f"rank{rank}.json").write_text(json.dumps([asdict(cost) for cost in costs]))
+    Path(folder, f"rank{global_rank}.json").write_text(json.dumps([asdict(cost) for cost in costs]))
     dist.destroy_process_group()
 
 
@@ -231,7 +234,7 @@ def measure_real(world_size: int, *, repeats: int) -> list[RealCost]:
     """Start ``world_size`` gloo processes; of each case the busiest rank's cost."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_measure_on_rank, args=(world_size, folder, repeats), nprocs=world_size)
-        by_rank = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world_size)]
+        by_rank = [json.loads(Path(folder, f"rank{global_rank}.json").read_text()) for global_rank in range(world_size)]
     cases = [[RealCost(**costs[case]) for costs in by_rank] for case in range(2)]
     return [max(costs, key=lambda cost: (cost.socket_bytes or 0, cost.median_ms)) for costs in cases]
 

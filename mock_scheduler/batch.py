@@ -97,10 +97,11 @@ class RolloutBatch:
         # Each check indexes with what those before it have shown to be sound.
         tensors = self.tensors()
         raise_problems(dtype_problems(tensors))
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
-        problems = size_problems(tensors, sizes, num_rows=len(self))
+        problems = size_problems(arrays, sizes, num_rows=len(self))
         raise_problems(problems + extras_problems(self.extras, len(self)) + meta_problems(self.meta))
-        raise_problems(content_problems(tensors, self.identities) + identity_problems(self.identities, self.group_size))
+        raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
 
     @classmethod
     def from_trajectories(
@@ -124,7 +125,8 @@ class RolloutBatch:
         columns, column_problems = join_extras(ordered) if not problems else ({}, [])
         if problems or column_problems:
             sound = [row for row, found in zip(ordered, problems_by_row, strict=True) if not found]
-            problems += column_problems + content_problems(join_rows(sound), [row.identity for row in sound])
+            arrays = {name: tensor.numpy() for name, tensor in join_rows(sound).items()}
+            problems += column_problems + content_problems(arrays, [row.identity for row in sound])
             raise_problems(problems + identity_problems(identities, group_size))
         return cls(
             identities=identities,

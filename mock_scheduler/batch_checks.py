@@ -38,6 +38,7 @@ TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
 
 MAX_LISTED_PROBLEMS = 20
 _MAX_LISTED_VALUES = 4
+_LAST_TERMINATION = int(max(Termination))
 
 _Array: TypeAlias = "npt.NDArray[Any]"
 _Arrays: TypeAlias = "Mapping[str, _Array]"
@@ -50,6 +51,7 @@ _identity_key: Callable[[SampleIdentity], tuple[str, int, int, int, int]] = attr
 _trajectory_key: Callable[[SampleIdentity], tuple[str, int, int, int]] = attrgetter(
     "scheduler_id", "group_id", "episode_id", "env_id"
 )
+_trajectory_of: Callable[[tuple[str, int, int, int, int]], tuple[str, int, int, int]] = itemgetter(0, 1, 2, 3)
 _group_of: Callable[[tuple[str, int, int, int]], tuple[str, int, int]] = itemgetter(0, 1, 2)
 
 
@@ -109,7 +111,7 @@ def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     problems = []
     for name, tensor in tensors.items():
         dtype, num_dims = TENSOR_FIELDS[name]
-        if tensor.dtype != dtype or tensor.dim() != num_dims or tensor.device.type != "cpu":
+        if tensor.dtype is not dtype or tensor.dim() != num_dims or not tensor.is_cpu:
             problems.append(
                 f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
                 f"expected {dtype} with {num_dims} dimension on cpu"
@@ -117,23 +119,23 @@ def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return problems
 
 
-def size_problems(tensors: Mapping[str, torch.Tensor], other_sizes: Mapping[str, int], *, num_rows: int) -> list[str]:
+def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: int) -> list[str]:
     """Sizes and offsets that contradict each other; ``other_sizes``: those of the fields that are no tensors."""
-    num_response = int(np.count_nonzero(tensors["response_mask"].numpy()))
+    num_response = int(np.count_nonzero(arrays["response_mask"]))
     expected = {
         "row_offsets": num_rows + 1,
         "turn_offsets": num_rows + 1,
-        "response_mask": len(tensors["tokens"]),
+        "response_mask": len(arrays["tokens"]),
         "rollout_logprobs": num_response,
-        "policy_versions": len(tensors["turn_rewards"]),
+        "policy_versions": len(arrays["turn_rewards"]),
         **dict.fromkeys(("rewards", "terminations", "prompt_lengths", *other_sizes), num_rows),
     }
-    found = {**{name: len(values) for name, values in tensors.items()}, **other_sizes}
+    found = {**{name: len(values) for name, values in arrays.items()}, **other_sizes}
     problems = [
         f"{name} has {found[name]} entries; expected {size}" for name, size in expected.items() if found[name] != size
     ]
     for name, values in (("row_offsets", "tokens"), ("turn_offsets", "turn_rewards")):
-        offsets, total = tensors[name].numpy(), len(tensors[values])
+        offsets, total = arrays[name], len(arrays[values])
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != total or (offsets[1:] < offsets[:-1]).any():
             problems.append(f"{name} must rise from 0 to {total}")
     return problems
@@ -150,7 +152,13 @@ def extras_problems(extras: Mapping[str, Column], num_rows: int) -> list[str]:
 
 def meta_problems(meta: Mapping[str, JSON]) -> list[str]:
     """Entries of a batch's meta that are not JSON."""
-    problems = []
+    problems: list[str] = []
+    try:
+        canonical_json(meta)
+    except (TypeError, ValueError, RecursionError):  # of which it is not known yet whose it is
+        pass
+    else:
+        return problems
     for name, value in meta.items():
         try:
             canonical_json({name: value})
@@ -159,31 +167,33 @@ def meta_problems(meta: Mapping[str, JSON]) -> list[str]:
     return problems
 
 
-def content_problems(tensors: Mapping[str, torch.Tensor], identities: Sequence[SampleIdentity]) -> list[str]:
+def content_problems(arrays: _Arrays, identities: Sequence[SampleIdentity]) -> list[str]:
     """Values that no row may have, each with its row's identity, in row order."""
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     found = [problem for rule in _CONTENT_RULES for problem in rule(arrays)]
     return [f"{identities[row]}: {problem}" for row, problem in sorted(found, key=itemgetter(0))]
 
 
 def _length_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
-    for row in _rows_where(np.diff(arrays["row_offsets"]) == 0):
+    offsets = arrays["row_offsets"]
+    for row in _rows_where(offsets[1:] == offsets[:-1]):
         yield row, "it has no tokens"
 
 
 def _prompt_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
-    prompts, lengths, starts = arrays["prompt_lengths"], np.diff(arrays["row_offsets"]), arrays["row_offsets"][:-1]
+    offsets, prompts = arrays["row_offsets"], arrays["prompt_lengths"]
+    starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     is_inside = (prompts >= 0) & (prompts <= lengths)
     for row in _rows_where(~is_inside):
         yield row, f"prompt_length is {prompts[row]}, the row has {lengths[row]} tokens"
-    rows = np.flatnonzero(is_inside & (prompts > 0))
+    rows = (is_inside & (prompts > 0)).nonzero()[0]
     if len(rows) == 0:
         return
     # The even segments run over the prompts, the odd ones from a prompt's end to the next prompt; an end of the last
     # row's prompt that is the end of all tokens is no index, and need not be one.
-    bounds = np.stack([starts[rows], starts[rows] + prompts[rows]], axis=1).reshape(-1)
-    mask = arrays["response_mask"]
-    is_masked = np.logical_or.reduceat(mask, bounds[:-1] if bounds[-1] == len(mask) else bounds)[::2]
+    bounds = np.empty(2 * len(rows), dtype=np.int64)
+    bounds[::2], bounds[1::2] = starts[rows], starts[rows] + prompts[rows]
+    mask = arrays["response_mask"].view(np.uint8)  # as bytes, of which NumPy finds the largest much faster
+    is_masked = np.maximum.reduceat(mask, bounds[:-1] if bounds[-1] == len(mask) else bounds)[::2] != 0
     for row in rows[is_masked].tolist():
         yield row, f"response_mask is True inside the prompt of {prompts[row]} tokens"
 
@@ -201,6 +211,8 @@ def _finite_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
         counts = np.concatenate([[0], arrays["response_mask"].cumsum()])
         for row, values in _flagged(logprobs, ~np.isfinite(logprobs), counts[arrays["row_offsets"]]):
             yield row, f"rollout_logprobs is not finite: {_list_some(values)}"
+    if np.isfinite(rewards).all() and np.isfinite(turn_rewards).all():
+        return
     without_total = set()
     for row, values in _flagged(turn_rewards, ~np.isfinite(turn_rewards), arrays["turn_offsets"]):
         without_total.add(row)
@@ -211,8 +223,8 @@ def _finite_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
 
 
 def _termination_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
-    for row in _rows_where(arrays["terminations"] > max(Termination)):
-        yield row, f"termination is {arrays['terminations'][row]}; expected 0 to {int(max(Termination))}"
+    for row in _rows_where(arrays["terminations"] > _LAST_TERMINATION):
+        yield row, f"termination is {arrays['terminations'][row]}; expected 0 to {_LAST_TERMINATION}"
 
 
 _CONTENT_RULES: tuple[Callable[[_Arrays], Iterator[_RowProblem]], ...] = (
@@ -225,7 +237,7 @@ _CONTENT_RULES: tuple[Callable[[_Arrays], Iterator[_RowProblem]], ...] = (
 
 
 def _rows_where(flags: _Array) -> list[int]:
-    rows: list[int] = np.flatnonzero(flags).tolist()
+    rows: list[int] = flags.nonzero()[0].tolist()
     return rows
 
 
@@ -245,8 +257,10 @@ def _list_some(values: _Array) -> str:
 def identity_problems(identities: Sequence[SampleIdentity], group_size: int | None) -> list[str]:
     """Identities out of order or duplicated, and groups that are not whole."""
     keys = list(map(_identity_key, identities))
+    problems: list[str] = []
     if all(map(lt, keys, keys[1:])):
-        problems = []
+        if group_size is None or (group_size > 0 and _has_whole_groups(keys, group_size)):
+            return problems
     else:
         problems = [f"{later}: duplicated identity" for earlier, later in pairwise(identities) if earlier == later]
         if any(later < earlier for earlier, later in pairwise(keys)):
@@ -258,6 +272,17 @@ def identity_problems(identities: Sequence[SampleIdentity], group_size: int | No
             if size != group_size
         ]
     return problems
+
+
+def _has_whole_groups(keys: Sequence[tuple[str, int, int, int, int]], group_size: int) -> bool:
+    """Whether every group has ``group_size`` trajectories, of keys in increasing order.
+
+    As they are in order, it is enough to look at the first and the last of every ``group_size`` trajectories: these
+    must be of one group, and the next of another.
+    """
+    groups = list(map(_group_of, dict.fromkeys(map(_trajectory_of, keys))))
+    firsts, lasts = groups[::group_size], groups[group_size - 1 :: group_size]
+    return len(groups) == group_size * len(firsts) and firsts == lasts and all(map(lt, firsts, firsts[1:]))
 
 
 def group_sizes(identities: Sequence[SampleIdentity]) -> Counter[tuple[str, int, int]]:

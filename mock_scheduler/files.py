@@ -3,7 +3,7 @@
 Contract: standard library only. A file is written aside, in the same folder under a hidden name of its own, fsynced,
 and only then given its name; then the folder is fsynced. So its presence is its completeness, and of several writers
 one wins as a whole. A crash leaves at most a hidden ``.*.tmp`` file, which nothing reads.
-All functions make the folder where it is missing, and raise ``OSError``.
+All functions that write make the folder where it is missing, and raise ``OSError``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -60,6 +60,21 @@ def save_json(path: Path, content: Mapping[str, object], *, sort_keys: bool = Tr
 def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> bytes:
     """The bytes that ``save_json`` writes: strict JSON in ASCII, which every text can be written in."""
     return (json.dumps(content, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode("ascii")
+
+
+def load_json_object(path: Path) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises ``OSError`` where the file cannot be read, and ``ValueError`` that goes on from the file's name: ``is not
+    JSON: …``, ``is of type list, expected an object``.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"is of type {type(content).__name__}, expected an object")
+    return content
 
 
 def rename_away(path: Path) -> Path:

@@ -35,6 +35,7 @@ from mock_scheduler.processes import (
     meant_exit_code,
     write_signal_error,
 )
+from mock_scheduler.text import bullet_list
 
 DEFAULT_ENTRY = "pipelines.agentic"
 
@@ -113,7 +114,7 @@ def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, e
     if nnodes > 1 and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
         problems.append(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT on node 0, found {endpoint!r}")
     if problems:
-        raise ConfigError("cannot launch:" + "".join(f"\n  - {problem}" for problem in problems))
+        raise ConfigError(f"cannot launch:{bullet_list(problems)}")
 
 
 def _rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, ...]:

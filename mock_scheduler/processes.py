@@ -17,6 +17,7 @@ from types import FrameType
 
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.files import save_json
+from mock_scheduler.run_files import ERROR_FILE
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -136,7 +137,7 @@ def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank
         "global_rank": global_rank,
     }
     try:
-        save_json(output_dir / "error.json", content)
+        save_json(output_dir / ERROR_FILE, content)
     except OSError as error:
-        return f"{output_dir / 'error.json'} cannot be written: {error.strerror}"
+        return f"{output_dir / ERROR_FILE} cannot be written: {error.strerror}"
     return None

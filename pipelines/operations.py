@@ -1,4 +1,4 @@
-"""Writes the ledger of torch's operations in a training step where the configuration asks for it."""
+"""Writes the operation log in a training step where the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.determinism import operations
 from mock_scheduler.determinism.guard import read_back
-from mock_scheduler.determinism.operation_records import LedgerHeader
+from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from pipelines.megatron.trainer import PolicyTrainer
 
 
@@ -23,7 +22,7 @@ def record_operations(config: PipelineConfig, output_dir: Path, trainer: PolicyT
     if not config.trace.operations:
         yield
         return
-    header = LedgerHeader(
+    header = OperationLogHeader(
         step=step,
         global_rank=trainer.runtime.global_rank,
         world_size=trainer.runtime.world_size,
@@ -32,5 +31,5 @@ def record_operations(config: PipelineConfig, output_dir: Path, trainer: PolicyT
     modules = {"policy": trainer.policy}
     if trainer.reference is not None:
         modules["reference"] = trainer.reference
-    with operations.record_operations(output_dir, header, modules=modules):
+    with recorder.record_operations(output_dir, header, modules=modules):
         yield

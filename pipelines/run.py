@@ -25,11 +25,13 @@ from mock_scheduler.determinism.guard import (
     read_back,
     read_node_values,
 )
+from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
+from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.trace.files import remove_steps_from
 from pipelines.algorithm.advantages import compute_grpo_advantages
@@ -47,7 +49,7 @@ from pipelines.megatron.checkpoint import (
     read_run_state,
     save_checkpoint,
 )
-from pipelines.megatron.conflicts import check_model_config
+from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.probes import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
@@ -56,7 +58,7 @@ from pipelines.micro_batches import MicroBatch, build_micro_batches
 from pipelines.operations import record_operations
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
-from pipelines.tracking import RUN_FILE, MetricsWriter, prepare_output_dir
+from pipelines.tracking import MetricsWriter, prepare_output_dir
 
 logger = logging.getLogger("pipelines.run")
 
@@ -106,7 +108,7 @@ class AgenticPipeline:
         self._config = config
         self._runtime = runtime
         self._output_dir = Path(config.output_dir)
-        self._trace_dir = self._output_dir / "trace"
+        self._trace_dir = self._output_dir / TRACE_FOLDER
         self._is_resumed = resumed is not None
         self._first_step = resumed.next_step if resumed else 0
         self._tokenizer = tokenizer
@@ -116,7 +118,9 @@ class AgenticPipeline:
         self._ledger = Ledger()
         self._clock = Clock()
         self._batch_digests: dict[str, str] = {}
-        facts = check_model_config(build_transformer_config(config), environ=os.environ)
+        setup = read_setup(build_transformer_config(config), environ=os.environ)
+        facts = find_conflicts(setup)
+        check_conflicts(facts, setup)
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
         self._scheduler = build_scheduler(
@@ -158,11 +162,13 @@ class AgenticPipeline:
         if is_writer:
             # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
-            (self._output_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            (self._output_dir / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
             if self._is_resumed:
                 remove_steps_from(self._trace_dir, self._first_step)
         use_tensorboard = config.track_with == "tensorboard"
         with (
+            # Outermost: a step that fails still closes the real scheduler, and raises what could not be recorded.
+            self._scheduler,
             MetricsWriter(
                 self._output_dir,
                 enabled=is_writer,
@@ -172,7 +178,6 @@ class AgenticPipeline:
             StepProgress(config, first_step=self._first_step, enabled=is_writer) as progress,
         ):
             self._run_steps(writer, progress)
-        self._scheduler.close()
         check_unchanged(settings, read_back(os.environ))
         self._add_other_ranks()
         if is_writer:
@@ -246,7 +251,7 @@ class AgenticPipeline:
         config = self._config
         if not config.save_steps or next_step % config.save_steps:
             return
-        root = Path(config.checkpoint_config.output_dir or self._output_dir / "checkpoints")
+        root = Path(config.checkpoint_config.output_dir or self._output_dir / CHECKPOINTS_FOLDER)
         state = RunState(
             next_step=next_step,
             mode=config.rollout_mock.effective_mode,
@@ -261,8 +266,8 @@ class AgenticPipeline:
         """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
         built = self._ledger.as_dict()["built"]
         by_rank = [json.loads(counts) for counts in self._ranks.gather(json.dumps(built).encode())]
-        for rank, counts in enumerate(by_rank):
-            if rank != self._runtime.global_rank:
+        for global_rank, counts in enumerate(by_rank):
+            if global_rank != self._runtime.global_rank:
                 for name, count in counts.items():
                     self._ledger.count("built", name, count)
 
@@ -272,7 +277,7 @@ class AgenticPipeline:
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
         rollout_s = total.get("rollout", 0.0) + validation_s
         num_steps = self._config.max_steps - self._first_step
-        self._ledger.save(self._output_dir / "ledger.json")
+        self._ledger.save(self._output_dir / LEDGER_FILE)
         save_json(
             self._output_dir / RUN_FILE,
             {

@@ -13,10 +13,7 @@ from typing import Any
 
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
 from mock_scheduler.files import encode_json, publish_new
-
-METRICS_FILE = "metrics.jsonl"
-RUN_FILE = "run.json"
-ERROR_FILE = "error.json"
+from mock_scheduler.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
 
 class MetricsWriter:
@@ -41,7 +38,7 @@ class MetricsWriter:
             # Imported here because it takes a second and other ranks do not need it.
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(output_dir / "tensorboard"), purge_step=resumed_at)
+            self._board = SummaryWriter(str(output_dir / TENSORBOARD_FOLDER), purge_step=resumed_at)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -115,8 +112,19 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
         print(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr, flush=True)
         return exit_code
     text = str(error) if isinstance(error, MockSchedulerError) else "".join(traceback.format_exception(error))
-    print(f"{prefix}: {text}", file=sys.stderr, flush=True)
+    print(f"{prefix}: {text}{_describe_earlier(error)}", file=sys.stderr, flush=True)
     return exit_code
+
+
+def _describe_earlier(error: BaseException) -> str:
+    """What the run was ending with already when ``error`` was raised, such as a step that failed before a write did.
+
+    Nothing for an error that is no message of ours: its traceback holds it.
+    """
+    earlier = None if error.__suppress_context__ else error.__context__
+    if earlier is None or not isinstance(error, MockSchedulerError):
+        return ""
+    return f"\nThe run was ending already, with {type(earlier).__name__}: {earlier}"
 
 
 def failure_exit_code(error: BaseException) -> int:

@@ -4,6 +4,7 @@ import random
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory, compute_prompt_digest
 from mock_scheduler.columns import JsonColumn, Ragged, RowValue, TensorColumn
 from mock_scheduler.errors import BatchError
+from mock_scheduler.trajectory import build_identities
 from tests.batches import SAMPLING, make_batch, make_row, make_rows
 
 
@@ -396,3 +398,45 @@ def test_any_arrival_order_and_any_split_give_the_same_batch(order: list[int], f
     rest = [i for i in range(6) if i not in first]
     parts = [batch.select(rest), batch.select(sorted(first))]
     assert RolloutBatch.concat(parts).digest() == build(rows).digest()
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**63 - 1)] * 4), max_size=5))
+def test_identities_built_by_columns_are_those_built_one_by_one(rows: list[tuple[int, int, int, int]]) -> None:
+    names = [f"scheduler-{index % 2}" for index in range(len(rows))]
+    expected = tuple(
+        SampleIdentity(scheduler_id=name, group_id=a, episode_id=b, env_id=c, turn=d)
+        for name, (a, b, c, d) in zip(names, rows, strict=True)
+    )
+    found = build_identities(names, np.array(rows, dtype=np.int64).reshape(-1, 4))
+    assert found == expected
+    assert [(hash(identity), repr(identity)) for identity in found] == [(hash(i), repr(i)) for i in expected]
+
+
+def test_identities_built_by_columns_are_checked() -> None:
+    numbers = np.array([[0, 0, 0, 0], [1, 0, -3, 0]])
+    with pytest.raises(BatchError, match=r"^sample identity: env_id is -3; expected an int of 0 to 2\*\*63 - 1$"):
+        build_identities(["a", "a"], numbers)
+
+
+@pytest.mark.parametrize("group_size", [0, -1, 1, 3, 4, 8])
+def test_groups_of_another_size_are_each_named(group_size: int) -> None:
+    batch = make_batch(2, 2)
+    expected = [
+        f"default/group {g}/episode 0: group has 2 trajectories; expected group_size {group_size}" for g in (0, 1)
+    ]
+    with pytest.raises(BatchError) as error:
+        dataclasses.replace(batch, group_size=group_size)
+    assert str(error.value) == "rollout batch has 2 problems:" + "".join(f"\n  - {problem}" for problem in expected)
+
+
+def test_a_group_that_takes_a_trajectory_from_the_next_is_found() -> None:
+    """Three and one make two groups of two only where nobody looks at the ends."""
+    keys = [(0, 0), (0, 1), (0, 2), (1, 0)]
+    rows = [make_row(group, env) for group, env in keys]
+    batch = RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=None)
+    with pytest.raises(BatchError) as error:
+        dataclasses.replace(batch, group_size=2)
+    assert [line.split(":")[0] for line in str(error.value).splitlines()[1:]] == [
+        "  - default/group 0/episode 0",
+        "  - default/group 1/episode 0",
+    ]

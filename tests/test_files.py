@@ -9,6 +9,7 @@ import pytest
 
 from mock_scheduler.files import (
     encode_json,
+    load_json_object,
     make_folder,
     publish_new,
     remove_leftovers,
@@ -142,3 +143,29 @@ def test_a_folder_below_a_file_is_an_error(tmp_path: Path) -> None:
         make_folder(tmp_path / "file" / "folder")
     with pytest.raises(NotADirectoryError, match="is not a folder"):
         make_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\xff", "is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"[1]", "is of type list, expected an object"),
+    ],
+)
+def test_what_is_no_json_object_is_refused_in_words_that_go_on_from_its_name(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        load_json_object(path)
+    assert str(caught.value) == message
+
+
+def test_a_json_object_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    save_json(path, {"status": "completed", "wall_s": 1.5})
+    assert load_json_object(path) == {"status": "completed", "wall_s": 1.5}
+    with pytest.raises(FileNotFoundError):
+        load_json_object(tmp_path / "absent")

@@ -139,11 +139,14 @@ def test_a_rank_that_was_killed_is_named_in_place_of_its_peers_connection_error(
         "from mock_scheduler.processes import end_with_parent\n"
         "end_with_parent(os.environ)\n"
         "if os.environ['RANK'] == '1':\n"
+        "    pipe = open('alive', 'w')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "open('alive').read()\n"
         "pathlib.Path('out').mkdir()\n"
         "pathlib.Path('out/error.json').write_text(json.dumps({'message': 'Connection reset by peer'}))\n"
         "sys.exit(70)\n"
     )
+    os.mkfifo(tmp_path / "alive")  # its reader waits for the writer, and then until that is gone
     code, log = run_two_ranks(tmp_path, monkeypatch, entry)
     message = "rank 1 was ended by SIGKILL (signal 9), which the kernel sends where memory runs out"
     assert code == 137

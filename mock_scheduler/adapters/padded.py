@@ -5,11 +5,12 @@ payloads, -0.0, garbage in the padding), on the CPU; every other field with its 
 gives those rows. What the core fields of the batch do not say is kept beside them, row by row, so that batches of equal
 fields can be joined and cut:
 
-- ``padded/{field}``: the values of a framed tensor that its rules need (``padded_segments``);
-- ``padded.program``: int32, the widths of the frames, the row's start and split, then the rules of each framed tensor,
-  in the order of their names, left of the row, in it, right of it;
+- ``padded.program``: int32, the widths of the frames, the row's start and split, then the rules of each framed tensor
+  (``padded_segments``), in the order of their names, left of the row, in it, right of it;
+- ``padded.values``: uint8, the bytes of the values that these rules need, in the same order;
 - ``identity/row``: the row's number in the framework's batch;
-- ``native/{field}`` for each other field, ``identity/native/{field}`` where it says which row it is;
+- ``native/{field}`` for each other field, ``identity/native/{field}`` where it says which row it is: a tensor, or JSON
+  per row (of a field that says which row it is, int64 where all values are such numbers);
 - ``meta["padded"]``: how each field is kept. The entries of the framework's meta are beside it.
 """
 
@@ -32,7 +33,14 @@ from mock_scheduler.adapters.padded_layout import ROLL_RLVR as ROLL_RLVR
 from mock_scheduler.adapters.padded_layout import VERL as VERL
 from mock_scheduler.adapters.padded_layout import Frame as Frame
 from mock_scheduler.adapters.padded_layout import PaddedLayout as PaddedLayout
-from mock_scheduler.adapters.padded_other import describe_rows, read_column, write_dense, write_meta, write_rows
+from mock_scheduler.adapters.padded_other import (
+    describe_rows,
+    read_column,
+    write_dense,
+    write_identity,
+    write_meta,
+    write_rows,
+)
 from mock_scheduler.adapters.padded_values import from_json
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.columns import Column, TensorColumn
@@ -157,7 +165,8 @@ class PaddedCodec:
             is_tags = name == self._layout.tags and tags is not None
             kinds[name] = {**describe_rows(values), "column": None if is_tags else self._column_name(name)}
             if not is_tags:
-                columns[self._column_name(name)] = write_rows(name, values, order)
+                write = write_identity if name in self._layout.all_identity_fields else write_rows
+                columns[self._column_name(name)] = write(name, values, order)
         return kinds, columns
 
     def _column_name(self, name: str) -> str:

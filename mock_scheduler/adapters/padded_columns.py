@@ -16,7 +16,7 @@ import torch
 from mock_scheduler.adapters.padded_fields import LANE_DTYPES, NativeFields, as_lanes, lanes_per_column
 from mock_scheduler.adapters.padded_layout import Frame
 from mock_scheduler.adapters.padded_rows import RowSpans
-from mock_scheduler.adapters.padded_segments import Lanes, SegmentReader, TokenFields, write_segment
+from mock_scheduler.adapters.padded_segments import SegmentReader, TokenFields, write_segment
 from mock_scheduler.adapters.padded_values import TORCH_DTYPES
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.columns import Column, TensorColumn, as_bytes, from_bytes
@@ -24,13 +24,9 @@ from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
 
 PROGRAM_COLUMN = "padded.program"
+VALUES_COLUMN = "padded.values"
 _HEAD_FRAMES = (Frame.FULL, Frame.PROMPT, Frame.RESPONSE)
 _HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
-
-
-def values_column(name: str) -> str:
-    """The column of a framed tensor's values."""
-    return f"padded/{name}"
 
 
 def describe_tensor(tensor: torch.Tensor, frame: Frame) -> dict[str, JSON]:
@@ -80,33 +76,37 @@ class PaddedWriter:
         widths = [self._spans.widths[frame] for frame in _HEAD_FRAMES]
         starts, splits = self._spans.starts.tolist(), self._spans.splits.tolist()
         programs: list[list[int]] = [[*widths, starts[row], splits[row]] for row in self._order]
-        columns: dict[str, Column] = {}
+        values: list[list[bytes]] = [[] for _ in self._order]
         for name in sorted(self._fields.framed):
-            columns[values_column(name)] = self._write_tensor(name, programs)
+            self._write_tensor(name, programs, values)
         joined = [integer for program in programs for integer in program]
-        offsets = _offsets([len(program) for program in programs])
-        columns[PROGRAM_COLUMN] = TensorColumn(values=torch.tensor(joined, dtype=torch.int32), offsets=offsets)
-        return columns
+        content = np.frombuffer(bytearray(b"".join([part for parts in values for part in parts])), dtype=np.uint8)
+        return {
+            PROGRAM_COLUMN: TensorColumn(
+                values=torch.tensor(joined, dtype=torch.int32), offsets=_offsets([len(program) for program in programs])
+            ),
+            VALUES_COLUMN: TensorColumn(
+                values=from_bytes(content, torch.uint8, content.shape),
+                offsets=_offsets([sum(map(len, parts)) for parts in values]),
+            ),
+        }
 
-    def _write_tensor(self, name: str, programs: list[list[int]]) -> TensorColumn:
-        """Its values; its rules are added to the rows' programs."""
+    def _write_tensor(self, name: str, programs: list[list[int]], values: list[list[bytes]]) -> None:
+        """Its rules and values are added to those of the rows."""
         tensor, frame = self._fields.framed[name]
         lanes, columns, size = as_lanes(tensor), self._spans.columns(frame), lanes_per_column(tensor)
         fields, offsets = self._sources.of(tensor.dtype, size), self._sources.offsets
-        values: list[Lanes] = []
-        lengths = []
         for index, row in enumerate(self._order):
             first, stop, token = columns[row]
-            line = lanes[row]
-            left, left_values = write_segment(line[: first * size])
-            inside, inside_values = write_segment(line[first * size : stop * size], fields, offsets[index] + token)
-            right, right_values = write_segment(line[stop * size :])
-            programs[index] += left + inside + right
-            values += (left_values, inside_values, right_values)
-            lengths.append(len(left_values) + len(inside_values) + len(right_values))
-        joined = np.concatenate([np.empty(0, dtype=lanes.dtype), *values])
-        dtype = tensor.dtype if tensor.dtype.itemsize <= 8 else torch.float64
-        return TensorColumn(values=from_bytes(joined.view(np.uint8), dtype, (len(joined),)), offsets=_offsets(lengths))
+            line, start, end = lanes[row], first * size, stop * size
+            segments = [write_segment(line[start:end], fields, offsets[index] + token)]
+            if start:
+                segments.insert(0, write_segment(line[:start]))
+            if end < len(line):
+                segments.append(write_segment(line[end:]))
+            for rules, kept in segments:
+                programs[index] += rules
+                values[index].append(kept.tobytes())
 
 
 class PaddedReader:
@@ -124,10 +124,14 @@ class PaddedReader:
     ) -> None:
         self._batch, self._order = batch, order
         self._kinds = {name: kinds[name] for name in sorted(kinds) if kinds[name]["kind"] == "framed"}
-        program = cast("TensorColumn", batch.extras[PROGRAM_COLUMN])
+        program, values = (cast("TensorColumn", batch.extras[name]) for name in (PROGRAM_COLUMN, VALUES_COLUMN))
         integers, bounds = program.values.tolist(), cast("torch.Tensor", program.offsets).tolist()
+        content, starts = values.values.numpy(), cast("torch.Tensor", values.offsets).tolist()
         self._programs = [integers[bounds[row] : bounds[row + 1]] for row in range(len(batch))]
-        self._positions = [_HEAD_SIZE] * len(batch)
+        self._rows = [
+            SegmentReader(self._programs[row], content[starts[row] : starts[row + 1]], position=_HEAD_SIZE)
+            for row in range(len(batch))
+        ]
         self._spans = self._read_spans(widths)
 
     def read(self) -> dict[str, torch.Tensor]:
@@ -154,20 +158,18 @@ class PaddedReader:
     def _read_tensor(self, name: str, kind: Mapping[str, Any], sources: _Sources) -> torch.Tensor:
         dtype, frame, tail = TORCH_DTYPES[kind["dtype"]], Frame(kind["frame"]), tuple(kind["shape"])
         size = math.prod(tail) * (2 if dtype.itemsize == 16 else 1)
-        column = cast("TensorColumn", self._batch.extras[values_column(name)])
-        lane_dtype = LANE_DTYPES[min(dtype.itemsize, 8)]
-        values, bounds = as_bytes(column.values).numpy().view(lane_dtype), cast("torch.Tensor", column.offsets).tolist()
-        width, columns = self._spans.widths[frame], self._spans.columns(frame)
+        num_rows, width, columns = len(self._order), self._spans.widths[frame], self._spans.columns(frame)
         fields, offsets = sources.of(dtype, size), sources.offsets
-        out = torch.empty((len(self._order), width, *tail), dtype=dtype)
-        for line, row in zip(as_lanes(out), self._order, strict=True):
+        lanes = np.zeros((num_rows, width * size), dtype=LANE_DTYPES[min(dtype.itemsize, 8)])
+        for line, row in zip(lanes, self._order, strict=True):
             first, stop, token = columns[row]
-            reader = SegmentReader(self._programs[row], self._positions[row], values[bounds[row] : bounds[row + 1]])
-            reader.read_into(line[: first * size])
-            reader.read_into(line[first * size : stop * size], fields, offsets[row] + token)
-            reader.read_into(line[stop * size :])
-            self._positions[row] = reader.position
-        return out
+            reader, start, end = self._rows[row], first * size, stop * size
+            if start:
+                reader.read_into(line[:start])
+            reader.read_into(line[start:end], fields, offsets[row] + token)
+            if end < len(line):
+                reader.read_into(line[end:])
+        return from_bytes(lanes.reshape(-1).view(np.uint8), dtype, (num_rows, width, *tail))
 
 
 def _offsets(sizes: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +62,7 @@ class TokenFields:
     logprobs: Lanes | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):  # many are made for each row, and a data class takes several times as long
     rule: Rule
     values: list[Any]
     expected: Any  # lanes, or the one lane that all have
@@ -76,33 +75,54 @@ def write_segment(lanes: Lanes, fields: TokenFields | None = None, start: int = 
     """
     if len(lanes) == 0:
         return [], lanes
-    if lanes[0] == lanes[-1] and np.count_nonzero(lanes != lanes[0]) == 0:
+    if _is_constant(lanes):
         return [int(Rule.CONSTANT)], lanes[:1]
-    best, best_wrong, best_size = None, 0, len(lanes) * lanes.itemsize
+    tried: list[tuple[_Candidate, int]] = []
     for candidate in _candidates(lanes, fields, start):
         num_wrong = int(np.count_nonzero(lanes != candidate.expected))
-        size = len(candidate.values) * lanes.itemsize + num_wrong * (lanes.itemsize + _POSITION_SIZE)
         if num_wrong == 0:
             return [int(candidate.rule)], np.array(candidate.values, dtype=lanes.dtype)
+        tried.append((candidate, num_wrong))
+    return _write_inexact(lanes, tried)
+
+
+def _write_inexact(lanes: Lanes, tried: list[tuple[_Candidate, int]]) -> tuple[list[int], Lanes]:
+    """``write_segment`` of a stretch for which no rule is right everywhere; ``tried``: each with how often it is
+    wrong, in the order in which they are preferred."""
+    last = lanes[-1]
+    common = last if lanes[len(lanes) // 2] == last else lanes[0]
+    tried.insert(0, (_Candidate(Rule.CONSTANT, [common], common), int(np.count_nonzero(lanes != common))))
+    best, best_wrong, best_size = None, 0, len(lanes) * lanes.itemsize
+    for candidate, num_wrong in tried:
+        size = len(candidate.values) * lanes.itemsize + num_wrong * (lanes.itemsize + _POSITION_SIZE)
         if size < best_size:
             best, best_wrong, best_size = candidate, num_wrong, size
-    starts = np.flatnonzero(lanes[1:] != lanes[:-1]) + 1
+    starts = (lanes[1:] != lanes[:-1]).nonzero()[0] + 1
     if (len(starts) + 1) * (lanes.itemsize + _POSITION_SIZE) < best_size:
-        lengths = np.diff(starts, prepend=0, append=len(lanes)).tolist()
-        return [int(Rule.RUNS), len(lengths), *lengths], lanes[np.concatenate([[0], starts])]
+        bounds = np.concatenate([[0], starts, [len(lanes)]])
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        return [int(Rule.RUNS), len(lengths), *lengths], lanes[bounds[:-1]]
     if best is None:
         return [int(Rule.RAW)], lanes
-    positions = np.flatnonzero(lanes != best.expected)
+    positions = (lanes != best.expected).nonzero()[0]
     values = np.concatenate([np.array(best.values, dtype=lanes.dtype), lanes[positions]])
     return [best.rule + PATCHED, best_wrong, *positions.tolist()], values
 
 
+def _is_constant(lanes: Lanes) -> bool:
+    """Whether all lanes are equal; by extremes, since most of a padded tensor is read for this alone, and comparing
+    would write as many flags."""
+    first = lanes[0]
+    if lanes[-1] != first or np.maximum.reduce(lanes) != first:
+        return False
+    return bool(first == 0 or np.minimum.reduce(lanes) == first)  # of unsigned numbers, all are 0 where the largest is
+
+
 def _candidates(lanes: Lanes, fields: TokenFields | None, start: int) -> Iterator[_Candidate]:
-    """The rules in the order in which they are tried; RUNS and RAW, which are always right, come after them."""
+    """The rules that may be right for a stretch which is not constant, in the order in which they are tried."""
     first, last = lanes[0], lanes[-1]
-    common = last if lanes[len(lanes) // 2] == last else first
-    yield _Candidate(Rule.CONSTANT, [common], common)
-    yield _Candidate(Rule.COUNTING, [first], _count_from(first, len(lanes)))
+    if int(lanes[1]) - int(first) == 1 or int(last) - int(lanes[-2]) == 1:
+        yield _Candidate(Rule.COUNTING, [first], _count_from(first, len(lanes)))
     if fields is None:
         return
     stop = start + len(lanes)
@@ -125,39 +145,45 @@ def _count_from(first: Any, length: int) -> Lanes:  # noqa: ANN401 - a NumPy sca
 
 
 class SegmentReader:
-    """Reads the stretches of one row of one tensor, in the order in which they were written."""
+    """Reads the stretches of one row, of all its tensors, in the order in which they were written.
+
+    ``values``: the bytes of the values of all stretches, uint8, one after another.
+    """
 
     __slots__ = ("_program", "_taken", "_values", "position")
 
-    def __init__(self, program: list[int], position: int, values: Lanes) -> None:
+    def __init__(self, program: list[int], values: npt.NDArray[np.uint8], *, position: int = 0) -> None:
         self._program, self._values, self._taken = program, values, 0
         self.position = position
         """Where the program goes on."""
 
     def read_into(self, out: Lanes, fields: TokenFields | None = None, start: int = 0) -> None:
-        """Fill ``out``, the stretch of the tensor; ``fields`` and ``start`` as for ``write_segment``."""
+        """Fill ``out``, the stretch of the tensor, which holds zeros; ``fields`` and ``start`` as for
+        ``write_segment``."""
         if len(out) == 0:
             return
         code = self._take_integer()
         if code == Rule.CONSTANT:
-            out.fill(self._take_values(1)[0])
+            value = self._take_values(out.dtype, 1)[0]
+            if value:  # memory that is not written to stays the system's page of zeros, and most of a tensor is padding
+                out.fill(value)
             return
         if fields is None or not self._fill_from_row(out, code % PATCHED, fields, start):
             self._fill(out, code % PATCHED)
         if code >= PATCHED:
             positions = self._take_integers(self._take_integer())
-            out[positions] = self._take_values(len(positions))
+            out[positions] = self._take_values(out.dtype, len(positions))
 
     def _fill(self, out: Lanes, rule: int) -> None:
         if rule == Rule.CONSTANT:
-            out[:] = self._take_values(1)
+            out[:] = self._take_values(out.dtype, 1)
         elif rule == Rule.COUNTING:
-            out[:] = _count_from(self._take_values(1)[0], len(out))
+            out[:] = _count_from(self._take_values(out.dtype, 1)[0], len(out))
         elif rule == Rule.RAW:
-            out[:] = self._take_values(len(out))
+            out[:] = self._take_values(out.dtype, len(out))
         elif rule == Rule.RUNS:
             lengths = self._take_integers(self._take_integer())
-            out[:] = np.repeat(self._take_values(len(lengths)), lengths)
+            out[:] = np.repeat(self._take_values(out.dtype, len(lengths)), lengths)
         else:
             raise BatchError(f"padded batch: rule {rule} stands where there is no such field")
 
@@ -167,10 +193,12 @@ class SegmentReader:
         if rule == Rule.TOKENS and fields.tokens is not None:
             out[:] = fields.tokens[start:stop]
         elif rule == Rule.MASK:
-            off, on = self._take_values(2)
-            out[:] = np.where(fields.mask[start:stop], on, off)
+            off, on = self._take_values(out.dtype, 2)
+            out[:] = off
+            np.copyto(out, on, where=fields.mask[start:stop])
         elif rule == Rule.LOGPROBS and fields.logprobs is not None:
-            out[:] = np.where(fields.mask[start:stop], fields.logprobs[start:stop], self._take_values(1)[0])
+            out[:] = self._take_values(out.dtype, 1)
+            np.copyto(out, fields.logprobs[start:stop], where=fields.mask[start:stop])
         else:
             return False
         return True
@@ -183,6 +211,7 @@ class SegmentReader:
         self.position += count
         return self._program[self.position - count : self.position]
 
-    def _take_values(self, count: int) -> Lanes:
-        self._taken += count
-        return self._values[self._taken - count : self._taken]
+    def _take_values(self, dtype: np.dtype[Any], count: int) -> Lanes:
+        start = self._taken
+        self._taken += count * dtype.itemsize
+        return self._values[start : self._taken].view(dtype)

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.folder import RESULT_NAME, prepare_folder
-from mock_scheduler.align.plan import PlannedRun, plan_alignment
-from mock_scheduler.align.runs import LaunchRun, run_alignment
+from mock_scheduler.align.execution import MakeLaunch, make_process_launch
+from mock_scheduler.align.folder import ALIGN_MARKER, prepare_folder
+from mock_scheduler.align.plan import build_loader, plan_alignment
+from mock_scheduler.align.runs import run_alignment
 from mock_scheduler.compare.verdict import worst_exit_code
-from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.launcher import plan_launch, run_plan
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
-
-#: Given a config's name and folder, what starts one of its runs.
-MakeLaunch = Callable[[str, Path], LaunchRun]
-
-
-def make_process_launch(config_name: str, config_path: Path) -> LaunchRun:
-    """Runs as processes, through the launcher; their terminal output goes to each run's log."""
-
-    def launch(run: PlannedRun) -> int:
-        plan = plan_launch(
-            run.config,
-            config_name=config_name,
-            config_path=str(config_path),
-            overrides=run.overrides,
-            entry=run.entry,
-        )
-        return run_plan(plan, log_path=run.log_path)
-
-    return launch
+from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
 
 
 def run_align(
@@ -56,23 +36,19 @@ def run_align(
     baseline fails. ``console``: ``None`` is this terminal.
     """
     console = console or build_console()
-    load = partial(_load, config_name, config_path)
+    load = build_loader(config_name, config_path)
     plan = plan_alignment(load, overrides=overrides, output_dir=output_dir)
-    prepare_folder(plan.output_dir, overwrite=overwrite)
+    prepare_folder(plan.output_dir, marker=ALIGN_MARKER, overwrite=overwrite)
     launch = make_launch(config_name, config_path)
-    result_path = plan.output_dir / RESULT_NAME
+    result_path = plan.output_dir / ALIGN_FILE
     save = partial(save_result, path=result_path)
     result = run_alignment(plan, config_name=config_name, launch=launch, save=save, console=console)
     files = {
         "result": result_path,
         "recording": plan.recording_dir,
-        "runs": plan.output_dir / "{name}" / "run.log",
+        "runs": plan.output_dir / "{name}" / LOG_FILE,
     }
     print_report(result, console, files=files)
     if json_path is not None:
         save_result(result, json_path)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
-
-
-def _load(config_name: str, config_path: Path, overrides: Sequence[str]) -> PipelineConfig:
-    return load_config(config_name, config_path=config_path, overrides=overrides)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, quote_override
+from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, override_keys, quote_override
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
@@ -115,7 +115,6 @@ def _check_step(step: int) -> None:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    keys = [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
-    clashes = [key for key in _NOT_FOR_USERS if key in keys]
+    clashes = [key for key in _NOT_FOR_USERS if key in override_keys(overrides)]
     if clashes:
         raise ConfigError(f"doctor sets {', '.join(clashes)} itself; choose the step with --step")

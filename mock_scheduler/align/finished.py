@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.plan import stated_tolerance
-from mock_scheduler.align.runs import judge_runs, load_summary
+from mock_scheduler.align.runs import judge_runs
+from mock_scheduler.compare.finished_run import load_summary
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
 from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.config.loading import load_config
@@ -22,6 +23,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
+from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, LOG_FILE, RUN_FILE, TRACE_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ def run_compare(
         alignment = judge_runs(
             baseline.summary, candidate.summary, tolerance=tolerance, is_deterministic=is_deterministic
         )
-    log_path = candidate_dir / "run.log"
+    log_path = candidate_dir / LOG_FILE
     result = AlignmentResult(
         config_name=candidate.config.exp_name,
         output_dir=candidate_dir,
@@ -81,16 +83,16 @@ def run_compare(
 
 
 def _load_finished(folder: Path) -> FinishedRun:
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is not the output_dir of a run: there is no config.yaml in it")
-    config = load_config("config", config_path=folder)
-    if not (folder / "run.json").is_file():
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} is not the output_dir of a run: there is no {CONFIG_FILE} in it")
+    config = load_config(Path(CONFIG_FILE).stem, config_path=folder)
+    if not (folder / RUN_FILE).is_file():
         raise AlignmentError(
-            f"{folder} has no run.json: its run has not completed (it is still going, or {folder / 'error.json'} says "
+            f"{folder} has no {RUN_FILE}: its run has not completed (it is still going, or {folder / ERROR_FILE} says "
             "why it failed)"
         )
     summary = load_summary(folder.resolve().name, folder, elapsed_s=None)
-    if not (folder / "trace").is_dir():
+    if not (folder / TRACE_FOLDER).is_dir():
         raise AlignmentError(
             f"{folder} has no trace, without which gradients and parameters cannot be compared: run it again with "
             f"trace.level=full (it had trace.level={config.trace.level})"

@@ -1,38 +1,75 @@
-"""The folder of an alignment run: made fresh, and only ever removed where an alignment run made it."""
+"""The folder of an alignment or of the doctor: emptied only where such a command made it.
+
+Contract: a folder with the command's marker, or its result, in it is its own; in any other nothing is ever removed.
+"""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
-
-MARKER_NAME = ".mock-scheduler-align"
-RESULT_NAME = "align.json"
+from mock_scheduler.run_files import ALIGN_FILE, DOCTOR_FILE
 
 
-def prepare_folder(path: Path, *, overwrite: bool) -> None:
-    """Make ``path`` an empty folder with the marker of an alignment run in it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderMarker:
+    """What tells a command's own folder: a hidden file, or its result. ``text``: what the file says."""
 
-    Raises ``ConfigError`` where it holds anything and ``overwrite`` is not set, or anything that no alignment run
-    made: such a folder is never removed.
+    command: str
+    result_name: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The hidden file's name."""
+        return f".{self.command.replace(' ', '-')}"
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether the command made this folder."""
+        return (folder / self.name).is_file() or (folder / self.result_name).is_file()
+
+
+ALIGN_MARKER = FolderMarker(
+    command="mock-scheduler align",
+    result_name=ALIGN_FILE,
+    text="made by mock-scheduler align; --overwrite may remove what is in this folder\n",
+)
+DOCTOR_MARKER = FolderMarker(
+    command="mock-scheduler doctor",
+    result_name=DOCTOR_FILE,
+    text="made by mock-scheduler doctor, which may remove what is in this folder\n",
+)
+
+
+def prepare_folder(path: Path, *, marker: FolderMarker, overwrite: bool, keep: Path | None = None) -> None:
+    """Make ``path`` a folder with nothing in it but the marker and, where it lies there, ``keep``.
+
+    Raises ``ConfigError`` where it holds anything and ``overwrite`` is not set, or where the command did not make it.
     """
     if path.exists() or path.is_symlink():
-        _clear(path, overwrite=overwrite)
+        _clear(path, marker, overwrite=overwrite, keep=keep)
     path.mkdir(parents=True, exist_ok=True)
-    (path / MARKER_NAME).write_text("made by mock-scheduler align; --overwrite may remove this folder\n")
+    (path / marker.name).write_text(marker.text)
 
 
-def _clear(path: Path, *, overwrite: bool) -> None:
+def _clear(path: Path, marker: FolderMarker, *, overwrite: bool, keep: Path | None) -> None:
     if path.is_symlink() or not path.is_dir():
         raise ConfigError(f"{path} is not a folder; choose another --output-dir")
     if not any(path.iterdir()):
         return
     if not overwrite:
         raise ConfigError(f"{path} exists and is not empty; give --overwrite or choose another --output-dir")
-    if not ((path / MARKER_NAME).is_file() or (path / RESULT_NAME).is_file()):
+    if not marker.is_in(path):
         raise ConfigError(
-            f"{path} was not made by an alignment run (no {MARKER_NAME} or {RESULT_NAME} in it), so --overwrite does "
-            "not remove it; choose another --output-dir"
+            f"{path} was not made by {marker.command} (no {marker.name} or {marker.result_name} in it), so nothing in "
+            "it is removed; choose another --output-dir"
         )
-    shutil.rmtree(path)
+    for entry in path.iterdir():
+        if keep is not None and keep.is_relative_to(entry):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

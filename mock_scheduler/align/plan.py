@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError
 from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
 
 BASELINE_NAME = "baseline"
 RECORDING_NAME = "recording"
 
+#: Makes a checked configuration out of overrides; raises ``ConfigError``.
 ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
 
 # Every step of the baseline is recorded, and every step of a candidate is that of the recording.
@@ -59,7 +62,7 @@ class PlannedRun:
     @property
     def log_path(self) -> Path:
         """Where its terminal output goes."""
-        return self.output_dir / "run.log"
+        return self.output_dir / LOG_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +112,21 @@ def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: 
         baseline=baseline,
         candidates=tuple(candidates),
     )
+
+
+def build_loader(config_name: str, config_path: Path) -> ConfigLoader:
+    """What loads one configuration under any overrides."""
+
+    def load(overrides: Sequence[str]) -> PipelineConfig:
+        source = ConfigSource(config_name=config_name, config_path=str(config_path), overrides=tuple(overrides))
+        return source.load()
+
+    return load
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys that overrides in Hydra's grammar set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
+    return [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
 
 
 def has_module(module: str) -> bool:
@@ -186,7 +204,7 @@ def _check_candidates(config: PipelineConfig) -> None:
     names = [candidate.name for candidate in config.align.candidates]
     if not names:
         raise ConfigError("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
-    reserved = sorted({BASELINE_NAME, RECORDING_NAME, "align.json"} & set(names))
+    reserved = sorted({BASELINE_NAME, RECORDING_NAME, ALIGN_FILE} & set(names))
     if reserved:
         raise ConfigError(f"align.candidates: {', '.join(map(repr, reserved))} cannot be a candidate's name")
     doubled = sorted({name for name in names if names.count(name) > 1})
@@ -195,7 +213,6 @@ def _check_candidates(config: PipelineConfig) -> None:
 
 
 def _check_free(where: str, overrides: Sequence[str], taken: tuple[str, ...]) -> None:
-    keys = [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
-    clashes = [key for key in taken if key in keys]
+    clashes = [key for key in taken if key in override_keys(overrides)]
     if clashes:
         raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")

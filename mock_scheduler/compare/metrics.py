@@ -17,10 +17,13 @@ from pathlib import Path
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import TraceError
+from mock_scheduler.text import shorten
 
-#: Wall-clock values, values that come from a recording rather than from this run, and a run's own distance from its
-#: recording, which is rounding itself where all is well.
-NON_COMPARABLE_PREFIXES = ("time/", "rollout/", "recorded/", "rollout_logprob_diff_")
+#: Wall-clock values, and values of the run that recorded rather than of this one.
+NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
+
+#: Those, and a run's own distance from its recording, which is rounding itself where all is well.
+NON_COMPARABLE_PREFIXES = (*NOT_COMPUTED_PREFIXES, "rollout_logprob_diff_")
 
 _NON_FINITE = ("nan", "inf", "-inf")
 
@@ -105,7 +108,7 @@ def compare_values(
 ) -> MetricDifference:
     """Compare one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
     rows = [
-        (step, *differ(mine, other, floor=tolerance.metric_floor), _is_bit_equal(mine, other))
+        (step, *differ(mine, other, floor=tolerance.metric_floor), is_bit_equal(mine, other))
         for step, mine, other in pairs
     ]
     max_abs_step, max_abs, _, _ = max(rows, key=lambda row: row[1])
@@ -134,7 +137,8 @@ def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
     return absolute, absolute / scale
 
 
-def _is_bit_equal(mine: float, other: float) -> bool:
+def is_bit_equal(mine: float, other: float) -> bool:
+    """Whether two values are equal to the last bit; any NaN equals any other, and 0 is not -0."""
     if math.isnan(mine) and math.isnan(other):
         return True
     return struct.pack("<d", mine) == struct.pack("<d", other)
@@ -151,7 +155,7 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
     except json.JSONDecodeError as error:
         raise TraceError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
-        raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {line[:80]}')
+        raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {shorten(line, 80)}')
     for name, value in row["metrics"].items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number and value not in _NON_FINITE:

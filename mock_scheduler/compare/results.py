@@ -10,6 +10,7 @@ from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.tensors import compare_traces
 from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.reader import open_trace
 
 
@@ -63,10 +64,10 @@ def compare_runs(baseline_dir: Path, candidate_dir: Path, *, tolerance: Toleranc
     Raises ``AlignmentError`` or ``TraceError`` where these cannot be read.
     """
     metrics = compare_metrics(
-        load_metrics(baseline_dir / "metrics.jsonl"),
-        load_metrics(candidate_dir / "metrics.jsonl"),
+        load_metrics(baseline_dir / METRICS_FILE),
+        load_metrics(candidate_dir / METRICS_FILE),
         tolerance=tolerance,
     )
-    with open_trace(baseline_dir / "trace") as baseline, open_trace(candidate_dir / "trace") as candidate:
+    with open_trace(baseline_dir / TRACE_FOLDER) as baseline, open_trace(candidate_dir / TRACE_FOLDER) as candidate:
         tensors = compare_traces(baseline, candidate, tolerance=tolerance)
     return decide(metrics, tensors, tolerance=tolerance)

@@ -26,6 +26,7 @@ from mock_scheduler.compare.tensors import (
 )
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
+from mock_scheduler.text import count_of
 from mock_scheduler.trace.reader import ReplicaConflict
 
 
@@ -124,11 +125,11 @@ def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
 
 def describe_coverage(metrics: MetricComparison, tensors: TensorComparison) -> str:
     """What was compared, and the worst of each kind with its margin; for a verdict that passes."""
-    parts = [f"{_count(len(metrics.differences), 'metric')} over {_count(len(metrics.steps), 'step')}"]
+    parts = [f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}"]
     for kind in JUDGED_KINDS:
         group = tensors.group(kind)
         if group is not None:
-            parts.append(f"{_count(group.num_compared, kind)}{_describe_worst(group)}")
+            parts.append(f"{count_of(group.num_compared, kind)}{_describe_worst(group)}")
     return ", ".join(parts)
 
 
@@ -191,8 +192,8 @@ def _describe_divergence(
     if metrics.exceeding and first.kind != "metric":
         parts.append(f"first metric: {_from_metric(metrics.exceeding[0], tolerance).message}")
     parts.append(
-        f"beyond tolerance: {len(metrics.exceeding)} of {_count(len(metrics.differences), 'metric')}, "
-        f"{len(tensors.exceeding)} of {_count(len(tensors.differences), 'tensor')}"
+        f"beyond tolerance: {len(metrics.exceeding)} of {count_of(len(metrics.differences), 'metric')}, "
+        f"{len(tensors.exceeding)} of {count_of(len(tensors.differences), 'tensor')}"
     )
     num_findings = len(metrics.findings) + len(tensors.findings)
     if num_findings:
@@ -295,7 +296,3 @@ def _from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Di
             f"> {tolerance.metric:g}"
         ),
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

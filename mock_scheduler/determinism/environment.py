@@ -22,6 +22,7 @@ from mock_scheduler.determinism.settings import (
     is_deterministic_mode,
 )
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.text import bullet_list
 
 _LAUNCHED_WITH = Path("/proc/self/environ")
 
@@ -59,10 +60,9 @@ def check_settings(system_envs: Mapping[str, str]) -> None:
 
 
 def _settings_message(problems: list[str], lines: list[str]) -> str:
-    listed = "".join(f"\n  - {problem}" for problem in problems)
     yaml_lines = "".join(f"\n  {line}" for line in lines)
     advice = f"\nWrite in the configuration:\nsystem_envs:{yaml_lines}" if lines else ""
-    return f"system_envs do not make a deterministic run:{listed}{advice}"
+    return f"system_envs do not make a deterministic run:{bullet_list(problems, limit=None)}{advice}"
 
 
 def find_contradictions(system_envs: Mapping[str, str]) -> list[str]:
@@ -137,9 +137,8 @@ def apply_system_envs(
         ]
         late += find_late_changes(read, environ=environ, launched_with=launched_with)
     if late:
-        listed = "".join(f"\n  - {problem}" for problem in late)
         raise DeterminismError(
-            f"too late to set in this process:{listed}\n"
+            f"too late to set in this process:{bullet_list(late, limit=None)}\n"
             "Start the run through launch/train.sh (or export it before python)."
         )
     environ.update(changes)
@@ -168,9 +167,8 @@ def check_unchanged(at_start: Mapping[str, str], at_end: Mapping[str, str]) -> N
         if at_start.get(name) != at_end.get(name) and at_start.get(name) != "not imported"
     ]
     if changed:
-        listed = "".join(f"\n  - {change}" for change in changed)
         raise DeterminismError(
-            f"settings changed during the run, so its steps are not comparable:{listed}\n"
+            f"settings changed during the run, so its steps are not comparable:{bullet_list(changed, limit=None)}\n"
             "Find what changes them, a library or a callback, and set them before the start."
         )
 

@@ -23,6 +23,7 @@ from mock_scheduler.determinism.settings import (
     recorded_names,
 )
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.text import bullet_list
 
 UNSET = "unset"
 
@@ -110,9 +111,8 @@ def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None
     problems += _proof_problems(values, deterministic=deterministic)
     problems += _environment_problems(values) if deterministic else []
     if problems:
-        listed = "".join(f"\n  - {problem}" for problem in problems)
         raise DeterminismError(
-            f"settings that did not take effect:{listed}\n"
+            f"settings that did not take effect:{bullet_list(problems, limit=None)}\n"
             "Start the run through launch/train.sh, and let nothing change these after the start."
         )
 

@@ -12,14 +12,14 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.utils.deterministic
 
-from mock_scheduler.determinism.settings_versions import APEX_MODULES, PACKAGES
+from mock_scheduler.determinism.settings.versions import APEX_MODULES, PACKAGES
+from mock_scheduler.packages import read_package_version
 
 NOT_IMPORTED = "not imported"
 Probe = Callable[[Mapping[str, str]], object]
@@ -42,19 +42,9 @@ def _read(probes: Mapping[str, Probe], environ: Mapping[str, str]) -> dict[str, 
     return {name: "absent" if value is None else str(value) for name, value in values.items()}
 
 
-def package_version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed; ``None`` where none is."""
-    for distribution in distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def installed_versions() -> dict[str, str]:
     """The packages of the table that are installed, by plain name (``megatron-core``), and ``cudnn`` where it is."""
-    found = {name.removeprefix("version."): package_version(*names) for name, names in PACKAGES.items()}
+    found = {name.removeprefix("version."): read_package_version(*names) for name, names in PACKAGES.items()}
     found["cudnn"] = _cudnn_version()
     return {name: value for name, value in found.items() if value is not None}
 
@@ -89,19 +79,27 @@ def _legacy_precision(read: Callable[[], object]) -> Probe:
     return probe
 
 
-def _fp32_precision(backend: object) -> Probe:
-    """``fp32_precision`` came with torch 2.9; older versions have the old flags alone."""
-    if not hasattr(backend, "fp32_precision"):
-        return lambda environ: None
-    return lambda environ: backend.fp32_precision
+def _optional(module: object, *names: str) -> object:
+    """What ``module.a.b`` is now; ``None`` where this version of the library has no such name.
+
+    For what not every supported version has: ``fp32_precision`` came with torch 2.9, ``allow_fp16_accumulation`` with
+    2.7.
+    """
+    for name in names:
+        if not hasattr(module, name):
+            return None
+        module = getattr(module, name)
+    return module
+
+
+def _backend(*names: str) -> Probe:
+    return lambda environ: _optional(torch.backends, *names)
 
 
 def _inductor(name: str) -> Probe:
     def probe(environ: Mapping[str, str]) -> object:
         config = sys.modules.get("torch._inductor.config")
-        if config is None:
-            return NOT_IMPORTED
-        return getattr(config, name, None)  # ``deterministic`` is not in every version
+        return NOT_IMPORTED if config is None else _optional(config, name)
 
     return probe
 
@@ -195,19 +193,16 @@ _FLAGS: dict[str, Probe] = {
     "torch.cudnn.allow_tf32": _legacy_precision(lambda: torch.backends.cudnn.allow_tf32),
     "torch.cuda.matmul.allow_tf32": _legacy_precision(lambda: torch.backends.cuda.matmul.allow_tf32),
     "torch.float32_matmul_precision": _legacy_precision(torch.get_float32_matmul_precision),
-    "torch.cuda.matmul.fp32_precision": _fp32_precision(torch.backends.cuda.matmul),
-    "torch.cudnn.conv.fp32_precision": _fp32_precision(getattr(torch.backends.cudnn, "conv", None)),
-    "torch.mkldnn.matmul.fp32_precision": _fp32_precision(getattr(torch.backends.mkldnn, "matmul", None)),
+    "torch.cuda.matmul.fp32_precision": _backend("cuda", "matmul", "fp32_precision"),
+    "torch.cudnn.conv.fp32_precision": _backend("cudnn", "conv", "fp32_precision"),
+    "torch.mkldnn.matmul.fp32_precision": _backend("mkldnn", "matmul", "fp32_precision"),
     "torch.cuda.matmul.allow_bf16_reduced_precision_reduction": lambda environ: (
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     ),
     "torch.cuda.matmul.allow_fp16_reduced_precision_reduction": lambda environ: (
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
     ),
-    # Since torch 2.7.
-    "torch.cuda.matmul.allow_fp16_accumulation": lambda environ: getattr(
-        torch.backends.cuda.matmul, "allow_fp16_accumulation", None
-    ),
+    "torch.cuda.matmul.allow_fp16_accumulation": _backend("cuda", "matmul", "allow_fp16_accumulation"),
     "torch.cuda.preferred_blas_library": lambda environ: _plain_name(torch.backends.cuda.preferred_blas_library()),
     "torch.sdp.flash": lambda environ: torch._C._get_flash_sdp_enabled(),
     "torch.sdp.mem_efficient": lambda environ: torch._C._get_mem_efficient_sdp_enabled(),
@@ -239,7 +234,7 @@ _VERSIONS: dict[str, Probe] = {
 
 
 def _package_probe(distributions: tuple[str, ...]) -> Probe:
-    return lambda environ: package_version(*distributions)
+    return lambda environ: read_package_version(*distributions)
 
 
 def _module_probe(module: str) -> Probe:

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mock_scheduler.determinism.megatron_rule import MegatronRule
-from mock_scheduler.determinism.megatron_rules import RULES
+from mock_scheduler.determinism.megatron import RULES, MegatronRule
 from mock_scheduler.determinism.settings import AREAS, FAMILIES, Between, Kind, Setting
 from mock_scheduler.errors import ConfigError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from types import TracebackType
 
 from mock_scheduler.digests import JSON
@@ -72,10 +71,15 @@ class ProxyScheduler:
 
     def close(self) -> None:
         """Close the real scheduler, write what is left and raise what could not be written; once."""
-        with ExitStack() as stack:  # each part is done whatever another one raises
-            stack.callback(self._loop_thread.close)
-            stack.callback(self._run, self._core.close_writer())
-            stack.callback(self._run, self._core.close_real())
+        # Each part is done whatever another one raises. Not an ExitStack: that would drop the error, as the context of
+        # what is raised here, with which a ``with`` block is ending already.
+        try:
+            self._run(self._core.close_real())
+        finally:
+            try:
+                self._run(self._core.close_writer())
+            finally:
+                self._loop_thread.close()
 
     def __enter__(self) -> ProxyScheduler:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.storage import ByteSource
@@ -19,8 +19,7 @@ BLOCK_BYTES = 64 * 2**10
 DIGEST_CHARS = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorRange:
+class TensorRange(NamedTuple):  # every load makes some dozens, and a data class takes several times as long
     """Bytes ``start`` to ``stop`` of a tensor, counted from its first one."""
 
     entry: TensorEntry
@@ -31,15 +30,15 @@ class TensorRange:
     def of(cls, entry: TensorEntry, entries: range | None) -> TensorRange:
         """What holds ``entries`` of the tensor along its first dimension; None: all of it."""
         start, stop = (0, entry.size_bytes) if entries is None else entry.byte_range(entries)
-        return cls(entry=entry, start=start, stop=stop)
+        return cls(entry, start, stop)
 
     def span(self, *, verify: bool) -> tuple[int, int]:
         """The bytes of the file to read for it: the blocks it touches or, where nothing is verified, just itself."""
-        start, stop = self.start, self.stop
+        entry, start, stop = self
         if verify and start < stop:
             start -= start % BLOCK_BYTES
-            stop = min(self.entry.size_bytes, count_blocks(stop) * BLOCK_BYTES)
-        return self.entry.start + start, self.entry.start + stop
+            stop = min(entry.stop - entry.start, count_blocks(stop) * BLOCK_BYTES)
+        return entry.start + start, entry.start + stop
 
 
 def count_blocks(size_bytes: int) -> int:
@@ -49,6 +48,8 @@ def count_blocks(size_bytes: int) -> int:
 
 def digest_blocks(data: memoryview) -> str:
     """The SHA-256 (hex) of each block of a tensor's bytes, one after another; empty where there are no bytes."""
+    if 0 < len(data) <= BLOCK_BYTES:  # as most tensors
+        return hashlib.sha256(data).hexdigest()
     starts = range(0, len(data), BLOCK_BYTES)
     return "".join([hashlib.sha256(data[start : start + BLOCK_BYTES]).hexdigest() for start in starts])
 
@@ -72,12 +73,11 @@ class BlockReader:
         for start, stop, members in _merge_touching(ranges, verify=verify):
             data = self._source.read(start, stop)
             self.num_bytes_read += stop - start
-            for wanted, first, last in members:
-                part = data[first - start : last - start]
-                if verify and not _is_intact(part, wanted.entry, first - wanted.entry.start):
-                    changed.append(wanted.entry.name)
-                skipped = wanted.entry.start + wanted.start - first
-                loaded[wanted.entry.name] = part[skipped : skipped + wanted.stop - wanted.start]
+            for (entry, wanted_start, wanted_stop), first, last in members:
+                if verify and not _is_intact(data[first - start : last - start], entry, first - entry.start):
+                    changed.append(entry.name)
+                offset = entry.start - start
+                loaded[entry.name] = data[offset + wanted_start : offset + wanted_stop]
         if changed:
             names = ", ".join(repr(tensor) for tensor in sorted(changed))
             raise CorruptRecordingError(
@@ -104,5 +104,7 @@ def _merge_touching(
 
 def _is_intact(part: memoryview, entry: TensorEntry, offset: int) -> bool:
     """Whether whole blocks, from byte ``offset`` of the tensor on, match their digests."""
+    if len(part) == entry.stop - entry.start:
+        return digest_blocks(part) == entry.blocks
     first = offset // BLOCK_BYTES * DIGEST_CHARS
     return digest_blocks(part) == entry.blocks[first : first + count_blocks(len(part)) * DIGEST_CHARS]

@@ -48,7 +48,7 @@ class MemorySource:
 
 def map_file(path: str, *, shown_path: str) -> MemorySource:
     """The file as a private map: what a reader writes into a tensor never reaches the disk. Raises ``OSError``."""
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size == 0:  # mmap refuses it
             return MemorySource(bytearray(), path=shown_path)
         return MemorySource(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), path=shown_path)

@@ -41,6 +41,8 @@ STEP_VERSION = 2
 MAX_HEADER_BYTES = 8 * 2**20
 
 _METADATA_KEY = "rollout"
+_HEAD_START = f'{{"__metadata__":{{"{_METADATA_KEY}":'
+_DECODER = json.JSONDecoder()
 _FIRST_READ_BYTES = 16 * 2**10
 _MAX_DIMS = 64
 _MAX_TENSOR_BYTES = 2**48
@@ -48,10 +50,11 @@ _MAX_TENSOR_BYTES = 2**48
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """A header that was read and found sound. ``digest`` stands for all that the file holds; ``size_bytes`` is the
-    header's own size."""
+    """A header that was read and found sound. ``content``: canonical JSON of everything that is no tensor, as text, so
+    that each who reads it has its own; ``digest`` stands for all that the file holds; ``size_bytes`` is the header's
+    own size."""
 
-    content: Mapping[str, Any]
+    content: str
     entries: Mapping[str, TensorEntry]
     digest: str
     size_bytes: int
@@ -74,7 +77,7 @@ def encode_tensors(
         }
         for tensor in order
     }
-    metadata, digest = _render_metadata(content, table)
+    metadata, digest = _render_metadata(canonical_json(content), table)
     head = _render_header(metadata, _build_entries(table, source=name, start=0))
     if len(head) > MAX_HEADER_BYTES:
         raise RecordingError(
@@ -84,28 +87,33 @@ def encode_tensors(
     return (struct.pack("<Q", len(head)) + head, *pieces.values()), digest
 
 
-def read_header(source: ByteSource, *, name: str) -> StepHeader:
-    """Read and check the header of a step file, without its tensors; ``name`` is the file's, for messages.
-
-    Raises ``CorruptRecordingError`` where any bit of it changed or the file is not as long as it says, and
-    ``RecordingError`` where another version of the format, or of torch, wrote it.
-    """
+def read_head(source: ByteSource, *, name: str) -> bytes:
+    """The bytes of a step file's safetensors header, of which only the size is checked; ``name`` is the file's, for
+    messages. Raises ``CorruptRecordingError`` where the file has no header of a size within the bounds."""
     size_bytes = source.size_bytes
     first = source.read(0, min(size_bytes, _FIRST_READ_BYTES))
     header_size = _read_header_size(first, size_bytes, name)
-    head = bytes(first[8 : 8 + header_size]) + (
-        bytes(source.read(len(first), 8 + header_size)) if 8 + header_size > len(first) else b""
-    )
+    rest = source.read(len(first), 8 + header_size) if 8 + header_size > len(first) else b""
+    return bytes(first[8 : 8 + header_size]) + bytes(rest)
+
+
+def parse_head(head: bytes, *, size_bytes: int, name: str) -> StepHeader:
+    """What the bytes from ``read_head`` say, checked, of a file of ``size_bytes``.
+
+    Raises ``CorruptRecordingError`` where any bit of them changed or the file is not as long as they say, and
+    ``RecordingError`` where another version of the format, or of torch, wrote it.
+    """
+    start = 8 + len(head)
     metadata = _find_metadata(head, name)
     content, table = _parse_metadata(metadata, name)
-    digest = _check_digest(metadata, content, table, source=name)
-    entries = _build_entries(table, source=name, start=8 + header_size)
+    content_text, digest = _check_digest(metadata, content, table, source=name)
+    entries = _build_entries(table, source=name, start=start)
     if _render_header(metadata, entries) != head:
         raise CorruptRecordingError(f"{name}: header is not in canonical form: its bytes were changed")
-    stop = max((entry.stop for entry in entries.values()), default=8 + header_size)
+    stop = max((entry.stop for entry in entries.values()), default=start)
     if stop != size_bytes:
         raise CorruptRecordingError(f"{name}: file has {size_bytes} bytes; its header describes {stop}: truncated")
-    return StepHeader(content=content, entries=entries, digest=digest, size_bytes=8 + header_size)
+    return StepHeader(content=content_text, entries=entries, digest=digest, size_bytes=start)
 
 
 def _read_header_size(first: memoryview, size_bytes: int, source: str) -> int:
@@ -122,14 +130,20 @@ def _read_header_size(first: memoryview, size_bytes: int, source: str) -> int:
 
 def _find_metadata(head: bytes, source: str) -> str:
     try:
-        header = json.loads(head.decode("ascii"))
+        text = head.decode("ascii")
+        if text.startswith(_HEAD_START):
+            # What follows need not be parsed: it is compared with what the metadata says.
+            metadata, _ = _DECODER.raw_decode(text, len(_HEAD_START))
+            if isinstance(metadata, str):
+                return metadata
+        header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CorruptRecordingError(f"{source}: header is no JSON: {error}") from error
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    text = metadata.get(_METADATA_KEY) if isinstance(metadata, dict) else None
-    if not isinstance(text, str):
+    entry = header.get("__metadata__") if isinstance(header, dict) else None
+    metadata = entry.get(_METADATA_KEY) if isinstance(entry, dict) else None
+    if not isinstance(metadata, str):
         raise CorruptRecordingError(f"{source}: header has no metadata {_METADATA_KEY!r}: not a recorded step")
-    return text
+    return metadata
 
 
 def _parse_metadata(text: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -152,20 +166,21 @@ def _parse_metadata(text: str, source: str) -> tuple[dict[str, Any], dict[str, A
     return content, table
 
 
-def _check_digest(metadata: str, content: dict[str, Any], table: dict[str, Any], *, source: str) -> str:
-    """The digest, if writing the two parts again gives the very same text."""
+def _check_digest(metadata: str, content: dict[str, Any], table: dict[str, Any], *, source: str) -> tuple[str, str]:
+    """The content as text and the digest, if writing the two parts again gives the very same text."""
     try:
-        written, digest = _render_metadata(content, table)
+        content_text = canonical_json(content)
+        written, digest = _render_metadata(content_text, table)
     except (ValueError, RecursionError) as error:  # NaN, which Python's JSON reads but no step holds
         raise CorruptRecordingError(f"{source}: header metadata is not JSON: {error}") from error
     if written != metadata:
         raise CorruptRecordingError(f"{source}: header metadata does not match its digest: its bytes were changed")
-    return digest
+    return content_text, digest
 
 
-def _render_metadata(content: Mapping[str, JSON], table: Mapping[str, JSON]) -> tuple[str, str]:
+def _render_metadata(content_text: str, table: Mapping[str, JSON]) -> tuple[str, str]:
     """The sealed document as canonical JSON, and its digest; each part becomes text once, since every open pays."""
-    head = f'{{"content":{canonical_json(content)},'
+    head = f'{{"content":{content_text},'
     tail = f'"format":"{STEP_FORMAT}","tensors":{canonical_json(table)},"version":{STEP_VERSION}}}'
     digest = hashlib.sha256((head + tail).encode("ascii")).hexdigest()
     return f'{head}"digest":"{digest}",{tail}', digest
@@ -198,7 +213,7 @@ def _read_kind(tensor: str, item: object, source: str) -> tuple[torch.dtype, tup
             f"{source}: tensor {tensor!r} is of dtype {dtype!r}, which torch {torch.__version__} does not have: read "
             "it with the release of torch that recorded it"
         )
-    if len(shape) > _MAX_DIMS or any(type(size) is not int for size in shape) or min(shape, default=0) < 0:
+    if len(shape) > _MAX_DIMS or not set(map(type, shape)) <= {int} or min(shape, default=0) < 0:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape is no list of up to {_MAX_DIMS} sizes")
     # Sizes of 0 do not hide the others: torch computes strides from those.
     if math.prod([size or 1 for size in shape]) * DTYPES[dtype].itemsize > _MAX_TENSOR_BYTES:

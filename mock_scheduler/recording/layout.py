@@ -15,12 +15,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
+from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
 from mock_scheduler.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.recording.row_keys import RowKeys
+from mock_scheduler.trajectory import build_identities
 
 _DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "rewards": (torch.float32, ()),
@@ -44,12 +46,14 @@ IDENTITY_TENSORS = ("identities", "scheduler_index")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLayout:
-    """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: those tensors' names."""
+    """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: those tensors' names;
+    ``extra_values``: those of extras' values, which are of any dtype, as no others are."""
 
     num_rows: int
     num_trajectories: int
     columns: Mapping[str, str | None]
     offsets: tuple[str, ...]
+    extra_values: frozenset[str]
 
 
 def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
@@ -61,7 +65,7 @@ def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, 
     digests = np.frombuffer(bytearray.fromhex("".join(batch.prompt_digests)), dtype=np.uint8)
     tensors = batch.tensors()
     tensors |= {
-        "response_offsets": _response_offsets(tensors),
+        "response_offsets": torch.from_numpy(_response_offsets(batch.row_offsets.numpy(), batch.response_mask.numpy())),
         "identities": torch.tensor([i.numbers for i in batch.identities], dtype=torch.int64).reshape(len(batch), 4),
         "scheduler_index": torch.tensor([scheduler_index[i.scheduler_id] for i in batch.identities], dtype=torch.int32),
         "tag_index": torch.tensor([tag_index[tag] for tag in batch.tags], dtype=torch.int32),
@@ -112,7 +116,13 @@ def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtyp
             raise ValueError(f"extra {name!r} is of kind {kind!r}")
         columns[f"extras/{name}"] = None if kind == "dense" else f"extras/{name}#offsets"
     offsets = tuple(dict.fromkeys(name for name in columns.values() if name is not None))
-    layout = StepLayout(num_rows=num_rows, num_trajectories=num_trajectories, columns=columns, offsets=offsets)
+    layout = StepLayout(
+        num_rows=num_rows,
+        num_trajectories=num_trajectories,
+        columns=columns,
+        offsets=offsets,
+        extra_values=frozenset(f"extras/{name}" for name, kind in extras.items() if kind != "json"),
+    )
     problems = _layout_problems(layout, kinds)
     if problems:
         raise ValueError("; ".join(problems))
@@ -145,82 +155,85 @@ def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, 
             is_right = dtype == _RAGGED[name][0] and len(shape) == 1
         else:
             is_right = len(shape) >= 1 and (layout.columns.get(name) is not None or shape[0] == layout.num_rows)
+            if is_right and name not in layout.extra_values:  # the text of a JSON column
+                is_right = dtype == torch.uint8 and len(shape) == 1
         if not is_right:
             problems.append(f"tensor {name!r} is {dtype} {list(shape)}, which does not fit {layout.num_rows} rows")
     return problems
 
 
 def unpack_batch(
-    tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any], *, group_size: int | None
+    arrays: Mapping[str, npt.NDArray[Any]],
+    extra_values: Mapping[str, torch.Tensor],
+    content: Mapping[str, Any],
+    *,
+    group_size: int | None,
 ) -> RolloutBatch:
-    """The batch of these rows: columns and offsets of the same rows, the offsets beginning at 0.
+    """The batch of these rows: columns and offsets of the same rows, the offsets beginning at 0; it shares memory with
+    them. ``extra_values``: those tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
 
     Raises ``BatchError``, ``KeyError``, ``IndexError``, ``TypeError``, ``ValueError`` or ``RuntimeError`` where they
     are no batch.
     """
     tags = content["tags"]
+    core = {name: _as_tensor(arrays[name]) for name in TENSOR_FIELDS}
     batch = RolloutBatch(
-        identities=_unpack_identities(tensors, content["scheduler_ids"]),
-        tokens=tensors["tokens"],
-        row_offsets=tensors["row_offsets"],
-        response_mask=tensors["response_mask"],
-        rollout_logprobs=tensors["rollout_logprobs"],
-        turn_offsets=tensors["turn_offsets"],
-        turn_rewards=tensors["turn_rewards"],
-        policy_versions=tensors["policy_versions"],
-        rewards=tensors["rewards"],
-        terminations=tensors["terminations"],
-        prompt_lengths=tensors["prompt_lengths"],
-        prompt_digests=_unpack_digests(tensors["prompt_digests"]),
-        tags=tuple([tags[index] for index in tensors["tag_index"].tolist()]),
+        identities=_unpack_identities(arrays, content["scheduler_ids"]),
+        prompt_digests=_unpack_digests(arrays["prompt_digests"]),
+        tags=tuple([tags[index] for index in arrays["tag_index"].tolist()]),
         sampling=SamplingParams(**content["sampling"]),
         group_size=group_size,
-        extras={name: _unpack_extra(name, kind, tensors) for name, kind in content["extras"].items()},
+        extras={name: _unpack_extra(name, kind, arrays, extra_values) for name, kind in content["extras"].items()},
         meta=content["meta"],
+        **core,
     )
-    _check_response_offsets(tensors)
+    # The batch derives these from the mask, while a load of some rows relies on them.
+    if not np.array_equal(
+        _response_offsets(arrays["row_offsets"], arrays["response_mask"]), arrays["response_offsets"]
+    ):
+        raise ValueError("response_offsets are not those of response_mask")
     return batch
 
 
-def _check_response_offsets(tensors: Mapping[str, torch.Tensor]) -> None:
-    """The batch derives these from the mask, while a load of some rows relies on them."""
-    if not torch.equal(_response_offsets(tensors), tensors["response_offsets"]):
-        raise ValueError("response_offsets are not those of response_mask")
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The tensor ``[n]`` of an array, which it shares; an empty one has strides that torch can work with."""
+    tensor = torch.from_numpy(array)
+    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 
 
-def _response_offsets(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Where each row's logprobs start; no row is empty, as ``reduceat`` needs. NumPy, since torch would start threads
-    for so little."""
-    starts, mask = tensors["row_offsets"].numpy()[:-1], tensors["response_mask"].numpy()
-    offsets = np.zeros(len(starts) + 1, dtype=np.int64)
-    if len(starts):
-        np.add.reduceat(mask, starts, dtype=np.int64).cumsum(out=offsets[1:])
-    return torch.from_numpy(offsets)
+def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Where each row's logprobs start; no row is empty, as ``reduceat`` needs."""
+    offsets = np.zeros(len(row_offsets), dtype=np.int64)
+    if len(row_offsets) > 1:
+        # As bytes and in small integers where a row's sum fits, which NumPy adds up several times faster.
+        sums = np.int32 if len(mask) < 2**31 else np.int64
+        np.add.reduceat(mask.view(np.uint8), row_offsets[:-1], dtype=sums).cumsum(dtype=np.int64, out=offsets[1:])
+    return offsets
 
 
-def unpack_keys(tensors: Mapping[str, torch.Tensor], scheduler_ids: list[str]) -> RowKeys:
+def unpack_keys(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> RowKeys:
     """Which rows these are; raises as ``unpack_batch``."""
-    numbers, indices = tensors["identities"].tolist(), tensors["scheduler_index"].tolist()
+    numbers, indices = arrays["identities"].tolist(), arrays["scheduler_index"].tolist()
     return RowKeys(
         keys=tuple([(scheduler_ids[index], *row) for index, row in zip(indices, numbers, strict=True)]),
-        prompt_digests=_unpack_digests(tensors["prompt_digests"]),
+        prompt_digests=_unpack_digests(arrays["prompt_digests"]),
     )
 
 
-def _unpack_digests(digests: torch.Tensor) -> tuple[str, ...]:
+def _unpack_digests(digests: npt.NDArray[np.uint8]) -> tuple[str, ...]:
     """The rows of a uint8 ``[B, 32]`` as hex."""
-    text = digests.numpy().tobytes().hex()
-    return tuple([text[start : start + 64] for start in range(0, len(text), 64)])
+    return tuple(digests.tobytes().hex(" ", 32).split())
 
 
-def _unpack_extra(name: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> Column:
-    values = tensors[f"extras/{name}"]
+def _unpack_extra(
+    name: str, kind: str, arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, torch.Tensor]
+) -> Column:
     if kind == "dense":
-        return TensorColumn(values=values)
-    offsets = tensors[f"extras/{name}#offsets"]
+        return TensorColumn(values=values[f"extras/{name}"])
+    offsets = arrays[f"extras/{name}#offsets"]
     if kind == "ragged":
-        return TensorColumn(values=values, offsets=offsets)
-    text, bounds = values.numpy().tobytes(), offsets.tolist()
+        return TensorColumn(values=values[f"extras/{name}"], offsets=torch.from_numpy(offsets))
+    text, bounds = arrays[f"extras/{name}"].tobytes(), offsets.tolist()
     # All rows in one go: a call per row would cost more than reading the rest of the step.
     items = json.loads(b"[" + b",".join([text[a:b] for a, b in pairwise(bounds)]) + b"]")
     if len(items) != len(bounds) - 1:
@@ -228,13 +241,6 @@ def _unpack_extra(name: str, kind: str, tensors: Mapping[str, torch.Tensor]) -> 
     return JsonColumn(items=tuple(items))
 
 
-def _unpack_identities(tensors: Mapping[str, torch.Tensor], scheduler_ids: list[str]) -> tuple[SampleIdentity, ...]:
-    rows, indices = tensors["identities"].tolist(), tensors["scheduler_index"].tolist()
-    return tuple(
-        [
-            SampleIdentity(
-                scheduler_id=scheduler_ids[index], group_id=group_id, episode_id=episode_id, env_id=env_id, turn=turn
-            )
-            for index, (group_id, episode_id, env_id, turn) in zip(indices, rows, strict=True)
-        ]
-    )
+def _unpack_identities(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> tuple[SampleIdentity, ...]:
+    chosen = [scheduler_ids[index] for index in arrays["scheduler_index"].tolist()]
+    return build_identities(chosen, arrays["identities"])

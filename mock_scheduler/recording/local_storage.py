@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
@@ -24,7 +24,7 @@ from mock_scheduler.files import (
     written_aside,
 )
 from mock_scheduler.recording.byte_sources import ByteSource, MemorySource, map_file
-from mock_scheduler.recording.compressed import COMPRESSED_ENDING, compress, decompress
+from mock_scheduler.recording.compressed import COMPRESSED_ENDING, compress, open_compressed
 from mock_scheduler.recording.file_lock import FileLock, lock_folder
 from mock_scheduler.recording.names import check_name
 
@@ -47,7 +47,7 @@ class LocalStorage:
 
     def exists(self, name: str) -> bool:
         """Whether a file or a folder of this name is there."""
-        return os.path.exists(self._inside(name))
+        return self._find(name)[1]
 
     def list_names(self, folder: str) -> list[str]:
         """Names directly in a folder, sorted, without hidden ones; none where there is no such folder."""
@@ -64,7 +64,7 @@ class LocalStorage:
         with _as_recording_error(path, "cannot read"):
             source = map_file(path, shown_path=path)
             if name.endswith(COMPRESSED_ENDING):
-                return MemorySource(decompress(source.read(0, source.size_bytes), path=path), path=path)
+                return open_compressed(source.read(0, source.size_bytes), path=path)
         return source
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
@@ -149,14 +149,26 @@ class LocalStorage:
 
     def _inside(self, name: str) -> str:
         """The path of a name; raises ``RecordingError`` where it leads out of the folder."""
+        return self._find(name)[0]
+
+    def _find(self, name: str) -> tuple[str, bool]:
+        """The path of a name and whether it is there; raises ``RecordingError`` where it leads out of the folder."""
         check_name(name, location=self._location)
         path = self.path(name)
-        # A name has no "..", so that only a link can lead out; without one nothing need be resolved.
-        if any(os.path.islink(self.path(above)) for above in accumulate(name.split("/"), "{}/{}".format)):
-            root, target = os.path.realpath(self._root), os.path.realpath(path)
-            if os.path.commonpath([root, target]) != root:
-                raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
-        return path
+        above = self._root
+        for part in name.split("/"):
+            above = os.path.join(above, part) if part else above
+            try:
+                mode = os.lstat(above).st_mode
+            except OSError:
+                return path, False
+            # A name has no "..", so that only a link can lead out; without one nothing need be resolved.
+            if stat.S_ISLNK(mode):
+                root, target = os.path.realpath(self._root), os.path.realpath(path)
+                if os.path.commonpath([root, target]) != root:
+                    raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
+                return path, os.path.exists(path)
+        return path, True
 
 
 @contextmanager

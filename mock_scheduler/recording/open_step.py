@@ -57,9 +57,13 @@ class OpenStep:
 
     def info_of(self, shard: RowShard | None) -> StepInfo:
         """What one process's part says about itself where it was recorded as such; else that of the step."""
-        if shard is None or not self._is_recorded_as(shard):
+        if shard is None or not self.is_recorded_as(shard):
             return self.info
         return replace(self._file(shard.index).info, shard=None)
+
+    def is_recorded_as(self, shard: RowShard | None) -> bool:
+        """Whether one process recorded just the rows of ``shard`` (None: all of them)."""
+        return (None if self._commit is None else len(self._commit.shards)) == (None if shard is None else shard.count)
 
     def load(self, shard: RowShard | None = None, *, verify: bool = True) -> RolloutBatch:
         """The whole step, or the part of one of ``shard.count`` processes; raises as ``StepFile.load``.
@@ -68,7 +72,7 @@ class OpenStep:
         """
         if shard is None:
             return self._load_rows(range(self.num_rows), verify=verify)
-        if self._is_recorded_as(shard):
+        if self.is_recorded_as(shard):
             return self._file(shard.index).load(verify=verify)
         return self._load_rows(self._rows_of(shard), verify=verify)
 
@@ -103,9 +107,6 @@ class OpenStep:
         if index not in self._files:
             self._files[index] = self._parts[index]()
         return self._files[index]
-
-    def _is_recorded_as(self, shard: RowShard) -> bool:
-        return self._commit is not None and len(self._commit.shards) == shard.count
 
     def _rows_of(self, shard: RowShard) -> range:
         if self.num_trajectories % shard.count:

@@ -7,7 +7,6 @@ folder ``train/step_000000/`` of shards, which is there once its ``commit.json``
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -126,13 +125,6 @@ def format_steps(steps: Iterable[int]) -> str:
 def format_present(steps: Mapping[str, Sequence[int]]) -> str:
     """Steps per folder as ranges: ``train 0-4; val 0, 5``; ``none`` where there are none."""
     return "; ".join(f"{folder} {format_steps(found)}" for folder, found in steps.items()) or "none"
-
-
-def check_inside(dump_dir: str, path: str) -> None:
-    """Raise ``RecordingError`` where ``path`` leads out of ``dump_dir`` through a link."""
-    root, target = os.path.realpath(dump_dir), os.path.realpath(path)
-    if os.path.commonpath([root, target]) != root:
-        raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
 
 
 def _only_one(storage: Storage, names: Sequence[str]) -> str | None:

@@ -8,7 +8,6 @@ may lie between.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from mock_scheduler.recording.paths import (
     request_name,
     step_folder,
 )
+from mock_scheduler.recording.prompts import compare_prompts
 from mock_scheduler.recording.retention import load_retention
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage
@@ -34,11 +34,15 @@ from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedStep:
-    """A step, or one process's part of it, as read."""
+    """A step, or one process's part of it, as read.
+
+    ``is_as_recorded``: one process recorded these very rows, so that ``info.scheduler_state`` is its scheduler's.
+    """
 
     path: str
     batch: RolloutBatch
     info: StepInfo
+    is_as_recorded: bool = True
 
 
 class RecordingReader:
@@ -69,48 +73,56 @@ class RecordingReader:
             raise StepNotFoundError(self._missing_text([request]))
         return self._open(name, request)
 
-    def load_step(self, request: RolloutRequest, *, shard: RowShard | None = None) -> RecordedStep:
+    def load_step(
+        self, request: RolloutRequest, *, shard: RowShard | None = None, is_stand_in: bool = False
+    ) -> RecordedStep:
         """The recorded answer to ``request``, or one process's part of it; its tensors are private views.
 
+        ``is_stand_in``: it stands for another step, so that it may be of another policy version and data cursor.
         Raises as ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of
-        trajectories or other prompts, or was recorded at another data cursor.
+        trajectories or other prompts, or was recorded with another policy version or at another data cursor.
         """
         step = self.open_step(request)
-        _check_answer(step, request)
+        _check_answer(step, request, is_stand_in=is_stand_in)
         key = (step.path, step.digest, shard)
         batch = step.load(shard, verify=key not in self._verified)
         self._verified.add(key)
-        return RecordedStep(path=step.path, batch=batch, info=step.info_of(shard))
+        return RecordedStep(
+            path=step.path, batch=batch, info=step.info_of(shard), is_as_recorded=step.is_recorded_as(shard)
+        )
 
     def check_plan(
         self,
         plan: Sequence[RolloutRequest],
         *,
+        stand_ins: Sequence[RolloutRequest] = (),
         verify: bool = False,
         shard: RowShard | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
+        ``stand_ins``: further steps, which stand for others, as in ``load_step``.
         ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
         how many of how many are checked. Returns the number of bytes that were read. Raises ``StepNotFoundError``
         listing all that are absent, and else as ``load_step``.
         """
-        names = self._locate(plan)
-        missing = [request for request in plan if request_name(request) not in names]
+        requests = [*plan, *stand_ins]
+        names = self._locate(requests)
+        missing = [request for request in requests if request_name(request) not in names]
         if missing:
             raise StepNotFoundError(self._missing_text(missing))
         num_bytes = 0
-        for num_checked, request in enumerate(plan, start=1):
+        for num_checked, request in enumerate(requests, start=1):
             step = self._open(names[request_name(request)], request)
-            _check_answer(step, request)
+            _check_answer(step, request, is_stand_in=num_checked > len(plan))
             if verify and shard is None:
                 step.verify()
             elif verify:
                 step.load(shard)
             num_bytes += step.num_bytes_read
             if progress is not None:
-                progress(num_checked, len(plan))
+                progress(num_checked, len(requests))
         return num_bytes
 
     def _locate(self, plan: Sequence[RolloutRequest]) -> dict[str, str]:
@@ -173,12 +185,33 @@ class RecordingReader:
         return "" if text == "none" else f"Steps removed by retention: {text}\n"
 
 
-def _check_answer(step: OpenStep, request: RolloutRequest) -> None:
-    """Refuse a step of another size, data cursor or other prompts than the run asks for."""
+def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool) -> None:
+    """Refuse a step of another size, policy version, data cursor or other prompts than the run asks for."""
     if step.num_trajectories != request.batch_size:
         raise RecordingError(
             f"[Rollout Mock] {step.path} holds {step.num_trajectories} trajectories; the run asks for "
             f"{request.batch_size}. Use the batch size of the recording, or record again."
+        )
+    if not is_stand_in:
+        _check_progress(step, request)
+    prompts = None if request.prompt_digests is None else compare_prompts(step.prompt_digests(), request)
+    if prompts is not None:
+        example = f" (the first: {prompts.example})" if prompts.absent else ""
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} holds other prompts than the run asks for: {prompts.absent.total()} of "
+            f"{prompts.num_asked} asked for are not recorded{example}, {prompts.not_asked.total()} recorded ones are "
+            "not asked for. Use the data, their order and the tokenizer of the recording, or record again."
+        )
+
+
+def _check_progress(step: OpenStep, request: RolloutRequest) -> None:
+    """Refuse a step that was played when the weights or the data stood elsewhere than in the run."""
+    version = step.info.policy_version
+    if version != request.policy_version:
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} was recorded with policy version {version}; the run asks for policy version "
+            f"{request.policy_version}. Start from the checkpoint of the recording, with as many optimizer updates per "
+            "step as it has, or record again."
         )
     recorded = step.info.data_cursor
     if None not in (recorded, request.data_cursor) and canonical_json(recorded) != canonical_json(request.data_cursor):
@@ -186,23 +219,4 @@ def _check_answer(step: OpenStep, request: RolloutRequest) -> None:
             f"[Rollout Mock] {step.path} was recorded at data cursor {canonical_json(recorded)}; the run is at "
             f"{canonical_json(request.data_cursor)}. Start from the checkpoint and data order of the recording, or "
             "record again."
-        )
-    if request.prompt_digests is not None:
-        _check_prompts(step, request.prompt_digests)
-
-
-def _check_prompts(step: OpenStep, asked: Sequence[str]) -> None:
-    """``asked``: one digest per trajectory or, for groups of one prompt each, one per group; in any order."""
-    trajectories = step.prompt_digests()
-    by_group = {(trajectory[:3], digest) for trajectory, digest in trajectories.items()}
-    is_by_group = len(asked) == len(by_group) != len(trajectories)
-    recorded = Counter([digest for _, digest in by_group] if is_by_group else trajectories.values())
-    not_recorded, not_asked = Counter(asked) - recorded, recorded - Counter(asked)
-    if not_recorded or not_asked:
-        example = next(iter(not_recorded), None)
-        raise RecordingError(
-            f"[Rollout Mock] {step.path} holds other prompts than the run asks for: {not_recorded.total()} of "
-            f"{len(asked)} asked for are not recorded{f' (the first: {example})' if example else ''}, "
-            f"{not_asked.total()} recorded ones are not asked for. Use the data, their order and the tokenizer of the "
-            "recording, or record again."
         )

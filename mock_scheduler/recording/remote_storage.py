@@ -19,7 +19,7 @@ import fsspec
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.files import Buffer
 from mock_scheduler.recording.byte_sources import ByteSource, MemorySource, check_range
-from mock_scheduler.recording.compressed import COMPRESSED_ENDING, MAX_DECOMPRESSED_BYTES, compress, decompress
+from mock_scheduler.recording.compressed import COMPRESSED_ENDING, MAX_DECOMPRESSED_BYTES, compress, open_compressed
 from mock_scheduler.recording.names import check_name
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
@@ -83,7 +83,7 @@ class FsspecStorage:
                 return source
             if source.size_bytes > MAX_DECOMPRESSED_BYTES:
                 raise CorruptRecordingError(f"{url}: {source.size_bytes} bytes are over the limit of a compressed file")
-            return MemorySource(decompress(source.read(0, source.size_bytes), path=url), path=url)
+            return open_compressed(source.read(0, source.size_bytes), path=url)
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """A small object as a whole."""

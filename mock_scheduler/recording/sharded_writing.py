@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.paths import commit_name, format_steps, list_shard_files
+from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.shards import commit_shards, missing_shards
 from mock_scheduler.recording.storage import Storage
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
 _STEP_FOLDER = re.compile(r"step_([0-9]{6,12})")
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """How long to wait for the other writers, by which clock (seconds, monotonic), and how to pause."""
-
-    timeout_s: float = 600.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
 
 
 def commit_when_complete(storage: Storage, step: str, *, count: int, patience: Patience) -> int:
@@ -38,16 +27,13 @@ def commit_when_complete(storage: Storage, step: str, *, count: int, patience: P
 
     Returns the stored bytes of the step. Raises ``RecordingError`` listing the shards that did not come.
     """
-    deadline_s, pause_s = patience.clock() + patience.timeout_s, _FIRST_PAUSE_S
-    while missing := missing_shards(storage, step, count=count):
-        if patience.clock() >= deadline_s:
-            raise RecordingError(
-                f"[Rollout Mock] {storage.path(step)} is not committed: after {patience.timeout_s:g} s "
-                f"{len(missing)} of {count} shards are missing: {format_steps(missing)}. Their ranks have ended, do "
-                "not record this step, or write elsewhere: see their logs."
-            )
-        patience.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    if not patience.wait_until(lambda: not missing_shards(storage, step, count=count)):
+        missing = missing_shards(storage, step, count=count)
+        raise RecordingError(
+            f"[Rollout Mock] {storage.path(step)} is not committed: after {patience.timeout_s:g} s "
+            f"{len(missing)} of {count} shards are missing: {format_steps(missing)}. Their ranks have ended, do "
+            "not record this step, or write elsewhere: see their logs."
+        )
     commit_shards(storage, step, count=count)
     return storage.size_on_disk(step)
 

@@ -7,8 +7,11 @@ what the source returns, so that writing into one reaches no file. Every failure
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +21,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
 from mock_scheduler.recording.blocks import BlockReader, TensorRange
-from mock_scheduler.recording.header import StepHeader, read_header
+from mock_scheduler.recording.header import StepHeader, parse_head, read_head
 from mock_scheduler.recording.layout import (
     IDENTITY_TENSORS,
     StepLayout,
@@ -29,21 +32,31 @@ from mock_scheduler.recording.layout import (
 from mock_scheduler.recording.row_keys import RowKeys
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.recording.stored import dtype_name, view_tensor
+from mock_scheduler.recording.stored import dtype_name, view_array, view_tensor
+
+_MAX_KEPT_HEAD_BYTES = 64 * 2**10
+
+
+class _Loaded(NamedTuple):
+    """Tensors that were read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+
+    arrays: dict[str, npt.NDArray[Any]]
+    tensors: dict[str, torch.Tensor]
 
 
 class StepFile:
     """One opened step file; made by ``open``."""
 
     def __init__(
-        self, source: ByteSource, *, name: str, header: StepHeader, layout: StepLayout, info: StepInfo
+        self, source: ByteSource, *, name: str, header: StepHeader, layout: StepLayout, content: dict[str, Any]
     ) -> None:
         self._source = source
         self._reader = BlockReader(source, name=name)
         self._header = header
         self._layout = layout
+        self._content = content
         self.name = name
-        self.info = info
+        self.info = StepInfo.from_json(content["info"])
 
     @classmethod
     def open(cls, source: ByteSource, *, name: str) -> StepFile:
@@ -52,11 +65,11 @@ class StepFile:
         Raises ``CorruptRecordingError`` where any bit of it changed or it is not as long as it says, ``RecordingError``
         where another version wrote it.
         """
-        header = read_header(source, name=name)
+        head = read_head(source, name=name)
+        describe = _describe if len(head) <= _MAX_KEPT_HEAD_BYTES else _describe.__wrapped__
         with _as_corrupt(name):
-            kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}
-            layout, info = read_layout(header.content, kinds), StepInfo.from_json(header.content["info"])
-        return cls(source, name=name, header=header, layout=layout, info=info)
+            header, layout = describe(head, source.size_bytes, name)
+            return cls(source, name=name, header=header, layout=layout, content=json.loads(header.content))
 
     @property
     def digest(self) -> str:
@@ -86,28 +99,28 @@ class StepFile:
     @property
     def group_size(self) -> int | None:
         """That of the batch which was written."""
-        group_size: int | None = self._header.content["group_size"]
+        group_size: int | None = self._content["group_size"]
         return group_size
 
     @property
     def sampling(self) -> Mapping[str, JSON]:
         """That of the batch, as JSON."""
-        sampling: Mapping[str, JSON] = self._header.content["sampling"]
+        sampling: Mapping[str, JSON] = self._content["sampling"]
         return sampling
 
     @property
     def meta(self) -> Mapping[str, JSON]:
         """That of the batch."""
-        meta: Mapping[str, JSON] = self._header.content["meta"]
+        meta: Mapping[str, JSON] = self._content["meta"]
         return meta
 
     @property
     def extra_kinds(self) -> Mapping[str, JSON]:
         """Extra -> its kind, dtype and shape of an entry: what must be equal in all shards that have rows."""
-        entries = {name: self._header.entries[f"extras/{name}"] for name in self._header.content["extras"]}
+        entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
             name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
-            for name, kind in self._header.content["extras"].items()
+            for name, kind in self._content["extras"].items()
         }
 
     def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
@@ -130,69 +143,93 @@ class StepFile:
     def read_keys(self, *, verify: bool = True) -> RowKeys:
         """The identities and prompts of all rows, without their tokens; raises as ``load``."""
         with _as_corrupt(self.name):
-            tensors = self._read(dict.fromkeys((*IDENTITY_TENSORS, "prompt_digests")), verify=verify)
-            return unpack_keys(tensors, self._header.content["scheduler_ids"])
+            arrays = self._read(dict.fromkeys((*IDENTITY_TENSORS, "prompt_digests")), verify=verify).arrays
+            return unpack_keys(arrays, self._content["scheduler_ids"])
 
     def trajectory_starts(self, *, verify: bool = True) -> list[int]:
         """The rows at which trajectories start, ascending; raises as ``load``."""
         if self.num_trajectories == self.num_rows:
             return list(range(self.num_rows))
         with _as_corrupt(self.name):
-            tensors = self._read(dict.fromkeys(IDENTITY_TENSORS), verify=verify)
-            starts: list[int] = [0, *(np.flatnonzero(_key_changes(tensors, num_numbers=3)) + 1).tolist()]
+            arrays = self._read(dict.fromkeys(IDENTITY_TENSORS), verify=verify).arrays
+            starts: list[int] = [0, *(np.flatnonzero(_key_changes(arrays, num_numbers=3)) + 1).tolist()]
             self._check_num_trajectories(len(starts))
         return starts
 
     def _load_all(self, *, verify: bool) -> RolloutBatch:
-        tensors = self._read(dict.fromkeys(self._header.entries), verify=verify)
-        self._check_offsets(tensors)
-        batch = unpack_batch(tensors, self._header.content, group_size=self.group_size)
-        self._check_num_trajectories(batch.num_trajectories)
+        loaded = self._read(dict.fromkeys(self._header.entries), verify=verify)
+        self._check_offsets(loaded.arrays)
+        batch = unpack_batch(loaded.arrays, loaded.tensors, self._content, group_size=self.group_size)
+        # The batch has shown its rows to be in the order of their identities.
+        num_changes = int(np.count_nonzero(_key_changes(loaded.arrays, num_numbers=3)))
+        self._check_num_trajectories(num_changes + 1 if len(batch) else 0)
         return batch
 
     def _load_some(self, rows: range, *, verify: bool) -> RolloutBatch:
-        offsets = self._check_offsets(self._read(dict.fromkeys(self._layout.offsets), verify=verify))
+        offsets = self._read(dict.fromkeys(self._layout.offsets), verify=verify).arrays
+        self._check_offsets(offsets)
         parts = {name: range(int(values[rows.start]), int(values[rows.stop])) for name, values in offsets.items()}
         wanted = {name: rows if o is None else parts[o] for name, o in self._layout.columns.items()}
         # With the rows before and after, which tell whether a group is cut.
         around = range(max(rows.start - 1, 0), min(rows.stop + 1, self.num_rows))
-        tensors = self._read({**wanted, **dict.fromkeys(IDENTITY_TENSORS, around)}, verify=verify)
-        changes = _key_changes(tensors, num_numbers=2)
+        arrays, tensors = self._read({**wanted, **dict.fromkeys(IDENTITY_TENSORS, around)}, verify=verify)
+        changes = _key_changes(arrays, num_numbers=2)
         is_whole = all(changes[end - around.start - 1] for end in (rows.start, rows.stop) if 0 < end < self.num_rows)
         for name in IDENTITY_TENSORS:
-            tensors[name] = tensors[name][rows.start - around.start :][: len(rows)]
+            arrays[name] = arrays[name][rows.start - around.start :][: len(rows)]
         for name, values in offsets.items():
-            tensors[name] = torch.from_numpy(values[rows.start : rows.stop + 1] - values[rows.start])
-        return unpack_batch(tensors, self._header.content, group_size=self.group_size if is_whole else None)
+            arrays[name] = values[rows.start : rows.stop + 1] - values[rows.start]
+        return unpack_batch(arrays, tensors, self._content, group_size=self.group_size if is_whole else None)
 
-    def _read(self, wanted: Mapping[str, range | None], *, verify: bool) -> dict[str, torch.Tensor]:
+    def _read(self, wanted: Mapping[str, range | None], *, verify: bool) -> _Loaded:
         """Tensors by name, each whole (None) or some of its entries along the first dimension."""
-        entries = self._header.entries
+        entries, extra_values = self._header.entries, self._layout.extra_values
         ranges = [TensorRange.of(entries[name], part) for name, part in wanted.items()]
         views = self._reader.read(ranges, verify=verify)
-        return {name: view_tensor(views[name], entries[name], entries=part) for name, part in wanted.items()}
+        loaded = _Loaded({}, {})
+        for name, part in wanted.items():
+            if name in extra_values:
+                loaded.tensors[name] = view_tensor(views[name], entries[name], entries=part)
+            else:
+                loaded.arrays[name] = view_array(views[name], entries[name], entries=part)
+        return loaded
 
-    def _check_offsets(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[np.int64]]:
-        """The offsets as arrays; raises ``ValueError`` unless each rises from 0 to the entries of its columns."""
-        arrays = {name: tensors[name].numpy() for name in self._layout.offsets}
-        for name, offsets in arrays.items():
+    def _check_offsets(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raises ``ValueError`` unless each of the offsets rises from 0 to the entries of its columns."""
+        ends = {}
+        for name in self._layout.offsets:
+            offsets = arrays[name]
             if (offsets[1:] < offsets[:-1]).any():
                 raise ValueError(f"{name} do not rise")
+            ends[name] = (int(offsets[0]), int(offsets[-1]))
         for column, its_offsets in self._layout.columns.items():
             num_entries = self._header.entries[column].shape[0]
-            if its_offsets is not None and (arrays[its_offsets][0] != 0 or arrays[its_offsets][-1] != num_entries):
+            if its_offsets is not None and ends[its_offsets] != (0, num_entries):
                 raise ValueError(f"{its_offsets} do not rise from 0 to the {num_entries} entries of {column}")
-        return arrays
 
     def _check_num_trajectories(self, found: int) -> None:
         if found != self.num_trajectories:
             raise ValueError(f"{found} trajectories; its header says {self.num_trajectories}")
 
 
-def _key_changes(tensors: Mapping[str, torch.Tensor], *, num_numbers: int) -> npt.NDArray[np.bool_]:
+@lru_cache(maxsize=256)
+def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, StepLayout]:
+    """What a header says, checked.
+
+    The last ones are kept, since a run checks the headers of all its steps before it loads them one by one. It is the
+    very bytes of the header that are looked up, so that a file which changed in between is never taken for the old one.
+    """
+    header = parse_head(head, size_bytes=size_bytes, name=name)
+    kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}
+    return header, read_layout(json.loads(header.content), kinds)
+
+
+def _key_changes(arrays: Mapping[str, npt.NDArray[Any]], *, num_numbers: int) -> npt.NDArray[np.bool_]:
     """Whether row i + 1 differs from row i in its scheduler or in the first numbers of its identity."""
-    numbers, schedulers = tensors["identities"].numpy()[:, :num_numbers], tensors["scheduler_index"].numpy()
-    changes: npt.NDArray[np.bool_] = (numbers[1:] != numbers[:-1]).any(axis=1) | (schedulers[1:] != schedulers[:-1])
+    numbers, schedulers = arrays["identities"], arrays["scheduler_index"]
+    changes: npt.NDArray[np.bool_] = schedulers[1:] != schedulers[:-1]
+    for column in range(num_numbers):
+        changes |= numbers[1:, column] != numbers[:-1, column]
     return changes
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.columns import as_bytes
@@ -30,14 +31,19 @@ _SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.uint16: "U16",
     torch.uint8: "U8",
 }
+_NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
 #: Name, as ``int32`` -> dtype, of all that this release of torch has.
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class takes several times as long
     """A tensor of a step file. ``start`` and ``stop``: where its stored bytes lie in the file; ``blocks``: the SHA-256
     (hex) of its blocks, one after another."""
 
@@ -89,6 +95,14 @@ def stored_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype is torch.bool:
         return np.packbits(tensor.detach().numpy().reshape(-1), bitorder="little").data
     return as_bytes(tensor.detach()).numpy().data
+
+
+def view_array(data: memoryview, entry: TensorEntry, *, entries: range | None = None) -> npt.NDArray[Any]:
+    """``view_tensor`` as an array, of a dtype that NumPy has: for small tensors several times faster than a tensor."""
+    if entry.dtype is torch.bool or not data:
+        return view_tensor(data, entry, entries=entries).numpy()
+    array = np.frombuffer(data, dtype=_NUMPY_DTYPES[entry.dtype])
+    return array if len(entry.shape) == 1 else array.reshape(-1, *entry.shape[1:])
 
 
 def view_tensor(data: memoryview, entry: TensorEntry, *, entries: range | None = None) -> torch.Tensor:

@@ -13,11 +13,11 @@ _WIDE_GAP, _NARROW_GAP = "  ", " "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextColumn:
-    """``header`` in one line or more; columns of the highest ``rank`` are given up first."""
+    """``header`` in one line or more; columns of the highest ``drop_order`` are given up first."""
 
     header: str
     cells: Sequence[str]
-    rank: int
+    drop_order: int
 
     @property
     def width(self) -> int:
@@ -31,8 +31,8 @@ def lay_out(columns: Sequence[TextColumn], *, width: int) -> Iterator[str]:
     while len(shown) > 1 and sum(column.width for column in shown) + len(gap) * (len(shown) - 1) > width:
         if gap == _WIDE_GAP:
             gap = _NARROW_GAP
-        else:  # of those of equal rank, the rightmost goes
-            shown.remove(max(reversed(shown[1:]), key=lambda column: column.rank))
+        else:  # of those of equal order, the rightmost goes
+            shown.remove(max(reversed(shown[1:]), key=lambda column: column.drop_order))
     headers = [column.header.split("\n") for column in shown]
     height = max(map(len, headers))
     rows = zip(*([""] * (height - len(header)) + header for header in headers), strict=True)

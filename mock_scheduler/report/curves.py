@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 from mock_scheduler.compare.metrics import MetricLog, load_metrics
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.run_files import METRICS_FILE
 
 # Readable on white and on paper, and apart for colour-blind eyes (Okabe and Ito, 2008).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -26,7 +27,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
     Raises ``TraceError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
     """
     names = _shortest_names([run_dir.resolve() for run_dir in run_dirs])
-    logs = {name: load_metrics(run_dir / "metrics.jsonl") for name, run_dir in zip(names, run_dirs, strict=True)}
+    logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}
     if not metrics:
         logged = {name for log in logs.values() for values in log.values() for name in values}
         metrics = [name for name in _DEFAULT_METRICS if name in logged] or sorted(logged)[:4]

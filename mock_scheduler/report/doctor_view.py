@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from mock_scheduler.align.diagnosis import Diagnosis
-from mock_scheduler.determinism.causes import Cause
-from mock_scheduler.determinism.differences import Difference
-from mock_scheduler.determinism.doctor import StepComparison
-from mock_scheduler.report.json_file import to_json
+from mock_scheduler.compare.diagnosis import Diagnosis
+from mock_scheduler.determinism.doctor import Cause, Difference, StepComparison
+from mock_scheduler.digests import JSON
+from mock_scheduler.report.json_file import dataclass_to_json, to_json
+from mock_scheduler.text import count_of
 
 FORMAT_VERSION = 1
 _NUM_SHOWN = 5
@@ -21,10 +19,10 @@ _NUM_SHOWN = 5
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print how much was compared, the verdict, the first difference and what is responsible for it."""
     console.print()
+    where = f"{count_of(len(diagnosis.steps), 'step')} and {count_of(len(diagnosis.steps[-1].ranks), 'rank')}"
     console.print(
         f"equal in both replays: {diagnosis.num_operations} operations with {diagnosis.num_digests} digests of "
-        f"tensors, over {_count(len(diagnosis.steps), 'step')} and {_count(len(diagnosis.steps[-1].ranks), 'rank')}; "
-        f"{diagnosis.num_metrics} metrics compared",
+        f"tensors, over {where}; {diagnosis.num_metrics} metrics compared",
         highlight=False,
     )
     if not diagnosis.differs:
@@ -56,9 +54,9 @@ def _print_origin(step: StepComparison, origin: Difference, console: Console) ->
     )
     _print_indented(origin.describe(), console)
     followers = [
-        str(rank.global_rank)
-        for rank in step.ranks
-        if rank.difference is not None and rank.global_rank != origin.global_rank
+        str(compared.global_rank)
+        for compared in step.ranks
+        if compared.difference is not None and compared.global_rank != origin.global_rank
     ]
     if followers:
         _print_indented(f"ranks that differ as well: {', '.join(followers)}", console)
@@ -68,11 +66,7 @@ def _print_indented(text: str, console: Console) -> None:
     console.print(Padding(Text(text), (0, 0, 0, 2)))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:
     """The whole diagnosis as JSON values."""
     return {
         "format_version": FORMAT_VERSION,
@@ -87,23 +81,18 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _step_to_json(step: StepComparison) -> dict[str, Any]:
+def _step_to_json(step: StepComparison) -> JSON:
     origin = step.origin
     return {
         "step": step.step,
-        "origin": None if origin is None else {"description": origin.describe(), **_as_object(to_json(origin))},
+        "origin": None if origin is None else {"description": origin.describe(), **dataclass_to_json(origin)},
         "ranks": to_json(step.ranks),
     }
 
 
-def _cause_to_json(cause: Cause) -> dict[str, Any]:
+def _cause_to_json(cause: Cause) -> JSON:
     return {
         "description": cause.describe(),
         "responsible": [setting.name for setting in cause.responsible],
-        **_as_object(to_json(cause)),
+        **dataclass_to_json(cause),
     }
-
-
-def _as_object(value: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    assert isinstance(value, dict)
-    return value

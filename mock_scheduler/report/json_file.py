@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
@@ -17,6 +18,9 @@ from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.files import save_json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT_VERSION = 1
 
@@ -44,6 +48,11 @@ def result_to_json(result: AlignmentResult) -> dict[str, JSON]:
     }
 
 
+def dataclass_to_json(value: DataclassInstance) -> dict[str, JSON]:
+    """A dataclass as a JSON object: its fields, in order, as ``to_json`` gives them."""
+    return {name: to_json(item) for name, item in asdict(value).items()}
+
+
 def to_json(value: object) -> JSON:
     """Plain data (dataclasses, mappings, sequences, paths, numbers, text) as JSON values."""
     if isinstance(value, float):
@@ -53,7 +62,7 @@ def to_json(value: object) -> JSON:
     if isinstance(value, Path):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return to_json(asdict(value))
+        return dataclass_to_json(value)
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -17,14 +17,16 @@ from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
 from mock_scheduler.files import encode_json, save_json
 from mock_scheduler.recording.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.comparison import compare_recordings
+from mock_scheduler.recording.description import describe_recording
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reader import RecordingReader
-from mock_scheduler.report.json_file import to_json
-from mock_scheduler.report.progress import show_progress
-from mock_scheduler.report.recording_diff import compare_recordings, differences_to_json, print_differences
-from mock_scheduler.report.recording_inspect import describe_recording
+from mock_scheduler.recording.verification import verify_recording
+from mock_scheduler.report.json_file import dataclass_to_json
+from mock_scheduler.report.progress_bar import show_progress
+from mock_scheduler.report.recording_diff import differences_to_json, print_differences
 from mock_scheduler.report.recording_show import find_row, print_trajectory
-from mock_scheduler.report.recording_verify import print_verification, verify_recording
+from mock_scheduler.report.recording_verify import print_verification
 from mock_scheduler.report.recording_view import print_description
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.report.vocabulary import Vocabulary
@@ -40,9 +42,7 @@ def run_inspect(dump_dir: str, *, steps: str | None, json_path: str | None, cons
         description = describe_recording(reader, parse_steps(steps), on_step=on_step)
     if json_path != "-":
         print_description(description, console or build_console())
-    values = to_json(description)
-    assert isinstance(values, Mapping)
-    _write_json({"format_version": FORMAT_VERSION, **values}, json_path)
+    _write_json({"format_version": FORMAT_VERSION, **dataclass_to_json(description)}, json_path)
     return int(ExitCode.USAGE if description.problems else ExitCode.ALIGNED)
 
 

@@ -20,8 +20,9 @@ from mock_scheduler.columns import Ragged, RowValue
 from mock_scheduler.digests import canonical_json
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.diff_fields import show_value
-from mock_scheduler.report.text import count_of, print_wrapped
+from mock_scheduler.report.text import print_wrapped
 from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.text import count_of
 
 _NUM_VALUES = 64
 

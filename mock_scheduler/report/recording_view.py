@@ -10,13 +10,14 @@ from rich.text import Text
 
 from mock_scheduler.digests import JSON
 from mock_scheduler.recording.contract import Rule
+from mock_scheduler.recording.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.histogram import Bar, Spread
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.report.bars import draw_bars
 from mock_scheduler.report.columns import TextColumn, lay_out
-from mock_scheduler.report.recording_inspect import FolderDescription, RecordingDescription
-from mock_scheduler.report.text import count_of, format_bytes, print_labelled, print_wrapped, shorten
+from mock_scheduler.report.text import print_labelled, print_wrapped
+from mock_scheduler.text import count_of, format_bytes, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
@@ -161,7 +162,10 @@ def _steps_table(steps: Sequence[StepStatistics], *, width: int) -> Iterator[str
         ("stale", 3, [_describe_staleness(step.staleness) for step in shown]),
         ("size", 1, [format_bytes(step.size_bytes) for step in shown]),
     )
-    return lay_out([TextColumn(header=header, rank=rank, cells=cells) for header, rank, cells in columns], width=width)
+    return lay_out(
+        [TextColumn(header=header, drop_order=drop_order, cells=cells) for header, drop_order, cells in columns],
+        width=width,
+    )
 
 
 def _describe_staleness(staleness: Staleness | None) -> str:

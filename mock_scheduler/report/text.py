@@ -1,4 +1,4 @@
-"""Numbers and values as short text, and text wrapped to the terminal without spaces at the ends of lines."""
+"""Text wrapped to the terminal without spaces at the ends of lines."""
 
 from __future__ import annotations
 
@@ -7,27 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LEAST_WIDTH = 16
-
-
-def format_bytes(size_bytes: float) -> str:
-    """``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
-    for unit in _UNITS:
-        if size_bytes < 1000 or unit == _UNITS[-1]:
-            break
-        size_bytes /= 1024
-    return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
-
-
-def count_of(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 row``, ``12,800 rows``."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
-
-
-def shorten(text: str, width: int) -> str:
-    """The text, cut to ``width`` with an ellipsis where it is longer."""
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str = "") -> None:

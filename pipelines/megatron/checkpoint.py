@@ -22,7 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import save_json
+from mock_scheduler.files import load_json_object, save_json
+from mock_scheduler.text import bullet_list
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.trainer import PolicyTrainer
 
@@ -69,10 +70,10 @@ def check_same_settings(folder: Path, state: RunState, current: Mapping[str, JSO
         if _shown(state.fixed, name) != _shown(current, name)
     ]
     if differing:
-        listed = "".join(f"\n  - {difference}" for difference in differing)
         raise ConfigError(
             f"resume_from_checkpoint: {folder} is of a run with other settings, which its tensors, reference policy, "
-            f"environments or samples follow from:{listed}\nSet them as they were, or start a new run."
+            f"environments or samples follow from:{bullet_list(differing, limit=None)}\n"
+            "Set them as they were, or start a new run."
         )
 
 
@@ -129,11 +130,9 @@ def read_run_state(folder: Path) -> RunState:
             f"as {{output_dir}}/checkpoints/step_000010"
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json_object(path)
     except ValueError as error:
-        raise _broken(path, f"it is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise _broken(path, f"it holds a {type(content).__name__}, not an object")
+        raise _broken(path, f"it {error}") from error
     problems = [
         f"{name} is {json.dumps(content[name])}, should be {kind}" if name in content else f"{name} is missing"
         for name, (is_valid, kind) in _STATE_FIELDS.items()

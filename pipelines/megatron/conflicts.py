@@ -1,4 +1,4 @@
-"""Megatron's configuration objects as the plain mapping that the library's rules read, and the check before a model.
+"""Megatron's configuration objects as what the library's rules look at before a model is built.
 
 The one place that knows how ``TransformerConfig`` spells its values.
 """
@@ -13,8 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
-from mock_scheduler.determinism.megatron_rule import Conflict
-from mock_scheduler.determinism.megatron_rules import check_megatron_config
+from mock_scheduler.determinism.megatron import Setup
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
 
 
@@ -40,18 +39,18 @@ def _plain(value: object) -> object:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def check_model_config(
+def read_setup(
     transformer_config: TransformerConfig,
     ddp_config: DistributedDataParallelConfig | None = None,
     *,
     environ: Mapping[str, str],
-) -> list[Conflict]:
-    """Refuse a configuration that cannot train; return the facts to record. Every rank may call it.
+) -> Setup:
+    """All that the library's rules look at, for ``find_conflicts`` and ``check_conflicts``. Every rank may call it.
 
-    ``environ``: ``os.environ``. Raises DeterminismError as ``check_megatron_config`` does.
+    ``environ``: ``os.environ``.
     """
-    return check_megatron_config(
-        megatron_values(transformer_config, ddp_config),
+    return Setup(
+        values=megatron_values(transformer_config, ddp_config),
         environ=environ,
         versions=installed_versions(),
         device=gpu_capability(environ),

@@ -16,6 +16,7 @@ class TorchNorm:
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
     ) -> torch.nn.Module:
+        """A norm over ``hidden_size``, of the kind that ``config.normalization`` names; the rest is Megatron's."""
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

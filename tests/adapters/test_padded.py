@@ -7,7 +7,7 @@ import torch
 
 from mock_scheduler.adapters.padded import AREAL, ROLL_AGENTIC, ROLL_RLVR, VERL, PaddedCodec
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, compute_prompt_digest
-from mock_scheduler.columns import JsonColumn, TensorColumn
+from mock_scheduler.columns import JsonColumn, Ragged, TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import BatchCodec
 from tests.adapters.padded_cases import REQUEST, SAMPLING, assert_same, codec
@@ -95,6 +95,25 @@ def test_rows_that_differ_in_their_identity_alone_are_duplicates() -> None:
     assert codec(ROLL_AGENTIC).encode(native, REQUEST).num_duplicate_rows == 1
 
 
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([7, -(2**63)], TensorColumn),
+        ([7, 2**63], JsonColumn),
+        ([7, True], JsonColumn),
+        ([7, None], JsonColumn),
+        (["a", "b"], JsonColumn),
+        (objects([7, 5]), TensorColumn),
+        ((7, 5), TensorColumn),
+    ],
+)
+def test_a_field_that_says_which_row_it_is_comes_back_with_its_types(values: object, kept: type) -> None:
+    native = {**roll_agentic(), "traj_id": values}
+    batch = codec(ROLL_AGENTIC, group_size=2).encode(native, REQUEST)
+    assert type(batch.extras["identity/native/traj_id"]) is kept
+    assert_same(codec(ROLL_AGENTIC).decode(batch), native)
+
+
 def roll_rlvr() -> dict[str, object]:
     return {
         "prompts": torch.tensor([[PAD, 17, 12], [18, 16, 13]]),
@@ -120,10 +139,14 @@ def test_a_roll_rlvr_batch_keeps_prompts_and_responses_as_the_rows_own_tokens() 
     assert [identity.group_id for identity in batch.identities] == [4, 5]
     assert batch.tags == ("math", "code")
     assert_same(codec(ROLL_RLVR).decode(batch), native)
-    for name in ("prompts", "responses"):  # the padding, and nothing else
-        column = batch.extras[f"padded/{name}"]
-        assert isinstance(column, TensorColumn)
-        assert set(column.values.tolist()) == {PAD}
+    column = batch.extras["padded.values"]
+    assert isinstance(column, TensorColumn)
+    row = column.row(0)
+    assert isinstance(row, Ragged)
+    kept = row.values.numpy().tobytes()
+    # Of prompts, responses and input_ids, the padding and none of the row's tokens.
+    counts = [kept.count(value.to_bytes(8, "little")) for value in (PAD, 17, 12, 21, 29)]
+    assert counts == [3, 0, 0, 0, 0]
 
 
 def verl() -> dict[str, object]:

@@ -12,6 +12,7 @@ LOGPROBS = np.where(MASK, np.arange(12) * 7919 % 1000, 0).astype(np.uint32)
 IDS = TokenFields(mask=MASK, tokens=TOKENS, logprobs=None)
 NUMBERS = TokenFields(mask=MASK, tokens=None, logprobs=LOGPROBS)
 NOISE = np.array([5, 901, 33, 7, 1234, 2, 77, 4, 99, 13, 8, 60], dtype=np.uint32)
+NO_VALUES = np.empty(0, dtype=np.uint8)
 
 
 def lanes(values: object) -> np.ndarray:
@@ -54,8 +55,8 @@ def test_each_stretch_is_written_by_the_shortest_rule(
     found_program, found = write_segment(stretch, fields)
     assert found_program == program
     assert found.tolist() == lanes(kept).tolist()
-    out = np.full_like(stretch, 666)
-    SegmentReader(found_program, 0, found).read_into(out, fields)
+    out = np.zeros_like(stretch)
+    SegmentReader(found_program, found.view(np.uint8)).read_into(out, fields)
     assert out.tolist() == stretch.tolist()
 
 
@@ -65,7 +66,7 @@ def test_a_stretch_starts_at_its_own_tokens() -> None:
     program, values = write_segment(lanes([17, 3]), fields, 2)
     assert (program, values.tolist()) == ([Rule.TOKENS], [])
     out = lanes([0, 0])
-    SegmentReader([Rule.TOKENS], 0, lanes([])).read_into(out, fields, 2)
+    SegmentReader([Rule.TOKENS], NO_VALUES).read_into(out, fields, 2)
     assert out.tolist() == [17, 3]
 
 
@@ -87,9 +88,10 @@ def test_any_stretches_come_back_one_after_another(
     )
     written = [write_segment(part, fields, index) for index, part in enumerate(parts)]
     program = [integer for integers, _ in written for integer in integers]
-    reader = SegmentReader(program, 0, np.concatenate([np.empty(0, dtype), *(values for _, values in written)]))
+    values = np.concatenate([np.empty(0, dtype), *(values for _, values in written)])
+    reader = SegmentReader(program, values.view(np.uint8))
     for index, part in enumerate(parts):
-        out = np.empty_like(part)
+        out = np.zeros_like(part)
         reader.read_into(out, fields, index)
         assert out.tolist() == part.tolist()
     assert reader.position == len(program)
@@ -97,4 +99,4 @@ def test_any_stretches_come_back_one_after_another(
 
 def test_a_rule_without_its_field_is_refused() -> None:
     with pytest.raises(BatchError, match="padded batch: rule 3 stands where there is no such field"):
-        SegmentReader([Rule.TOKENS], 0, lanes([])).read_into(lanes([0, 0]), NUMBERS)
+        SegmentReader([Rule.TOKENS], NO_VALUES).read_into(lanes([0, 0]), NUMBERS)

@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from mock_scheduler.align.command import run_align
+from mock_scheduler.align.execution import LaunchRun
 from mock_scheduler.align.plan import PlannedRun, quote_override
-from mock_scheduler.align.runs import LaunchRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.trace.files import TraceEntry, save_rank_trace
@@ -270,7 +270,7 @@ def test_a_folder_that_no_alignment_made_is_never_removed(bench: Bench) -> None:
     bench.root.mkdir(parents=True)
     precious = bench.root / "thesis.txt"
     precious.write_text("years of work")
-    with pytest.raises(ConfigError, match="was not made by an alignment run"):
+    with pytest.raises(ConfigError, match="was not made by mock-scheduler align"):
         bench.align(FakeLauncher(), overwrite=True)
     assert precious.read_text() == "years of work"
 

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.align.doctor_runs import run_doctor
+from mock_scheduler.align.execution import LaunchRun
 from mock_scheduler.align.plan import PlannedRun
-from mock_scheduler.align.runs import LaunchRun
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.determinism.operation_records import LedgerHeader
-from mock_scheduler.determinism.operations import record_operations
+from mock_scheduler.determinism.operations import OperationLogHeader
+from mock_scheduler.determinism.operations.recorder import record_operations
 from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, TraceError
 
 CONFIG = """
@@ -37,7 +37,7 @@ system_envs:
 def write_replay(run: PlannedRun, *, value: float = 1.0, loss: object = 0.5, batch: str = "a", ops: bool = True) -> int:
     """What a completed replay leaves behind, and its exit code."""
     for step in range(run.config.max_steps):
-        header = LedgerHeader(step=step, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})
+        header = OperationLogHeader(step=step, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})
         if ops and run.config.trace.operations:
             factor = torch.tensor(value if step == run.config.max_steps - 1 else 1.0)
             with record_operations(run.output_dir, header, modules={}):
@@ -131,15 +131,51 @@ def test_a_metric_alone_that_differs_is_a_difference(bench: Bench) -> None:
     assert "no operation that torch dispatches differs; what follows was computed by something else" in text
 
 
+def test_a_metric_that_is_nan_in_both_is_equal_and_a_signed_zero_is_not(bench: Bench) -> None:
+    bench.behave = dict.fromkeys(("first", "second"), lambda run: write_replay(run, loss="nan"))
+    assert bench.doctor() == 0
+    bench.behave = {
+        "first": lambda run: write_replay(run, loss=0.0),
+        "second": lambda run: write_replay(run, loss=-0.0),
+    }
+    assert bench.doctor() == 4
+    assert bench.result()["others"] == ["metric pg_loss of step 0: 0.0 and -0.0"]
+
+
+def test_what_a_replay_says_about_itself_is_checked(bench: Bench) -> None:
+    """A run.json without batches was a KeyError, and metrics that were cut off a JSONDecodeError without a name."""
+
+    def without_batches(run: PlannedRun) -> int:
+        write_replay(run)
+        (run.output_dir / "run.json").write_text('{"status": "going", "batches": {"zero": "a"}}')
+        return 0
+
+    def cut_off(run: PlannedRun) -> int:
+        write_replay(run)
+        (run.output_dir / "metrics.jsonl").write_text('{"step": 0, "met')
+        return 0
+
+    bench.behave["second"] = without_batches
+    with pytest.raises(AlignmentError) as caught:
+        bench.doctor()
+    assert str(caught.value) == (
+        f"{bench.root / 'second' / 'run.json'}: status is 'going', expected 'completed'; batches is {{'zero': 'a'}}, "
+        "expected an object of digests by step"
+    )
+    bench.behave["second"] = cut_off
+    with pytest.raises(TraceError, match=r"second/metrics\.jsonl:1: not JSON .*; the run may have been cut off$"):
+        bench.doctor()
+
+
 def test_other_batches_are_a_difference(bench: Bench) -> None:
     bench.behave["second"] = lambda run: write_replay(run, batch="b")
     assert bench.doctor() == 4
     assert bench.result()["others"] == ["the batch of step 0"]
 
 
-def test_replays_without_ledgers_are_an_error_never_a_pass(bench: Bench) -> None:
+def test_replays_without_operation_logs_are_an_error_never_a_pass(bench: Bench) -> None:
     bench.behave = dict.fromkeys(("first", "second"), lambda run: write_replay(run, ops=False))
-    with pytest.raises(TraceError, match="step 0: the first run has operation ledgers of ranks \\[\\]"):
+    with pytest.raises(TraceError, match="step 0: the first run has operation logs of ranks \\[\\]"):
         bench.doctor()
 
 
@@ -147,7 +183,7 @@ def test_nothing_to_compare_is_unverified(bench: Bench) -> None:
     def write_views(run: PlannedRun) -> int:
         write_replay(run, ops=False)
         tensor = torch.ones(2)
-        header = LedgerHeader(step=0, global_rank=0, world_size=1, settings={})
+        header = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={})
         with record_operations(run.output_dir, header, modules={}):
             tensor.view(2, 1)
         return 0
@@ -206,8 +242,8 @@ def test_a_folder_that_is_not_its_own_is_left_alone(bench: Bench) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.doctor()
     assert str(caught.value) == (
-        f"{bench.root} exists and was not made by mock-scheduler doctor (no .mock-scheduler-doctor in it); choose "
-        "another --output-dir"
+        f"{bench.root} was not made by mock-scheduler doctor (no .mock-scheduler-doctor or doctor.json in it), so "
+        "nothing in it is removed; choose another --output-dir"
     )
     assert (bench.root / "thesis.tex").read_text() == "x"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.agreement import Traffic, all_reduce, measure_simulated, planted, simulate
 from mock_scheduler.determinism.agreement import TorchRankGroup, all_equal, check_agreement
-from mock_scheduler.determinism.agreement_rounds import MAX_KEY_ROUNDS, Op
+from mock_scheduler.determinism.agreement.rounds import MAX_KEY_ROUNDS, Op
 from mock_scheduler.errors import RankDisagreementError
 
 DIFFERENCE = (
@@ -52,7 +52,9 @@ def _check_on_rank(global_rank: int, folder: str) -> None:
 
 def test_two_processes_agree_or_both_name_the_difference(tmp_path: Path) -> None:
     mp.spawn(_check_on_rank, args=(str(tmp_path),), nprocs=2)
-    assert [(tmp_path / f"rank{rank}").read_text(encoding="utf-8") for rank in range(2)] == [DIFFERENCE] * 2
+    assert [(tmp_path / f"rank{global_rank}").read_text(encoding="utf-8") for global_rank in range(2)] == [
+        DIFFERENCE
+    ] * 2
 
 
 def test_one_process_agrees_with_itself() -> None:
@@ -76,7 +78,7 @@ def test_one_process_agrees_with_itself() -> None:
     ],
 )
 def test_ranks_are_named_exactly_where_first_last_and_number_tell_them(odd_ranks: list[int], line: str) -> None:
-    assert lines_of(*(TREE if rank in odd_ranks else RING for rank in range(8))) == [f"NCCL_ALGO: {line}"]
+    assert lines_of(*(TREE if global_rank in odd_ranks else RING for global_rank in range(8))) == [f"NCCL_ALGO: {line}"]
 
 
 def test_all_keys_that_differ_are_listed_and_no_others() -> None:
@@ -89,13 +91,13 @@ def test_all_keys_that_differ_are_listed_and_no_others() -> None:
 
 
 def test_more_than_four_values_of_a_key_are_counted() -> None:
-    assert lines_of(*({"key": str(min(rank, 6))} for rank in range(12))) == [
+    assert lines_of(*({"key": str(min(global_rank, 6))} for global_rank in range(12))) == [
         "key: rank 0 '0'; rank 1 '1'; rank 2 '2'; rank 3 '3'; and 8 ranks with other values (first rank 4)"
     ]
 
 
 def test_ranks_with_keys_beyond_those_heard_are_counted() -> None:
-    lines = lines_of(*({f"key{rank:02}": "1"} for rank in range(MAX_KEY_ROUNDS + 3)))
+    lines = lines_of(*({f"key{global_rank:02}": "1"} for global_rank in range(MAX_KEY_ROUNDS + 3)))
     assert lines[0] == "key00: rank 0 '1'; ranks 1-10 absent"
     assert lines[-2:] == [
         "key07: rank 7 '1'; 10 other ranks (first rank 0) absent",
@@ -146,8 +148,8 @@ def test_the_simulated_all_reduce_gives_every_rank_the_same_minimum(rows: list[l
 
 def test_one_of_4096_ranks_is_named() -> None:
     values = {**RING, "NCCL_PROTO": "Simple"}
-    by_rank, rank = planted(values, 4096)
-    assert rank == 2777
+    by_rank, global_rank = planted(values, 4096)
+    assert global_rank == 2777
     assert lines_of(*by_rank) == ["NCCL_ALGO: rank 2777 'Tree'; 4095 other ranks (first rank 0) 'Ring'"]
 
 

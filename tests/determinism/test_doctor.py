@@ -1,4 +1,4 @@
-"""Which record of two ledgers differs first, what that means, and which setting is responsible."""
+"""Which record of two logs differs first, what that means, and which setting is responsible."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mock_scheduler.determinism.causes import State, find_cause
-from mock_scheduler.determinism.differences import Difference, DifferenceKind
-from mock_scheduler.determinism.doctor import compare_rank, compare_step
-from mock_scheduler.determinism.operation_records import LedgerHeader, OperationRecord, Phase, TensorRecord
+from mock_scheduler.determinism.doctor import Difference, DifferenceKind, State, compare_rank, compare_step, find_cause
+from mock_scheduler.determinism.operations import OperationLogHeader, OperationRecord, Phase, TensorRecord
 from mock_scheduler.errors import TraceError
 
 
 @dataclass
 class Memory:
-    """A ledger in memory."""
+    """A log in memory."""
 
     made: Sequence[OperationRecord]
-    rank: int = 0
+    global_rank: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def header(self) -> LedgerHeader:
-        return LedgerHeader(step=0, global_rank=self.rank, world_size=4, settings=self.settings)
+    def header(self) -> OperationLogHeader:
+        return OperationLogHeader(step=0, global_rank=self.global_rank, world_size=4, settings=self.settings)
 
     def records(self) -> Sequence[OperationRecord]:
         return self.made
@@ -59,7 +57,7 @@ def first_difference(first: Sequence[OperationRecord], second: Sequence[Operatio
     return difference
 
 
-def test_equal_ledgers_have_no_difference_and_say_how_much_was_compared() -> None:
+def test_equal_logs_have_no_difference_and_say_how_much_was_compared() -> None:
     records = [BEFORE, op(1, "aten.mm.default", "2:b 1:a", "3:c")]
     compared = compare_rank(Memory(records), Memory(records))
     assert (compared.num_operations, compared.num_digests, compared.difference) == (2, 5, None)
@@ -181,7 +179,7 @@ def reduce_over(number: int, inputs: str, outputs: str, **fields: object) -> Ope
 
 
 def ranks(*made: Sequence[OperationRecord]) -> dict[int, Memory]:
-    return {rank: Memory(records, rank=rank) for rank, records in enumerate(made)}
+    return {global_rank: Memory(records, global_rank=global_rank) for global_rank, records in enumerate(made)}
 
 
 def test_the_rank_whose_operation_differs_is_named_not_those_that_received_it() -> None:
@@ -194,7 +192,7 @@ def test_the_rank_whose_operation_differs_is_named_not_those_that_received_it() 
         [reduce_over(0, "1:a", "1:X")], [*padding, op(2, "aten.mm.default", "1:a", "3:Q"), reduce_over(3, "3:Q", "3:X")]
     )
     compared = compare_step(0, first, second)
-    assert [rank.difference is not None for rank in compared.ranks] == [True, True]
+    assert [each.difference is not None for each in compared.ranks] == [True, True]
     assert compared.origin is not None
     assert (compared.origin.global_rank, compared.origin.record.operator) == (1, "aten.mm.default")
 
@@ -246,12 +244,11 @@ def test_what_was_received_is_traced_to_the_sender() -> None:
     assert (origin.global_rank, origin.record.operator) == (1, "aten.mm.default")
 
 
-def test_ledgers_of_other_ranks_are_refused() -> None:
+def test_logs_of_other_ranks_are_refused() -> None:
     with pytest.raises(TraceError) as caught:
         compare_step(3, ranks([BEFORE]), ranks([BEFORE], [BEFORE]))
     assert str(caught.value) == (
-        "step 3: the first run has operation ledgers of ranks [0], the second of [0, 1]; both must have those of all "
-        "ranks"
+        "step 3: the first run has operation logs of ranks [0], the second of [0, 1]; both must have those of all ranks"
     )
 
 

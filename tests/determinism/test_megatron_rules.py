@@ -6,9 +6,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mock_scheduler.determinism.megatron_facts import FACT_RULES
-from mock_scheduler.determinism.megatron_rule import Conflict, Effect, MegatronRule, Setup, parse_version
-from mock_scheduler.determinism.megatron_rules import RULES, check_megatron_config, find_conflicts
+from mock_scheduler.determinism.megatron import (
+    RULES,
+    Conflict,
+    Effect,
+    MegatronRule,
+    Setup,
+    check_conflicts,
+    find_conflicts,
+    parse_version,
+)
+from mock_scheduler.determinism.megatron.facts import FACT_RULES
 from mock_scheduler.errors import DeterminismError
 
 # What the pipeline builds: no rule but facts applies to it.
@@ -328,13 +336,14 @@ def test_each_fact_is_reported_where_its_field_is_on_and_only_there(rule: Megatr
 
 def test_all_conflicts_are_listed_with_what_to_change() -> None:
     values = {**CLEAN, "cross_entropy_loss_fusion": True, "tensor_model_parallel_size": 2}
+    setup = Setup(
+        values=values,
+        environ={**ENVIRON, "NCCL_ALGO": "Ring,^NVLS"},
+        versions={"megatron-core": OLD},
+        device=HOPPER,
+    )
     with pytest.raises(DeterminismError) as caught:
-        check_megatron_config(
-            values,
-            environ={**ENVIRON, "NCCL_ALGO": "Ring,^NVLS"},
-            versions={"megatron-core": OLD},
-            device=HOPPER,
-        )
+        check_conflicts(find_conflicts(setup), setup)
     assert str(caught.value) == (
         "the model's configuration cannot be trained (megatron-core 0.16.1, DETERMINISTIC_MODE=1):\n"
         "  - cross_entropy_loss_fusion is True: the fused cross-entropy is not repeatable. Set "
@@ -351,7 +360,9 @@ def test_all_conflicts_are_listed_with_what_to_change() -> None:
 def test_what_is_not_repeatable_is_a_fact_outside_deterministic_mode() -> None:
     values = {**CLEAN, "cross_entropy_loss_fusion": True, "deterministic_mode": False, "hidden_dropout": 0.1}
     values["torch.deterministic_algorithms"] = False
-    facts = check_megatron_config(values, environ={}, versions={"megatron-core": NEW}, device=None)
+    setup = Setup(values=values, environ={}, versions={"megatron-core": NEW}, device=None)
+    facts = find_conflicts(setup)
+    check_conflicts(facts, setup)
     assert [(fact.rule.name, fact.rule.effect) for fact in facts if fact.rule.effect is not Effect.CHANGES_BITS] == [
         ("cross-entropy-fusion", Effect.NOT_REPEATABLE),
         ("hidden-dropout", Effect.DEPENDS_ON_LAYOUT),
@@ -360,10 +371,11 @@ def test_what_is_not_repeatable_is_a_fact_outside_deterministic_mode() -> None:
 
 def test_wrong_values_are_refused_in_every_mode() -> None:
     values = {**CLEAN, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    setup = Setup(values=values, environ={}, versions={}, device=None)
     with pytest.raises(
         DeterminismError, match=r"megatron-core unknown, no DETERMINISTIC_MODE.*\n.*activations of the two"
     ):
-        check_megatron_config(values, environ={}, versions={}, device=None)
+        check_conflicts(find_conflicts(setup), setup)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.determinism.megatron_rule import Effect
+from mock_scheduler.determinism.megatron import Effect, check_conflicts, find_conflicts
 from mock_scheduler.errors import DeterminismError
-from pipelines.megatron.conflicts import check_model_config, megatron_values
+from pipelines.megatron.conflicts import megatron_values, read_setup
 from pipelines.megatron.model import build_transformer_config
 
 # Megatron-core 0.16.1 warns of its own default.
@@ -31,11 +31,13 @@ def _deterministic() -> Iterator[None]:
 
 def test_the_pipelines_model_trains_and_its_facts_are_known() -> None:
     config = load_config("quickstart", config_path=CONFIGS, overrides=())
-    facts = check_model_config(
+    setup = read_setup(
         build_transformer_config(config),
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
         environ=config.system_envs,
     )
+    facts = find_conflicts(setup)
+    check_conflicts(facts, setup)
     assert {fact.rule.effect for fact in facts} == {Effect.CHANGES_BITS}
     assert "grad_reduce_in_fp32 is True" in [fact.found for fact in facts]
 
@@ -54,8 +56,9 @@ def test_a_conflict_in_megatrons_object_is_refused_before_the_model() -> None:
     transformer_config = build_transformer_config(config)
     transformer_config.cross_entropy_loss_fusion = True
     torch.use_deterministic_algorithms(False)
+    setup = read_setup(transformer_config, environ=config.system_envs)
     with pytest.raises(DeterminismError) as caught:
-        check_model_config(transformer_config, environ=config.system_envs)
+        check_conflicts(find_conflicts(setup), setup)
     found = [line.partition(":")[0] for line in str(caught.value).splitlines()[1:]]
     assert found == [
         "  - cross_entropy_loss_fusion is True",

@@ -1,4 +1,4 @@
-"""The ledger of operations: what it writes of a step, and that writing it changes nothing."""
+"""The operation log: what it writes of a step, and that writing it changes nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.determinism.bits import as_hex, device_digest, host_digest
-from mock_scheduler.determinism.operation_records import (
-    LedgerHeader,
-    OperationLedger,
+from mock_scheduler.determinism.operations import (
+    OperationLog,
+    OperationLogHeader,
     OperationRecord,
     Phase,
-    find_ledgers,
-    ledger_path,
+    find_operation_logs,
+    operation_log_path,
 )
-from mock_scheduler.determinism.operations import record_operations
+from mock_scheduler.determinism.operations.bits import as_hex, device_digest, host_digest
+from mock_scheduler.determinism.operations.recorder import record_operations
 from mock_scheduler.errors import TraceError
 
-HEADER = LedgerHeader(step=0, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})
+HEADER = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def gloo() -> Iterator[None]:
 
 
 def records_of(folder: Path) -> list[OperationRecord]:
-    """All records of the one ledger in a folder."""
-    return list(find_ledgers(folder)[0][0].records())
+    """All records of the one log in a folder."""
+    return list(find_operation_logs(folder)[0][0].records())
 
 
 def operators_of(records: list[OperationRecord]) -> list[str]:
@@ -164,7 +164,7 @@ def test_recording_changes_no_bit_and_no_random_state(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, recorded, strict=True))
 
 
-def test_the_same_program_gives_the_same_ledger(tmp_path: Path) -> None:
+def test_the_same_program_gives_the_same_log(tmp_path: Path) -> None:
     def run(folder: Path) -> list[OperationRecord]:
         with record_operations(folder, HEADER, modules={}):
             torch.linspace(0.0, 1.0, 1000).exp().cumsum(0).sum().item()
@@ -175,18 +175,18 @@ def test_the_same_program_gives_the_same_ledger(tmp_path: Path) -> None:
     assert len(first) == 5
 
 
-def test_a_step_that_fails_leaves_no_ledger(tmp_path: Path) -> None:
+def test_a_step_that_fails_leaves_no_log(tmp_path: Path) -> None:
     def fail() -> None:
         with record_operations(tmp_path, HEADER, modules={}):
             torch.ones(2) + torch.ones(3)
 
     with pytest.raises(RuntimeError, match="size of tensor"):
         fail()
-    assert find_ledgers(tmp_path) == {}
+    assert find_operation_logs(tmp_path) == {}
     assert list((tmp_path / "operations" / "step_000000").iterdir()) == []
 
 
-def test_an_operation_that_the_program_lets_fail_is_in_the_ledger(tmp_path: Path) -> None:
+def test_an_operation_that_the_program_lets_fail_is_in_the_log(tmp_path: Path) -> None:
     def try_it() -> None:
         with pytest.raises(RuntimeError, match="size of tensor"):
             torch.ones(2).add(torch.ones(3))
@@ -214,24 +214,24 @@ def test_a_tensor_subclass_is_seen_by_its_parts(tmp_path: Path) -> None:
     assert [each.digest for each in record.inputs] == [host_digest(inner)]
 
 
-def test_a_ledger_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_log_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     with record_operations(tmp_path, HEADER, modules={}):
         torch.ones(2).add(1.0)
-    path = ledger_path(tmp_path, step=0, global_rank=0)
+    path = operation_log_path(tmp_path, step=0, global_rank=0)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
     with pytest.raises(TraceError, match="has 2 records and says nothing: it was cut off"):
-        list(OperationLedger.open(path).records())
+        list(OperationLog.open(path).records())
     path.write_text("".join([*lines[:-2], lines[-2][:20]]))
     with pytest.raises(TraceError, match="a line is no JSON"):
-        list(OperationLedger.open(path).records())
+        list(OperationLog.open(path).records())
 
 
-def test_a_ledger_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.jsonl"
     path.write_text(json.dumps({"format_version": 99}) + "\n")
     with pytest.raises(TraceError) as caught:
-        OperationLedger.open(path)
+        OperationLog.open(path)
     assert str(caught.value) == f"{path}: format version 99, expected 1"
 
 

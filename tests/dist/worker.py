@@ -121,7 +121,7 @@ def write_rows(folder: Path, trainer: PolicyTrainer) -> RolloutBatch:
     (folder / f"rows_digest_{rank}.txt").write_text(batch.digest(), encoding="utf-8")
     if trainer.runtime.is_writer:
         info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="test", policy_version=0)
-        (folder / "rows.safetensors").write_bytes(encode_step(batch, info))
+        (folder / "rows.safetensors").write_bytes(encode_step(batch, info).to_bytes())
     return batch
 
 

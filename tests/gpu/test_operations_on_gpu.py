@@ -1,4 +1,4 @@
-"""The ledger of operations on a GPU: backward runs in threads of autograd, and digests stay on the device."""
+"""The operation log on a GPU: backward runs in threads of autograd, and digests stay on the device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.determinism.operation_records import LedgerHeader, OperationRecord, Phase, find_ledgers
-from mock_scheduler.determinism.operations import record_operations
+from mock_scheduler.determinism.operations import OperationLogHeader, OperationRecord, Phase, find_operation_logs
+from mock_scheduler.determinism.operations.recorder import record_operations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -18,7 +18,7 @@ def record_step(folder: Path) -> list[OperationRecord]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).cuda()
     inputs = torch.randn(16, 64, device="cuda")
-    header = LedgerHeader(step=0, global_rank=0, world_size=1, settings={})
+    header = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={})
     with record_operations(folder, header, modules={"policy": model}):
         for _ in range(200):
             model(inputs).pow(2).sum().backward()
@@ -27,7 +27,7 @@ def record_step(folder: Path) -> list[OperationRecord]:
         with torch.cuda.stream(side):
             inputs.exp()
         torch.cuda.current_stream().wait_stream(side)
-    return list(find_ledgers(folder)[0][0].records())
+    return list(find_operation_logs(folder)[0][0].records())
 
 
 def test_backward_is_seen_with_its_modules_and_equal_runs_have_equal_digests(tmp_path: Path) -> None:
@@ -45,11 +45,11 @@ def test_an_atomic_sum_is_caught_by_its_output(tmp_path: Path) -> None:
     values = torch.randn(1 << 20, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
 
     def run(folder: Path) -> list[OperationRecord]:
-        header = LedgerHeader(step=0, global_rank=0, world_size=1, settings={})
+        header = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={})
         with record_operations(folder, header, modules={}):
             for _ in range(20):
                 torch.zeros(2, 4, device="cuda").index_add_(0, index, values)
-        return list(find_ledgers(folder)[0][0].records())
+        return list(find_operation_logs(folder)[0][0].records())
 
     first, second = run(tmp_path / "first"), run(tmp_path / "second")
     sums = [record for record in (*first, *second) if record.operator == "aten.index_add_.default"]

@@ -71,7 +71,7 @@ def test_a_planted_operation_is_named_with_its_module_and_cause(tiny_alignment: 
     ],
     ids=["one", "tp2-pp2", "tp2-sp", "dp2"],
 )
-def test_a_clean_run_is_identical_and_the_ledger_changes_no_bit(
+def test_a_clean_run_is_identical_and_the_operation_log_changes_no_bit(
     configs: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     finished, result = run_doctor(configs, tmp_path, *ONE_UPDATE, *layout)
@@ -81,7 +81,7 @@ def test_a_clean_run_is_identical_and_the_ledger_changes_no_bit(
     world_size = {0: 1, 1: 2, 2: 4 if "pipeline" in str(layout) else 2}[len(layout)]
     assert [rank["global_rank"] for rank in step["ranks"]] == list(range(world_size))
     assert all(rank["num_operations"] > 200 and rank["num_digests"] > 400 for rank in step["ranks"])
-    # The run that recorded the rollouts wrote no ledger: writing one changed no bit.
+    # The run that recorded the rollouts wrote no operation log: writing one changed no bit.
     plain, recorded = (_computed_metrics(tmp_path / "doctor" / name) for name in ("recorder", "first"))
     assert plain == recorded
     assert result["num_metrics"] == len(plain) > 10

@@ -130,8 +130,8 @@ def test_a_run_state_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
-        ("[1]", "it holds a list, not an object"),
+        ("", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "it is of type list, expected an object"),
         (
             '{"next_step": "3", "fixed": {}, "scheduler": null}',
             'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object',

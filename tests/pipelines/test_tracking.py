@@ -147,3 +147,21 @@ def test_a_resumed_run_replaces_what_it_computes_anew(tmp_path: Path) -> None:
         {"step": 1, "metrics": {"a": 2.0}},
         {"step": 2, "metrics": {"a": 4.0, "val/a": 3.0}},
     ]
+
+
+def test_an_error_that_ends_a_run_which_was_ending_tells_of_the_first_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close() -> None:
+        raise ConfigError("nothing could be written")
+
+    with pytest.raises(ConfigError) as caught:  # noqa: PT012 - the first error is part of what is raised
+        try:
+            raise RuntimeError("the step failed")
+        finally:
+            close()
+    report_failure(caught.value, tmp_path, global_rank=0, started_s=time.time())
+    assert capsys.readouterr().err == (
+        "[rank 0] ConfigError: nothing could be written\n"
+        "The run was ending already, with RuntimeError: the step failed\n"
+    )

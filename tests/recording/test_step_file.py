@@ -1,6 +1,8 @@
 """Loading some rows of a step file: the same rows, from no more bytes than they need."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ from tests.recording.step_bytes import (
     make_large_batch,
     make_rich_batch,
     open_bytes,
+    rewrite,
     split_header,
     with_extras,
 )
@@ -57,6 +60,43 @@ def test_a_header_that_is_longer_than_the_first_read_is_read_in_two() -> None:
     assert next(stop - start for start, stop in source.ranges) == 16384
     assert source.ranges[1][0] == 16384
     assert step.load().is_identical(make_batch())
+
+
+@pytest.mark.parametrize("position", range(8, 2000, 37))
+def test_a_header_that_changed_since_it_was_read_is_not_taken_for_the_old_one(position: int) -> None:
+    """Headers that were found sound are kept; what they are found again by is every byte of them."""
+    data = bytearray(encode(make_rich_batch()))
+    open_bytes(bytes(data), name="f")
+    data[position] ^= 1
+    with pytest.raises(CorruptRecordingError, match=r"^f: "):
+        open_bytes(bytes(data), name="f")
+
+
+def test_a_file_that_was_cut_since_its_header_was_read_is_refused() -> None:
+    data = encode(make_rich_batch())
+    open_bytes(data, name="f")
+    with pytest.raises(CorruptRecordingError, match=r"^f: file has .* bytes; its header describes .*: truncated"):
+        open_bytes(data[:-1], name="f")
+
+
+@pytest.mark.parametrize("size", [1, 100_000])  # a header that is kept, and one that is too large for it
+def test_what_is_changed_in_one_opened_step_is_not_seen_by_the_next(size: int) -> None:
+    info = make_info(scheduler_state={"seen": [["x"] * size]})
+    batch = replace(make_rich_batch(), meta={"names": ["a"]})
+    data = encode_step(batch, info).to_bytes()
+    first = open_bytes(data)
+    first.info.scheduler_state["seen"].append("more")
+    first.load().meta["names"].append("b")
+    again = open_bytes(data)
+    assert (again.info, again.load().meta) == (make_info(scheduler_state={"seen": [["x"] * size]}), {"names": ["a"]})
+
+
+def test_a_json_column_that_is_no_text_is_refused() -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["content"]["extras"]["seen"] = "json"
+
+    with pytest.raises(CorruptRecordingError, match=r"tensor 'extras/seen' is torch.bool \[.*\], which does not fit"):
+        open_bytes(rewrite(encode(make_rich_batch()), change))
 
 
 def test_every_range_of_rows_is_the_one_that_was_written() -> None:

@@ -1,0 +1,103 @@
+"""Whether all ranks of a run hold the same values, at a cost per rank that does not grow with their number.
+
+Contract: collective; every rank of the group must call, and every rank raises or none does. One reduction of eight
+integers where all agree. Where they do not, a fixed number of reductions whose size depends on the keys and the values
+that differ (``agreement_rounds``); nothing is gathered from every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mock_scheduler.determinism.agreement.rounds import (
+    Op,
+    Reduction,
+    Words,
+    agreement_rounds,
+    all_equal_rounds,
+    describe_disagreement,
+)
+from mock_scheduler.errors import RankDisagreementError
+
+T = TypeVar("T")
+
+_REDUCE_OPS = {Op.MIN: dist.ReduceOp.MIN, Op.SUM: dist.ReduceOp.SUM}
+
+
+class RankGroup(Protocol):
+    """The ranks that must agree."""
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the group, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    def reduce(self, reduction: Reduction) -> Words:
+        """The minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The bytes of every rank, by rank; collective, same answer on every rank. They may differ in length."""
+
+
+class TorchRankGroup:
+    """All ranks of torch's default process group; tensors live on ``device`` (the rank's GPU under NCCL)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def reduce(self, reduction: Reduction) -> Words:
+        """One all-reduce of int64 words."""
+        words = torch.tensor(reduction.words, dtype=torch.int64, device=self._device)
+        dist.all_reduce(words, op=_REDUCE_OPS[reduction.op])
+        reduced: Words = words.tolist()
+        return reduced
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, which travel padded to the longest: nothing is pickled."""
+        sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device=self._device))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        if payload:  # torch.frombuffer refuses none
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        buffers = self._gather(padded.to(self._device))
+        return [buffer[:size].cpu().numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        pieces = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(pieces, tensor)
+        return pieces
+
+
+def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
+    """Raise RankDisagreementError on *every* rank where any rank's values differ.
+
+    It names each key, its values and the ranks that hold them, the rarest value first:
+    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``. Collective.
+    """
+    lines = _drive(agreement_rounds(values, global_rank=group.global_rank, world_size=group.world_size), group)
+    if lines:
+        raise RankDisagreementError(describe_disagreement(lines, world_size=group.world_size))
+
+
+def all_equal(digest: bytes, group: RankGroup) -> bool:
+    """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
+    return _drive(all_equal_rounds(digest), group)
+
+
+def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
+    """Carry a generator's reductions out in this group."""
+    try:
+        reduction = next(rounds)
+        while True:
+            reduction = rounds.send(group.reduce(reduction))
+    except StopIteration as finished:
+        result: T = finished.value
+        return result

@@ -1,0 +1,22 @@
+"""Where two runs of the same step first differ, by their operation logs, and which setting is responsible.
+
+Contract: imports no torch.
+"""
+
+from mock_scheduler.determinism.doctor.causes import Cause, SettingFound, State, find_cause
+from mock_scheduler.determinism.doctor.comparison import RankComparison, StepComparison, compare_rank, compare_step
+from mock_scheduler.determinism.doctor.differences import Difference, DifferenceKind, ReadableLog
+
+__all__ = [
+    "Cause",
+    "Difference",
+    "DifferenceKind",
+    "RankComparison",
+    "ReadableLog",
+    "SettingFound",
+    "State",
+    "StepComparison",
+    "compare_rank",
+    "compare_step",
+    "find_cause",
+]

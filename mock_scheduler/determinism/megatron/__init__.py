@@ -1,0 +1,18 @@
+"""Rules about Megatron's configuration: what cannot train repeatably or rightly, found before a model is built.
+
+Contract: imports neither torch nor Megatron.
+"""
+
+from mock_scheduler.determinism.megatron.rule import Conflict, Effect, MegatronRule, Setup, parse_version
+from mock_scheduler.determinism.megatron.rules import RULES, check_conflicts, find_conflicts
+
+__all__ = [
+    "RULES",
+    "Conflict",
+    "Effect",
+    "MegatronRule",
+    "Setup",
+    "check_conflicts",
+    "find_conflicts",
+    "parse_version",
+]

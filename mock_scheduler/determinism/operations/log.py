@@ -1,0 +1,196 @@
+"""The operation log of one training step on one rank, as a file.
+
+Contract: imports no torch. ``{output_dir}/operations/step_000000/rank_0.jsonl`` has one JSON object per line: a header
+(format version, step, rank, settings read back), then one record per operation in the order in which the rank began
+them, then a footer with their number. A file's presence is its completeness, as ``files`` says; one whose footer is
+missing or wrong is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.run_files import OPERATIONS_FOLDER
+
+FORMAT_VERSION = 1
+
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
+
+
+class Phase(StrEnum):
+    """What a rank was doing when it began an operation."""
+
+    FORWARD = "forward"
+    RECOMPUTATION = "recomputation"
+    BACKWARD = "backward"
+    OUTSIDE = "outside any module"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRecord:
+    """A tensor that an operation read or wrote.
+
+    ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: which memory it is in,
+    numbered in order of appearance; it says what in one run shares memory and is not compared between runs.
+    ``digest``: of its bytes in row-major order; ``None`` where there is none, and then ``note`` says why.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    storage: int = -1
+    digest: str | None = None
+    note: str = ""
+
+    def describe(self) -> str:
+        """``mat2 float32[64, 128]``."""
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationRecord:
+    """One operation. What is not known is empty.
+
+    ``lane``: the thread that began it, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
+    ``module``: the module whose forward was running; in backward, the one whose forward made the autograd node.
+    ``node``: that autograd node. ``place``: file and line of the call, outside torch.
+    ``arguments``: its arguments that are no tensors. ``inputs``: before it ran, those that it overwrites left out;
+    ``outputs``: what it returned or wrote in place, and ``values`` what it returned that is no tensor.
+    ``group``: the global ranks of a communication's group. ``peer``: the other side of a send or receive.
+    ``completes``: this is no operation, but the moment when the results of that earlier, asynchronous one were first
+    used; they are its outputs.
+    """
+
+    number: int
+    operator: str
+    lane: str = "main"
+    phase: Phase = Phase.OUTSIDE
+    module: str = ""
+    node: str = ""
+    place: str = ""
+    device: str = ""
+    arguments: str = ""
+    inputs: tuple[TensorRecord, ...] = ()
+    outputs: tuple[TensorRecord, ...] = ()
+    values: tuple[str, ...] = ()
+    group: tuple[int, ...] | None = None
+    peer: int | None = None
+    completes: int | None = None
+
+    @property
+    def num_digests(self) -> int:
+        """Tensors with a digest, read or written."""
+        return sum(tensor.digest is not None for tensor in (*self.inputs, *self.outputs))
+
+    def describe(self) -> str:
+        """``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
+        what = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
+        where = f" in {self.module}" if self.module else ""
+        details = [self.phase.value, *([self.node] if self.node else []), *([f"at {self.place}"] if self.place else [])]
+        return f"operation {self.number}, {what or self.operator},{where} ({', '.join(details)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationLogHeader:
+    """Whose log it is. ``settings``: what determinism settings this rank read back when the step began."""
+
+    step: int
+    global_rank: int
+    world_size: int
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationLog:
+    """A whole operation log on disk: its header, and its records, which are read anew each time they are asked for."""
+
+    path: Path
+    header: OperationLogHeader
+
+    @classmethod
+    def open(cls, path: Path) -> OperationLog:
+        """Read the header; raises ``TraceError`` where the file cannot be read or is no operation log."""
+        content = _parse(path, next(_read_lines(path), ""))
+        version = content.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise TraceError(f"{path}: format version {version!r}, expected {FORMAT_VERSION}")
+        try:
+            return cls(path=path, header=OperationLogHeader(**content))
+        except TypeError as error:
+            raise TraceError(f"{path}: the header is no operation log's: {error}") from error
+
+    def records(self) -> Iterator[OperationRecord]:
+        """Every record in order; raises ``TraceError`` where the file is cut off or is no operation log's."""
+        num_records, num_stated = 0, None
+        for line in islice(_read_lines(self.path), 1, None):
+            content = _parse(self.path, line)
+            if "num_records" in content:
+                num_stated = content["num_records"]
+                continue
+            try:
+                record = _parse_record(content)
+            except (KeyError, TypeError, ValueError) as error:
+                raise TraceError(f"{self.path}: record {num_records} is no operation log's: {error!r}") from error
+            num_records += 1
+            yield record
+        if num_stated != num_records:
+            raise TraceError(
+                f"{self.path} has {num_records} records and says {num_stated or 'nothing'}: it was cut off"
+            )
+
+
+def operation_log_path(output_dir: Path, *, step: int, global_rank: int) -> Path:
+    """Where the operation log of one step and rank lies."""
+    return output_dir / OPERATIONS_FOLDER / f"step_{step:06d}" / f"rank_{global_rank}.jsonl"
+
+
+def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
+    """The operation logs of a run by step and global rank, in order; empty where it has none. Raises ``TraceError``."""
+    found: dict[int, dict[int, OperationLog]] = {}
+    for path in (output_dir / OPERATIONS_FOLDER).glob("*/*"):
+        step, global_rank = _STEP_FOLDER.fullmatch(path.parent.name), _RANK_FILE.fullmatch(path.name)
+        if step is not None and global_rank is not None:
+            found.setdefault(int(step[1]), {})[int(global_rank[1])] = OperationLog.open(path)
+    return {step: dict(sorted(found[step].items())) for step in sorted(found)}
+
+
+def _parse_record(content: Mapping[str, Any]) -> OperationRecord:
+    """A record from its JSON object."""
+    fields = dict(content)
+    for side in ("inputs", "outputs"):
+        fields[side] = tuple(
+            TensorRecord(name=name, dtype=dtype, shape=tuple(shape), storage=storage, digest=digest, note=note)
+            for name, dtype, shape, storage, digest, note in fields.get(side, ())
+        )
+    fields["phase"] = Phase(fields["phase"])
+    fields["values"] = tuple(fields.get("values", ()))
+    if fields.get("group") is not None:
+        fields["group"] = tuple(fields["group"])
+    return OperationRecord(**fields)
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="ascii") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(path: Path, line: str) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{path}: a line is no JSON: {error}; it was cut off, or is no operation log") from error
+    if not isinstance(content, dict):
+        raise TraceError(f"{path}: a line is of type {type(content).__name__}, expected an object")
+    return content

@@ -1,0 +1,293 @@
+"""Writes every operation that torch dispatches in a block, with digests of what it read and wrote, in order.
+
+Contract: observing changes no bit of the run: nothing is drawn from a generator, no tensor of the run is written, kept
+alive or moved, compiled code stays compiled, no communication is waited for that the program does not wait for in the
+same call. On a GPU digests stay there until some hundreds are read back at once. What a kernel outside torch's
+dispatcher does (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself, but
+in the digests of the next operation that reads it.
+
+Backward on a GPU runs in other threads: autograd carries the mode there with the rest of the calling thread's state
+(torch 2.13, ``GraphTask.thread_locals_``, an ``at::ThreadLocalState``). Records of such a thread have their own lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mock_scheduler.determinism.operations.bits import device_digest, host_digest
+from mock_scheduler.determinism.operations.communication import Communication, PendingResults, read_communication
+from mock_scheduler.determinism.operations.log import OperationLogHeader, operation_log_path
+from mock_scheduler.determinism.operations.operators import (
+    UNINITIALISED,
+    WAIT,
+    OperatorFacts,
+    argument_of,
+    facts_of,
+    flatten_tensors,
+    has_tensors,
+    is_scratch,
+)
+from mock_scheduler.determinism.operations.program_place import ProgramPlace
+from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
+from mock_scheduler.files import written_aside
+from mock_scheduler.text import shorten
+
+_LONGEST_TEXT = 300
+_NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+@contextmanager
+def record_operations(
+    output_dir: Path, header: OperationLogHeader, *, modules: Mapping[str, torch.nn.Module]
+) -> Iterator[None]:
+    """Write the block's operation log to ``operation_log_path(output_dir, ...)`` when it ends; nothing where it raises.
+
+    ``modules``: the roots whose submodules are to be named in it, by name. Does not communicate.
+    Raises ``OSError`` where the file cannot be written.
+    """
+    path = operation_log_path(output_dir, step=header.step, global_rank=header.global_rank)
+    with written_aside(path) as aside, aside.open("w", encoding="ascii") as lines:
+        writer = OperationLogWriter(lines, header)
+        with ProgramPlace(modules) as place, OperationRecorder(writer, place):
+            yield
+        writer.finish()
+
+
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The mode that sees each operation; its records go to ``writer``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, writer: OperationLogWriter, place: ProgramPlace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writer = writer
+        self._place = place
+        self._storages: dict[int, int] = {}
+        self._num_storages = 0
+        self._uninitialised: set[int] = set()
+        self._pending = PendingResults()
+        self._lanes = {threading.get_ident(): "main"}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as it does without the recorder, unseen; torch would run it uncompiled otherwise."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - OpOverload or HigherOrderOperator
+        types: tuple[type[torch.Tensor], ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        kwargs = kwargs or {}
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            # A tensor subclass (DTensor, Float8Tensor) takes itself apart first; its parts come back here.
+            return NotImplemented
+        facts = facts_of(func)
+        bound = facts.bind(args, kwargs)
+        tensors = [pair for name, value in bound.items() for pair in flatten_tensors(name, value)]
+        if facts.has_digests and facts.name != WAIT:  # making a view uses nothing
+            self._record_completed(tensors)
+        communication = read_communication(facts, bound)
+        record = self._begin(facts, bound, tensors, communication)
+        try:
+            result = func(*args, **kwargs)
+            if communication is not None and not communication.is_async:
+                _wait(result)
+        except BaseException as error:
+            record |= {"outputs": [], "values": [f"raised {type(error).__name__}"]}
+            raise
+        self._end(record, facts, tensors, result, communication)
+        if facts.name == WAIT:
+            self._record_completed(list(flatten_tensors("result", result)))
+        return result
+
+    def _begin(
+        self,
+        facts: OperatorFacts,
+        bound: Mapping[str, Any],
+        tensors: _NamedTensors,
+        communication: Communication | None,
+    ) -> OpenRecord:
+        """The record of an operation that is about to run; it is open until ``_end``."""
+        unread = facts.overwritten if communication is None else communication.unread
+        record = self._start_record(facts.name)
+        record |= {
+            "device": tensors[0][1].device.type if tensors else "",
+            "arguments": _describe_arguments(bound),
+            "inputs": [
+                self._describe(name, tensor, facts, is_input=True)
+                for name, tensor in tensors
+                if argument_of(name) not in unread
+            ],
+        }
+        if communication is not None:
+            record |= {"group": communication.group, "peer": communication.peer}
+        self._writer.begin(record)
+        return record
+
+    def _start_record(self, operator: str) -> OpenRecord:
+        phase, module, node, where = self._place.now()
+        return {
+            "operator": operator,
+            "lane": self._lane(),
+            "phase": phase,
+            "module": module,
+            "node": node,
+            "place": where,
+        }
+
+    def _end(
+        self,
+        record: OpenRecord,
+        facts: OperatorFacts,
+        tensors: _NamedTensors,
+        result: Any,  # noqa: ANN401 - whatever the operation returns
+        communication: Communication | None,
+    ) -> None:
+        undefined = frozenset[str]() if communication is None else communication.undefined
+        returned = list(_returned(facts, result))
+        results = [pair for name, value in returned for pair in flatten_tensors(name, value)]
+        self._number_new_memory(tensors, results)
+        written = [(name, tensor) for name, tensor in tensors if argument_of(name) in facts.written - undefined]
+        written += results
+        if communication is not None and communication.is_async:
+            self._pending.add(record["number"], facts.name, communication, written)
+            record["outputs"] = []
+            return
+        if not record["device"] and results:
+            record["device"] = results[0][1].device.type
+        values = [repr(value) for _, value in returned if _is_plain(value)]
+        if values:
+            record["values"] = values
+        self._note_writes(facts, written)
+        record["outputs"] = [self._describe(name, tensor, facts) for name, tensor in written]
+
+    def _number_new_memory(self, tensors: _NamedTensors, results: _NamedTensors) -> None:
+        known = {self._storage_key(tensor) for _, tensor in tensors}
+        for _, tensor in results:
+            if (key := self._storage_key(tensor)) not in known:
+                self._forget(key)
+
+    def _note_writes(self, facts: OperatorFacts, written: _NamedTensors) -> None:
+        for _, tensor in written:
+            if facts.note == UNINITIALISED:
+                self._uninitialised.add(self._storage_key(tensor))
+            elif facts.has_digests:
+                self._uninitialised.discard(self._storage_key(tensor))
+
+    def _record_completed(self, tensors: _NamedTensors) -> None:
+        """A record for each asynchronous communication whose results are now used for the first time."""
+        for done in self._pending.take(tensor for _, tensor in tensors):
+            for _, tensor in done.results:
+                self._uninitialised.discard(self._storage_key(tensor))
+            record = self._start_record(done.operator) | {
+                "group": done.communication.group,
+                "peer": done.communication.peer,
+                "completes": done.number,
+                "outputs": [self._describe(name, tensor, None) for name, tensor in done.results],
+            }
+            self._writer.begin(record)
+
+    def _describe(
+        self, name: str, tensor: torch.Tensor, facts: OperatorFacts | None, *, is_input: bool = False
+    ) -> TensorEntry:
+        key = self._storage_key(tensor)
+        if key not in self._storages:
+            self._forget(key)
+        digest, note = self._digest(name, tensor, facts)
+        if is_input and facts is not None and key in self._uninitialised and _may_only_write(facts, name):
+            digest, note = None, UNINITIALISED
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorEntry(
+            name=name, dtype=dtype, shape=list(tensor.shape), storage=self._storages[key], digest=digest, note=note
+        )
+
+    def _digest(
+        self, name: str, tensor: torch.Tensor, facts: OperatorFacts | None
+    ) -> tuple[str | torch.Tensor | None, str]:
+        if facts is not None and not facts.has_digests:
+            return None, facts.note
+        if is_scratch(name):
+            return None, "scratch"
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return None, f"layout {tensor.layout}"
+        if tensor.device.type == "cpu":
+            return host_digest(tensor), ""
+        if tensor.device.type == "meta":
+            return None, "meta"
+        if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None, "captured into a CUDA graph"
+        return device_digest(tensor), ""
+
+    def _storage_key(self, tensor: torch.Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+
+    def _forget(self, key: int) -> None:
+        """Number the memory anew: what lay at its address before is gone."""
+        self._storages[key] = self._num_storages
+        self._num_storages += 1
+        self._uninitialised.discard(key)
+
+    def _lane(self) -> str:
+        thread = threading.get_ident()
+        if thread not in self._lanes:
+            self._lanes[thread] = f"backward-{len(self._lanes)}"
+        return self._lanes[thread]
+
+
+def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    """What was returned beside the arguments, by name."""
+    if not facts.results:
+        if result is not None and not facts.written:
+            yield "result", result
+        return
+    values = result if len(facts.results) > 1 else (result,)
+    for name, value in zip(facts.results, values, strict=True):
+        if name is not None:
+            yield name, value
+
+
+def _may_only_write(facts: OperatorFacts, name: str) -> bool:
+    """Whether an operator of another library may take this argument as a buffer to fill, and not read it."""
+    return argument_of(name) in facts.written and not facts.name.startswith("aten.")
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | complex | str)
+
+
+def _describe_arguments(bound: Mapping[str, Any]) -> str:
+    """Arguments that are no tensors, as ``dim=[0], keepdim=False``."""
+    text = ", ".join(
+        f"{name}={_describe_value(value)}"
+        for name, value in bound.items()
+        if value is not None and not has_tensors(value)
+    )
+    return shorten(text, _LONGEST_TEXT)
+
+
+def _describe_value(value: object) -> str:
+    if isinstance(value, torch.Generator):
+        return "a generator of its own"
+    if isinstance(value, torch.ScriptObject):
+        return str(value._type()).rpartition(".")[2]
+    if isinstance(value, list | tuple) or _is_plain(value):
+        return repr(value)
+    return str(value) if isinstance(value, torch.dtype | torch.device | torch.layout) else type(value).__name__
+
+
+def _wait(result: Any) -> None:  # noqa: ANN401 - whatever the communication returns
+    """Wait for a communication whose caller waits for it next."""
+    work = result[-1] if isinstance(result, tuple) else result
+    if isinstance(work, torch.ScriptObject):
+        Work.unbox(work).wait()

@@ -1,0 +1,148 @@
+"""Settings of the process and the CPU: hash seed, threads, and which vector kernels compute.
+
+"measured" in a source: on CPU with gloo, Megatron-core 0.16.1 with torch 2.13.0 and 0.19.2 with torch 2.14.1.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mock_scheduler.determinism.settings.setting import Between, Kind, ReadAt, Setting
+
+_cpu = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TORCH_IMPORT)
+_SPLIT_SUMS = "a sum is split over the threads, so their number must be fixed"
+_CODE_PATH = "it selects the code path of products; keep it equal"
+
+_THREADS: tuple[Setting, ...] = (
+    Setting(
+        name="PYTHONHASHSEED",
+        pattern=r"\d+",
+        recommended="0",
+        exported=True,
+        between_runs=Between.MUST_MATCH,
+        read_at=ReadAt.INTERPRETER,
+        reader="Python",
+        source="Python documentation, PYTHONHASHSEED",
+        remedy="without a fixed number the order of sets of strings differs between processes",
+    ),
+    Setting(
+        name="python.hash_randomization",
+        kind=Kind.FLAG,
+        between_runs=Between.MUST_MATCH,
+        read_at=ReadAt.INTERPRETER,
+        reader="Python",
+        source="Python documentation, sys.flags.hash_randomization",
+        remedy="False proves that PYTHONHASHSEED=0 came before the interpreter",
+    ),
+    Setting(
+        name="python.string_hash",
+        kind=Kind.FLAG,
+        between_runs=Between.REPORTED,
+        read_at=ReadAt.INTERPRETER,
+        reader="Python",
+        source="Python documentation, PYTHONHASHSEED",
+        remedy="the hash of one string: differs where ranks or runs started with other seeds",
+    ),
+    Setting(
+        name="OMP_NUM_THREADS",
+        pattern=r"[1-9]\d*",
+        recommended="1",
+        exported=True,
+        between_runs=Between.MUST_MATCH,
+        read_at=ReadAt.TORCH_IMPORT,
+        reader="OpenMP",
+        source="measured: LayerNorm gradients on CPU change with the number of threads",
+        remedy=_SPLIT_SUMS,
+    ),
+    Setting(
+        name="MKL_NUM_THREADS",
+        pattern=r"[1-9]\d*",
+        recommended="1",
+        exported=True,
+        between_runs=Between.MUST_MATCH,
+        read_at=ReadAt.TORCH_IMPORT,
+        reader="MKL",
+        source="oneMKL developer guide, MKL_NUM_THREADS",
+        remedy=_SPLIT_SUMS,
+    ),
+    Setting(
+        name="torch.num_threads",
+        kind=Kind.FLAG,
+        between_runs=Between.MUST_MATCH,
+        read_at=ReadAt.EVERY_CALL,
+        reader="torch",
+        source="torch.set_num_threads; measured: LayerNorm gradients on CPU change with it",
+        remedy=_SPLIT_SUMS,
+    ),
+    Setting(
+        name="torch.num_interop_threads",
+        kind=Kind.FLAG,
+        per_node=True,  # by default the number of cores of the node
+        between_runs=Between.RECORDED,
+        read_at=ReadAt.EVERY_CALL,
+        reader="torch",
+        source="torch.set_num_interop_threads",
+        remedy="it sets how many operations run at once, not how one of them sums",
+    ),
+)
+
+_KERNELS: tuple[Setting, ...] = (
+    _cpu(
+        name="ATEN_CPU_CAPABILITY",
+        reader="torch",
+        source="measured: default changes torch.randn, and avx2 against avx512 changes softmax",
+        remedy="it selects the vector kernels; keep it equal",
+    ),
+    _cpu(
+        name="MKL_CBWR",
+        reader="MKL",
+        source="oneMKL developer guide, conditional numerical reproducibility; measured: changes bits",
+        remedy=_CODE_PATH,
+    ),
+    _cpu(
+        name="MKL_ENABLE_INSTRUCTIONS",
+        reader="MKL",
+        source="oneMKL developer guide, instruction set specific dispatching",
+        remedy=_CODE_PATH,
+    ),
+    _cpu(
+        name="ONEDNN_MAX_CPU_ISA",
+        reader="oneDNN",
+        source="oneDNN documentation, CPU dispatcher control; measured: changes bfloat16 products on CPU",
+        remedy=_CODE_PATH,
+    ),
+    _cpu(
+        name="DNNL_MAX_CPU_ISA",
+        reader="oneDNN",
+        source="oneDNN documentation, CPU dispatcher control, older name",
+        remedy=_CODE_PATH,
+    ),
+    _cpu(
+        name="ONEDNN_DEFAULT_FPMATH_MODE",
+        reader="oneDNN",
+        source="oneDNN documentation, floating-point math mode",
+        remedy="it lets float32 products run in bfloat16 or TF32; keep it equal",
+    ),
+    _cpu(
+        name="OPENBLAS_CORETYPE",
+        reader="OpenBLAS",
+        source="OpenBLAS documentation, run-time variables",
+        remedy=_CODE_PATH,
+    ),
+    _cpu(
+        name="torch.cpu_probe",
+        kind=Kind.FLAG,
+        reader="torch",
+        source="measured: the settings above change one or more of its operations",
+        remedy="a digest of what randn, softmax, layer norm and products compute; equal where the CPU kernels are",
+    ),
+    _cpu(
+        name="version.cpu_capability",
+        kind=Kind.VERSION,
+        reader="torch",
+        source="torch.backends.cpu.get_cpu_capability",
+        remedy="it selects the vector kernels; use machines with one instruction set, or ATEN_CPU_CAPABILITY",
+    ),
+)
+
+PROCESS_SETTINGS: tuple[Setting, ...] = (*_THREADS, *_KERNELS)

@@ -1,0 +1,67 @@
+"""Compares the prompts of a batch, live or recorded, with those that a pipeline asks for: one rule for both.
+
+Contract: a request names its prompts once per trajectory (as many as its ``batch_size``; the prompt of a trajectory is
+that of its first row) or, with any other number, once per group, each of whose trajectories then has that one prompt.
+Their order does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.scheduler import RolloutRequest
+
+#: Scheduler, group, episode and environment.
+TrajectoryKey: TypeAlias = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptDifference:
+    """``absent``: digests asked for that the batch lacks, ``not_asked``: those it has beside them, with their counts;
+    ``unit``: what one prompt was asked for and counted by."""
+
+    num_asked: int
+    absent: Counter[str]
+    not_asked: Counter[str]
+    unit: str
+
+    @property
+    def example(self) -> str:
+        """One digest that is on one side only."""
+        return next(iter(self.absent or self.not_asked))
+
+
+def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
+    """Trajectory -> digest of its prompt, which is that of its first row."""
+    rows = sorted(
+        ((identity.scheduler_id, *identity.numbers), digest)
+        for identity, digest in zip(batch.identities, batch.prompt_digests, strict=True)
+    )
+    first: dict[TrajectoryKey, str] = {}
+    for key, digest in rows:
+        first.setdefault((key[0], key[1], key[2], key[3]), digest)
+    return first
+
+
+def compare_prompts(
+    prompts: Mapping[TrajectoryKey, str], request: RolloutRequest, *, is_part: bool = False
+) -> PromptDifference | None:
+    """What differs between the prompts that are there and those asked for; None where nothing does, or none was.
+
+    ``is_part``: the trajectories are one process's part of the batch, so that prompts may be absent.
+    """
+    asked = request.prompt_digests
+    if asked is None:
+        return None
+    if len(asked) == request.batch_size:
+        unit, found = "trajectory", Counter(prompts.values())
+    else:
+        unit, found = "group", Counter(digest for _, digest in {(key[:3], value) for key, value in prompts.items()})
+    absent, not_asked = Counter(asked) - found, found - Counter(asked)
+    if not not_asked and (is_part or not absent):
+        return None
+    return PromptDifference(num_asked=len(asked), absent=absent, not_asked=not_asked, unit=unit)

@@ -1,0 +1,31 @@
+"""Names of what a run, an alignment and the doctor leave in their ``output_dir``.
+
+Contract: imports nothing; whoever writes or reads one of these takes its name from here.
+"""
+
+from __future__ import annotations
+
+#: The whole configuration, as it was loaded.
+CONFIG_FILE = "config.yaml"
+#: Metrics, one JSON object per global step.
+METRICS_FILE = "metrics.jsonl"
+#: What a completed run says about itself; there only where it completed.
+RUN_FILE = "run.json"
+#: Why a run failed.
+ERROR_FILE = "error.json"
+#: What was built, answered and suppressed (``ledger.Ledger``).
+LEDGER_FILE = "ledger.json"
+#: The terminal output of a run that an alignment or the doctor started.
+LOG_FILE = "run.log"
+#: Folder of gradients and parameters (``trace``).
+TRACE_FOLDER = "trace"
+#: Folder of operation logs (``determinism.operations``).
+OPERATIONS_FOLDER = "operations"
+#: Folder of TensorBoard's files.
+TENSORBOARD_FOLDER = "tensorboard"
+#: Folder of checkpoints, where the configuration names no other.
+CHECKPOINTS_FOLDER = "checkpoints"
+#: The result of an alignment.
+ALIGN_FILE = "align.json"
+#: The result of the doctor.
+DOCTOR_FILE = "doctor.json"

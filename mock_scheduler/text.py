@@ -1,0 +1,47 @@
+"""Numbers and lists as short text, for messages and reports.
+
+Contract: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def count_of(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 row``, ``12,800 rows``; ``plural``: ``None`` adds an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
+    for unit in _UNITS:
+        if size_bytes < 1000 or unit == _UNITS[-1]:
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
+
+
+def shorten(text: str, width: int) -> str:
+    """The text, cut to ``width`` characters with an ellipsis where it is longer."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def list_some(items: Collection[str], limit: int, separator: str = "; ") -> str:
+    """The first ``limit`` items in one line, and how many more there are: ``a; b; and 3 more``."""
+    rest = len(items) - limit
+    return separator.join([*islice(items, limit), *([f"and {rest:,} more"] if rest > 0 else [])])
+
+
+def bullet_list(problems: Collection[str], limit: int | None = 20) -> str:
+    """The first ``limit`` problems, each on an indented line after a line break, and how many more there are.
+
+    To be appended to the line that says what is wrong; empty where there is no problem. ``limit``: ``None`` lists all,
+    for what is bounded by itself.
+    """
+    rest = 0 if limit is None else len(problems) - limit
+    listed = [*islice(problems, limit), *([f"and {rest:,} more"] if rest > 0 else [])]
+    return "".join(f"\n  - {problem}" for problem in listed)

@@ -1,0 +1,43 @@
+"""A planted fault: step 1 can be played but not recorded, and then its training fails.
+
+What the pipeline closes is printed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.faults.harness import Fired, run_with_fault
+
+
+def plant(fired: Fired) -> None:
+    """Refuse to store step 1, fail at its training, and say when the real scheduler is closed."""
+    from mock_scheduler.errors import RecordingError
+    from mock_scheduler.recording.local_storage import LocalStorage
+    from pipelines.megatron.trainer import PolicyTrainer
+    from pipelines.rollout.scheduler import AgenticRolloutScheduler
+
+    publish, train_step, close = LocalStorage.publish, PolicyTrainer.train_step, AgenticRolloutScheduler.close
+
+    def refuse_step_1(storage: LocalStorage, name: str, *arguments: Any) -> int:  # noqa: ANN401 - passed on
+        if "step_000001" in name:
+            raise RecordingError(f"{name}: no space left on device")
+        return publish(storage, name, *arguments)
+
+    def fail_at_step_1(trainer: PolicyTrainer, *arguments: Any, **named: Any) -> dict[str, float]:  # noqa: ANN401
+        fired.count += 1
+        if fired.count == 2:
+            raise RuntimeError("the step failed")
+        return train_step(trainer, *arguments, **named)
+
+    def close_and_say(scheduler: AgenticRolloutScheduler) -> None:
+        close(scheduler)
+        print("the real scheduler was closed")
+
+    LocalStorage.publish = refuse_step_1
+    PolicyTrainer.train_step = fail_at_step_1
+    AgenticRolloutScheduler.close = close_and_say
+
+
+if __name__ == "__main__":
+    run_with_fault(plant)

@@ -1,0 +1,29 @@
+"""A step that fails in the middle of a run: what is open is closed, and no other error is lost over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
+
+
+def test_a_failing_step_closes_the_real_scheduler_and_tells_of_a_step_that_was_not_recorded(tmp_path: Path) -> None:
+    """The scheduler was closed only after success: environments stayed open, and a failed write was never told of."""
+    configs = write_tiny_config(tmp_path)
+    finished = run_command(
+        [
+            *("-m", "tests.faults.failing_step", "--config_path", str(configs), "--config_name", "tiny"),
+            *("rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={tmp_path / 'recording'}"),
+            f"output_dir={tmp_path / 'run'}",
+        ],
+        environ=DETERMINISTIC,
+    )
+    assert finished.returncode == 5, finished.stderr
+    assert finished.stdout.count("the real scheduler was closed") == 1
+    error = read_json(tmp_path / "run" / "error.json")
+    assert error["type"] == "RecordingError"
+    assert "no space left on device" in error["message"]
+    assert finished.stderr.endswith(
+        f"[rank 0] RecordingError: {error['message']}\nThe run was ending already, with RuntimeError: the step failed\n"
+    )
+    assert (tmp_path / "recording" / "train" / "step_000000.safetensors").is_file()

@@ -1,0 +1,47 @@
+"""Counts, sizes and lists read as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mock_scheduler.text import bullet_list, count_of, format_bytes, list_some, shorten
+
+
+@pytest.mark.parametrize(
+    ("count", "plural", "text"),
+    [(0, None, "0 rows"), (1, None, "1 row"), (12_800, None, "12,800 rows"), (2, "rös", "2 rös")],
+)
+def test_a_count_has_its_noun(count: int, plural: str | None, text: str) -> None:
+    assert count_of(count, "row", plural) == text
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KiB"),
+        (1434, "1.4 KiB"),
+        (300 << 30, "300 GiB"),
+        (5000 << 40, "5000 TiB"),
+    ],
+)
+def test_a_size_has_up_to_three_digits(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+def test_a_text_is_cut_to_its_width() -> None:
+    assert [shorten("abcde", width) for width in (6, 5, 4)] == ["abcde", "abcde", "abc…"]
+
+
+def test_a_list_says_how_many_it_leaves_out() -> None:
+    assert list_some([], 2) == ""
+    assert list_some(["a", "b"], 2) == "a; b"
+    assert list_some(["a", "b", "c"], 2, ", ") == "a, b, and 1 more"
+
+
+def test_problems_stand_on_lines_of_their_own() -> None:
+    assert bullet_list([]) == ""
+    assert bullet_list(["a", "b", "c"], 2) == "\n  - a\n  - b\n  - and 1 more"
+    assert bullet_list([str(number) for number in range(21)]).endswith("\n  - 19\n  - and 1 more")
+    assert bullet_list([str(number) for number in range(21)], limit=None).endswith("\n  - 19\n  - 20")
