@@ -95,7 +95,7 @@ def make_padded(num_rows: int, width: int, *, mean_length: int, seed: int = 0) -
 
 
 def request(num_rows: int, step: int = 0) -> RolloutRequest:
-    return RolloutRequest(global_step=step, batch_size=num_rows)
+    return RolloutRequest(global_step=step, batch_size=num_rows, policy_version=step)
 
 
 def info(writer: RecordingWriter, step: int) -> StepInfo:

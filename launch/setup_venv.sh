@@ -21,7 +21,8 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$python" -m venv "$venv"
 fi
 
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# Twice --quiet: errors only, without what pip says of indexes and locations that it leaves out.
+pip=("$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check)
 # pip reads its own settings: PIP_EXTRA_INDEX_URL can name an index of CPU builds of torch, which are far smaller.
 echo "installing requirements.txt (a few minutes the first time)"
 

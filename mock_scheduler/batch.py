@@ -7,41 +7,46 @@ are on the CPU and must not be written to. Named extras go with the rows, ``meta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch_checks import TENSOR_FIELDS as TENSOR_FIELDS
 from mock_scheduler.batch_checks import (
     content_problems,
     dtype_problems,
-    extra_name_problems,
     extras_problems,
-    group_sizes,
     identity_problems,
     meta_problems,
-    name_group,
+    prompt_problems,
     raise_problems,
-    row_problems,
+    scalar_problems,
     size_problems,
 )
 from mock_scheduler.batch_rows import (
     compute_offsets,
+    compute_prompt_digests,
     compute_row_digests,
     join_extras,
     join_rows,
 )
 from mock_scheduler.batch_rows import compute_prompt_digest as compute_prompt_digest
-from mock_scheduler.columns import Column, TensorColumn
+from mock_scheduler.columns import Column, TensorColumn, copy_json
 from mock_scheduler.digests import JSON, canonical_json, compute_json_digest, compute_tensor_digest
 from mock_scheduler.errors import BatchError
+from mock_scheduler.row_checks import extra_name_problems, row_problems
+from mock_scheduler.trajectory import GroupKey as GroupKey
 from mock_scheduler.trajectory import SampleIdentity as SampleIdentity
 from mock_scheduler.trajectory import SamplingParams as SamplingParams
 from mock_scheduler.trajectory import Termination as Termination
 from mock_scheduler.trajectory import Trajectory as Trajectory
+from mock_scheduler.trajectory import count_groups, partial_group_problems
 from mock_scheduler.trajectory import sampling_as_json as sampling_as_json
 
 #: Extras whose names start with this say which row it is, as its identity does, and not what is in it.
@@ -92,6 +97,30 @@ class RolloutBatch:
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        arrays = self._check(is_new=True)
+        expected = compute_prompt_digests(arrays["tokens"], arrays["row_offsets"], arrays["prompt_lengths"])
+        raise_problems(prompt_problems(self.prompt_digests, expected, self.identities))
+
+    @classmethod
+    def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
+        """The batch of these fields, all of them, which are known to be consistent."""
+        batch = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(batch, name, value)
+        return batch
+
+    @classmethod
+    def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
+        """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
+        from JSON: all else is checked. For a batch that was just made from rows, or read from a step file, whose own
+        digests say that these are the ones which were written."""
+        batch = cls._unchecked(**fields)
+        batch._check(is_new=False)
+        return batch
+
+    def _check(self, *, is_new: bool) -> dict[str, npt.NDArray[Any]]:
+        """Raise ``BatchError`` unless the fields are consistent; returns the core tensors as arrays."""
+        raise_problems(scalar_problems(self.tags, self.group_size) + (meta_problems(self.meta) if is_new else []))
         object.__setattr__(self, "extras", dict(sorted(self.extras.items())))
         object.__setattr__(self, "meta", dict(sorted(self.meta.items())))
         # Each check indexes with what those before it have shown to be sound.
@@ -100,8 +129,9 @@ class RolloutBatch:
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
         problems = size_problems(arrays, sizes, num_rows=len(self))
-        raise_problems(problems + extras_problems(self.extras, len(self)) + meta_problems(self.meta))
+        raise_problems(problems + extras_problems(self.extras, len(self), checks_json=is_new))
         raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
+        return arrays
 
     @classmethod
     def from_trajectories(
@@ -120,23 +150,33 @@ class RolloutBatch:
         """
         ordered = sorted(rows, key=lambda row: row.identity)
         identities = tuple(row.identity for row in ordered)
+        meta = {} if meta is None else meta
+        raise_problems(scalar_problems((), group_size))
         problems_by_row = [row_problems(row) for row in ordered]
-        problems = [problem for found in problems_by_row for problem in found] + extra_name_problems(ordered)
+        problems = (
+            meta_problems(meta)
+            + [problem for found in problems_by_row for problem in found]
+            + extra_name_problems(ordered)
+        )
         columns, column_problems = join_extras(ordered) if not problems else ({}, [])
         if problems or column_problems:
             sound = [row for row, found in zip(ordered, problems_by_row, strict=True) if not found]
             arrays = {name: tensor.numpy() for name, tensor in join_rows(sound).items()}
             problems += column_problems + content_problems(arrays, [row.identity for row in sound])
             raise_problems(problems + identity_problems(identities, group_size))
-        return cls(
+        core = join_rows(ordered)
+        tokens, row_offsets, prompt_lengths = (
+            core[name].numpy() for name in ("tokens", "row_offsets", "prompt_lengths")
+        )
+        return cls._restored(
             identities=identities,
-            prompt_digests=tuple(compute_prompt_digest(row.tokens[: row.prompt_length]) for row in ordered),
+            prompt_digests=compute_prompt_digests(tokens, row_offsets, prompt_lengths),
             tags=tuple(row.tag for row in ordered),
             sampling=sampling,
             group_size=group_size,
             extras=columns,
-            meta={} if meta is None else meta,
-            **join_rows(ordered),
+            meta=meta,
+            **core,
         )
 
     @classmethod
@@ -189,14 +229,19 @@ class RolloutBatch:
         return torch.tensor([index[key] for key in keys], dtype=torch.int64)
 
     @property
+    def group_sizes(self) -> Counter[GroupKey]:
+        """Number of trajectories of each group, by ``SampleIdentity.group_key``, in row order."""
+        return count_groups(identity.trajectory_key for identity in self.identities)
+
+    @property
     def num_groups(self) -> int:
         """Number of different (scheduler, group, episode)."""
-        return len(group_sizes(self.identities))
+        return len(self.group_sizes)
 
     @property
     def num_trajectories(self) -> int:
         """Number of trajectories; fewer than rows where a row is a turn."""
-        return group_sizes(self.identities).total()
+        return self.group_sizes.total()
 
     @property
     def num_rows_without_response(self) -> int:
@@ -222,11 +267,7 @@ class RolloutBatch:
     def partial_groups(self, group_size: int) -> list[str]:
         """The groups that have not ``group_size`` trajectories, as in ``default/group 1/episode 0: 7 of 8
         trajectories``."""
-        return [
-            f"{name_group(group)}: {size} of {group_size} trajectories"
-            for group, size in group_sizes(self.identities).items()
-            if size != group_size
-        ]
+        return partial_group_problems(self.group_sizes, group_size)
 
     def rows(self) -> list[Trajectory]:
         """The rows one by one, as views of this batch; ``from_trajectories`` of them gives this batch again."""
@@ -262,7 +303,7 @@ class RolloutBatch:
             raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
         core = {name: column.select(rows).values for name, column in self._core_columns().items()}
         chosen = torch.tensor(rows, dtype=torch.int64)
-        return RolloutBatch(
+        return RolloutBatch._unchecked(
             identities=tuple(self.identities[r] for r in rows),
             row_offsets=compute_offsets(self.lengths[chosen]),
             turn_offsets=compute_offsets(self.turn_offsets.diff()[chosen]),
@@ -273,6 +314,19 @@ class RolloutBatch:
             extras={name: column.select(rows) for name, column in self.extras.items()},
             meta=self.meta,
             **core,
+        )
+
+    def copy(self) -> RolloutBatch:
+        """An equal batch with its own memory."""
+        return RolloutBatch._unchecked(
+            identities=self.identities,
+            prompt_digests=self.prompt_digests,
+            tags=self.tags,
+            sampling=self.sampling,
+            group_size=self.group_size,
+            extras={name: column.copy() for name, column in self.extras.items()},
+            meta={name: copy_json(value) for name, value in self.meta.items()},
+            **{name: tensor.clone() for name, tensor in self.tensors().items()},
         )
 
     def _core_columns(self) -> dict[str, TensorColumn]:

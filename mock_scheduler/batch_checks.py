@@ -1,13 +1,12 @@
 """The rules that every rollout batch keeps, each stated once; whoever breaks some gets all of them in one error.
 
-Contract: a row is checked alone only for what joining the rows would hide (dtypes and sizes); everything else is
-checked on the joined tensors, without a loop over rows or tokens unless something is wrong, since each load pays for
-it. Every check here assumes that those before it found nothing: dtypes, sizes, content.
+Contract: what is checked of a row alone is in ``row_checks``; everything else is checked here on the joined tensors,
+without a loop over rows or tokens unless something is wrong, since each load pays for it. Every check here assumes that
+those before it found nothing: dtypes, sizes, content.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter, itemgetter, lt
@@ -17,10 +16,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.columns import Column, column_name_problem
-from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.columns import Column, JsonColumn, column_name_problem
+from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import BatchError
-from mock_scheduler.trajectory import SampleIdentity, Termination, Trajectory
+from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
+from mock_scheduler.trajectory import (
+    GroupKey,
+    RowKey,
+    SampleIdentity,
+    Termination,
+    TrajectoryKey,
+    count_groups,
+    partial_group_problems,
+)
 
 #: Name -> (dtype, number of dimensions) of every tensor of a batch.
 TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
@@ -38,21 +46,18 @@ TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
 
 MAX_LISTED_PROBLEMS = 20
 _MAX_LISTED_VALUES = 4
-_LAST_TERMINATION = int(max(Termination))
+LAST_TERMINATION = int(max(Termination))
 
 _Array: TypeAlias = "npt.NDArray[Any]"
 _Arrays: TypeAlias = "Mapping[str, _Array]"
 _RowProblem: TypeAlias = "tuple[int, str]"
 
 # Getters of operator, since they make the keys of a batch several times faster than a function of ours.
-_identity_key: Callable[[SampleIdentity], tuple[str, int, int, int, int]] = attrgetter(
+_identity_key: Callable[[SampleIdentity], RowKey] = attrgetter(
     "scheduler_id", "group_id", "episode_id", "env_id", "turn"
 )
-_trajectory_key: Callable[[SampleIdentity], tuple[str, int, int, int]] = attrgetter(
-    "scheduler_id", "group_id", "episode_id", "env_id"
-)
-_trajectory_of: Callable[[tuple[str, int, int, int, int]], tuple[str, int, int, int]] = itemgetter(0, 1, 2, 3)
-_group_of: Callable[[tuple[str, int, int, int]], tuple[str, int, int]] = itemgetter(0, 1, 2)
+_trajectory_of: Callable[[RowKey], TrajectoryKey] = itemgetter(0, 1, 2, 3)
+_group_of: Callable[[TrajectoryKey], GroupKey] = itemgetter(0, 1, 2)
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -65,57 +70,32 @@ def raise_problems(problems: Sequence[str]) -> None:
     raise BatchError(f"rollout batch has {len(problems)} problem{'s'[: len(problems) > 1]}:{''.join(lines)}")
 
 
-def row_problems(row: Trajectory) -> list[str]:
-    """What of one row would be hidden once rows are joined: wrong dtypes, and sizes that contradict each other."""
-    tensors = {
-        "tokens": row.tokens,
-        "response_mask": row.response_mask,
-        "rollout_logprobs": row.rollout_logprobs,
-        "turn_rewards": row.turn_rewards,
-        "policy_versions": row.policy_versions,
-    }
-    problems = dtype_problems(tensors) or _row_size_problems(row)
-    return [f"{row.identity}: {problem}" for problem in problems]
-
-
-def _row_size_problems(row: Trajectory) -> list[str]:
-    length, num_response = len(row.tokens), int(np.count_nonzero(row.response_mask.numpy()))
-    problems = []
-    if len(row.response_mask) != length:
-        problems.append(f"response_mask has {len(row.response_mask)} entries, the row has {length} tokens")
-    if len(row.rollout_logprobs) != num_response:
-        problems.append(
-            f"rollout_logprobs has {len(row.rollout_logprobs)} entries, response_mask marks {num_response} tokens"
-        )
-    if len(row.turn_rewards) != len(row.policy_versions):
-        problems.append(
-            f"turn_rewards has {len(row.turn_rewards)} turns, policy_versions has {len(row.policy_versions)}"
-        )
-    return problems
-
-
-def extra_name_problems(rows: Sequence[Trajectory]) -> list[str]:
-    """Rows whose extras are not those of the first row."""
-    if not rows:
-        return []
-    expected = rows[0].extras.keys()
-    return [
-        f"{row.identity}: extras are {sorted(row.extras)}; the first row, {rows[0].identity}, has {sorted(expected)}"
-        for row in rows
-        if row.extras.keys() != expected
-    ]
-
-
 def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Tensors that are not of the dtype and number of dimensions that ``TENSOR_FIELDS`` says, or not on the CPU."""
+    """Tensors that are not dense, of the dtype and number of dimensions that ``TENSOR_FIELDS`` says, and on the CPU,
+    or that belong to a gradient's history."""
     problems = []
     for name, tensor in tensors.items():
         dtype, num_dims = TENSOR_FIELDS[name]
-        if tensor.dtype is not dtype or tensor.dim() != num_dims or not tensor.is_cpu:
-            problems.append(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
-                f"expected {dtype} with {num_dims} dimension on cpu"
-            )
+        if not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name} is of type {type(tensor).__name__}; expected a tensor of {dtype}")
+        elif not has_plain_bytes(tensor) or tensor.dtype is not dtype or tensor.dim() != num_dims or not tensor.is_cpu:
+            problems.append(f"{name} is {shape_text(tensor)}; expected {dtype} with {num_dims} dimension on cpu")
+        elif tensor.requires_grad:
+            problems.append(f"{name} requires grad, which a recording cannot keep: detach it")
+        elif tensor.is_neg():
+            problems.append(f"{name} is the negated view of another tensor: give resolve_neg() of it")
+    return problems
+
+
+def scalar_problems(tags: Sequence[str], group_size: int | None) -> list[str]:
+    """Tags that are no texts, and a group size that is no positive int (a NumPy one would not be written)."""
+    problems = []
+    if not set(map(type, tags)) <= {str}:
+        problems += [
+            f"tag of row {row} is {tag!r}; expected a text" for row, tag in enumerate(tags) if type(tag) is not str
+        ]
+    if group_size is not None and (type(group_size) is not int or group_size < 1):
+        problems.append(f"group_size is {group_size!r}; expected an int of 1 or more, or None")
     return problems
 
 
@@ -141,30 +121,41 @@ def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: 
     return problems
 
 
-def extras_problems(extras: Mapping[str, Column], num_rows: int) -> list[str]:
-    """Names that no extra can have, and columns that do not fit the batch."""
-    return [
-        problem
-        for name, column in extras.items()
-        for problem in (*column_name_problem(name), *column.problems(name, num_rows))
-    ]
+def extras_problems(extras: Mapping[str, Column], num_rows: int, *, checks_json: bool = True) -> list[str]:
+    """Names that no extra can have, and columns that do not fit the batch.
+
+    ``checks_json`` False: JSON columns, of which only the size is looked at, were read from JSON.
+    """
+    problems = []
+    for name, column in extras.items():
+        problems += column_name_problem(name)
+        if checks_json or not isinstance(column, JsonColumn):
+            problems += column.problems(name, num_rows)
+        elif len(column) != num_rows:
+            problems.append(f"extra {name!r} has {len(column)} rows; expected {num_rows}")
+    return problems
 
 
 def meta_problems(meta: Mapping[str, JSON]) -> list[str]:
-    """Entries of a batch's meta that are not JSON."""
-    problems: list[str] = []
-    try:
-        canonical_json(meta)
-    except (TypeError, ValueError, RecursionError):  # of which it is not known yet whose it is
-        pass
-    else:
-        return problems
+    """Entries of a batch's meta that would not come back from JSON as they are."""
+    problems = [
+        f"meta: key {key!r} is {type(key).__name__}; JSON has text keys only" for key in meta if type(key) is not str
+    ]
     for name, value in meta.items():
         try:
-            canonical_json({name: value})
-        except (TypeError, ValueError, RecursionError) as error:
-            problems.append(f"meta {name!r} is not JSON: {error}")
+            check_json(value, f"meta {name!r}")
+        except ValueError as error:
+            problems.append(str(error))
     return problems
+
+
+def prompt_problems(digests: Sequence[str], expected: Sequence[str], identities: Sequence[SampleIdentity]) -> list[str]:
+    """Rows whose prompt digest is not that of their prompt."""
+    return [
+        f"{identity}: prompt_digest is {found!r}; that of its prompt is {right!r}"
+        for identity, found, right in zip(identities, digests, expected, strict=True)
+        if found != right
+    ]
 
 
 def content_problems(arrays: _Arrays, identities: Sequence[SampleIdentity]) -> list[str]:
@@ -205,11 +196,18 @@ def _token_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
             yield row, f"token id {values[0]} is negative"
 
 
+def _mask_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
+    mask = arrays["response_mask"].view(np.uint8)
+    if mask.max(initial=0) > 1:  # which is True all the same, but recorded as a bit
+        for row, values in _flagged(mask, mask > 1, arrays["row_offsets"]):
+            yield row, f"response_mask holds a byte of {values[0]}; expected 0 and 1, as bits are recorded"
+
+
 def _finite_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
-    logprobs, turn_rewards, rewards = arrays["rollout_logprobs"], arrays["turn_rewards"], arrays["rewards"]
-    if not np.isfinite(logprobs).all():
+    rollout_logprobs, turn_rewards, rewards = (arrays[n] for n in ("rollout_logprobs", "turn_rewards", "rewards"))
+    if not np.isfinite(rollout_logprobs).all():
         counts = np.concatenate([[0], arrays["response_mask"].cumsum()])
-        for row, values in _flagged(logprobs, ~np.isfinite(logprobs), counts[arrays["row_offsets"]]):
+        for row, values in _flagged(rollout_logprobs, ~np.isfinite(rollout_logprobs), counts[arrays["row_offsets"]]):
             yield row, f"rollout_logprobs is not finite: {_list_some(values)}"
     if np.isfinite(rewards).all() and np.isfinite(turn_rewards).all():
         return
@@ -223,14 +221,15 @@ def _finite_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
 
 
 def _termination_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
-    for row in _rows_where(arrays["terminations"] > _LAST_TERMINATION):
-        yield row, f"termination is {arrays['terminations'][row]}; expected 0 to {_LAST_TERMINATION}"
+    for row in _rows_where(arrays["terminations"] > LAST_TERMINATION):
+        yield row, f"termination is {arrays['terminations'][row]}; expected 0 to {LAST_TERMINATION}"
 
 
 _CONTENT_RULES: tuple[Callable[[_Arrays], Iterator[_RowProblem]], ...] = (
     _length_rule,
     _prompt_rule,
     _token_rule,
+    _mask_rule,
     _finite_rule,
     _termination_rule,
 )
@@ -259,22 +258,18 @@ def identity_problems(identities: Sequence[SampleIdentity], group_size: int | No
     keys = list(map(_identity_key, identities))
     problems: list[str] = []
     if all(map(lt, keys, keys[1:])):
-        if group_size is None or (group_size > 0 and _has_whole_groups(keys, group_size)):
+        if group_size is None or _has_whole_groups(keys, group_size):
             return problems
     else:
         problems = [f"{later}: duplicated identity" for earlier, later in pairwise(identities) if earlier == later]
         if any(later < earlier for earlier, later in pairwise(keys)):
             problems.append("identities are not in increasing order")
     if group_size is not None:
-        problems += [
-            f"{name_group(group)}: group has {size} trajectories; expected group_size {group_size}"
-            for group, size in group_sizes(identities).items()
-            if size != group_size
-        ]
+        problems += partial_group_problems(count_groups(map(_trajectory_of, keys)), group_size)
     return problems
 
 
-def _has_whole_groups(keys: Sequence[tuple[str, int, int, int, int]], group_size: int) -> bool:
+def _has_whole_groups(keys: Sequence[RowKey], group_size: int) -> bool:
     """Whether every group has ``group_size`` trajectories, of keys in increasing order.
 
     As they are in order, it is enough to look at the first and the last of every ``group_size`` trajectories: these
@@ -283,15 +278,3 @@ def _has_whole_groups(keys: Sequence[tuple[str, int, int, int, int]], group_size
     groups = list(map(_group_of, dict.fromkeys(map(_trajectory_of, keys))))
     firsts, lasts = groups[::group_size], groups[group_size - 1 :: group_size]
     return len(groups) == group_size * len(firsts) and firsts == lasts and all(map(lt, firsts, firsts[1:]))
-
-
-def group_sizes(identities: Sequence[SampleIdentity]) -> Counter[tuple[str, int, int]]:
-    """Number of trajectories of each group, by ``group_key``, in the order of the identities."""
-    trajectories = dict.fromkeys(map(_trajectory_key, identities))
-    return Counter(map(_group_of, trajectories))
-
-
-def name_group(group_key: tuple[str, int, int]) -> str:
-    """A group as messages name it."""
-    scheduler_id, group_id, episode_id = group_key
-    return f"{scheduler_id}/group {group_id}/episode {episode_id}"

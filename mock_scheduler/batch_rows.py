@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.columns import Column, TensorColumn, build_column
@@ -49,6 +52,15 @@ def compute_prompt_digest(prompt: torch.Tensor) -> str:
     return hashlib.sha256(prompt.numpy().astype("<i4").tobytes()).hexdigest()
 
 
+def compute_prompt_digests(
+    tokens: npt.NDArray[np.int32], row_offsets: npt.NDArray[np.int64], prompt_lengths: npt.NDArray[Any]
+) -> tuple[str, ...]:
+    """``compute_prompt_digest`` of every row of a batch."""
+    content, starts = memoryview(tokens.astype("<i4").tobytes()), row_offsets[:-1]
+    bounds = zip((4 * starts).tolist(), (4 * (starts + prompt_lengths)).tolist(), strict=True)
+    return tuple([hashlib.sha256(content[start:stop]).hexdigest() for start, stop in bounds])
+
+
 def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Where parts of these sizes start and end, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
     offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
@@ -77,7 +89,7 @@ def _join(pieces: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 def _total_reward(row: Trajectory) -> float:
     if row.reward is not None:
-        return row.reward
+        return float(row.reward)
     # fsum is correctly rounded, so the total does not depend on the order of the turns. It refuses inf - inf; what is
     # not finite is found among the turns' rewards.
     rewards = row.turn_rewards.tolist()

@@ -155,9 +155,10 @@ def doctor(
 @app.command()
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
-    from mock_scheduler.determinism.environment import launch_environment  # kept beside the heavier loading
+    from mock_scheduler.determinism.environment import check_settings, launch_environment
 
     config = _source(config_name, config_path, overrides).load()
+    check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
         typer.echo(f"export {name}={shlex.quote(value)}")
 
@@ -179,11 +180,11 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 
 
 @app.command()
-def verify(dump_dir: RecordingDir, steps: Steps = None) -> None:
+def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
     from mock_scheduler.report.recording_commands import run_verify  # imports torch: not for --help
 
-    raise typer.Exit(run_verify(dump_dir, steps=steps))
+    raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
 
 @app.command()
@@ -205,7 +206,8 @@ def show(
     dump_dir: RecordingDir,
     step: Annotated[int, typer.Option("--step", min=0)] = 0,
     row: Annotated[
-        str, typer.Option("--row", help="number, 'best', 'worst', or 'default/group 1/episode 0/env 9/turn 0'")
+        str,
+        typer.Option("--row", help="number (-1: last), 'best', 'worst', or 'default/group 1/episode 0/env 9/turn 0'"),
     ] = "0",
     mode: Annotated[Literal["train", "val"], typer.Option("--mode")] = "train",
     scheduler_id: Annotated[str, typer.Option("--scheduler", help="scheduler_id of the step")] = "default",
@@ -261,7 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
         print_error(str(error))
         return int(error.exit_code)
     except TyperException as error:
-        print_error(f"{error.format_message()}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.")
+        # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
+        message = error.format_message().replace(": Value error, ", ": ")
+        print_error(f"{message}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.")
         return int(ExitCode.USAGE)
     except KeyboardInterrupt:
         print_error("interrupted")

@@ -1,15 +1,15 @@
 """Named extra columns of a rollout batch: tensors of any dtype and shape, or JSON values, one entry per row.
 
 Contract: immutable; values are carried bit for bit (NaN payloads and -0.0 included) and never converted. A dense tensor
-column has one entry of the same shape per row, a ragged one any number of them. Tensors are strided, on the CPU and
-must not be written to.
+column has one entry of the same shape per row, a ragged one any number of them. Tensors are dense, on the CPU, without
+a gradient's history, and must not be written to.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest
+from mock_scheduler.digests import JSON, canonical_json, check_json, compute_tensor_digest
 from mock_scheduler.errors import BatchError
+from mock_scheduler.tensor_bytes import as_bytes, from_bytes, has_plain_bytes, shape_text
 
 #: Types of which every value is JSON.
 _PLAIN_JSON = frozenset((bool, int, str, type(None)))
@@ -77,6 +78,11 @@ class TensorColumn:
         values = from_bytes(joined, self.values.dtype, (count, *self.values.shape[1:]))
         return TensorColumn(values=values, offsets=offsets)
 
+    def copy(self) -> TensorColumn:
+        """An equal column with its own memory."""
+        offsets = None if self.offsets is None else self.offsets.clone()
+        return TensorColumn(values=self.values.clone(), offsets=offsets)
+
     def digest(self) -> str:
         """Digest over dtype, shape, every bit and, where ragged, the offsets."""
         offsets = "" if self.offsets is None else compute_tensor_digest(self.offsets)
@@ -85,13 +91,17 @@ class TensorColumn:
     def problems(self, name: str, num_rows: int) -> list[str]:
         """What is wrong with it in a batch of ``num_rows`` rows."""
         values, offsets = self.values, self.offsets
-        if values.layout is not torch.strided or values.is_quantized or not values.is_cpu or values.dim() < 1:
-            return [f"extra {name!r}: expected a dense CPU tensor with a dimension for the rows; it is {_kind(values)}"]
+        found_problem = _tensor_problem(values)
+        if found_problem:
+            return [f"extra {name!r}: {found_problem}"]
+        if values.dim() < 1:
+            return [f"extra {name!r}: expected a tensor with a dimension for the rows; it is {shape_text(values)}"]
         if offsets is None:
             found = len(values)
             return [] if found == num_rows else [f"extra {name!r} has {found} rows; expected {num_rows}"]
-        if offsets.dtype != torch.int64 or offsets.dim() != 1 or len(offsets) != num_rows + 1:
-            return [f"extra {name!r}: offsets are {_kind(offsets)}; expected int64 [{num_rows + 1}]"]
+        is_offsets = has_plain_bytes(offsets) and offsets.is_cpu and offsets.dtype == torch.int64
+        if not is_offsets or offsets.dim() != 1 or len(offsets) != num_rows + 1:
+            return [f"extra {name!r}: offsets are {shape_text(offsets)}; expected int64 [{num_rows + 1}] on cpu"]
         bounds = offsets.numpy()
         if bounds[0] != 0 or bounds[-1] != len(values) or (bounds[1:] < bounds[:-1]).any():
             return [f"extra {name!r}: offsets must rise from 0 to {len(values)}"]
@@ -119,6 +129,10 @@ class JsonColumn:
         """The column of these rows, in the order given."""
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
+    def copy(self) -> JsonColumn:
+        """An equal column of values that nothing else refers to."""
+        return JsonColumn(items=tuple(copy_json(item) for item in self.items))
+
     def digest(self) -> str:
         """The canonical JSON of all rows."""
         return canonical_json(self.items)
@@ -129,14 +143,25 @@ class JsonColumn:
             return [f"extra {name!r} has {len(self.items)} rows; expected {num_rows}"]
         if set(map(type, self.items)) <= _PLAIN_JSON:
             return []
-        try:
-            canonical_json(self.items)
-        except (TypeError, ValueError, RecursionError) as error:
-            return [f"extra {name!r} holds what is neither a tensor nor JSON: {error}"]
-        return []
+        problems = []
+        for row, item in enumerate(self.items):
+            try:
+                check_json(item, f"extra {name!r}, row {row}")
+            except ValueError as error:
+                problems.append(str(error))
+        return problems
 
 
 Column: TypeAlias = TensorColumn | JsonColumn
+
+
+def copy_json(value: JSON) -> JSON:
+    """An equal value whose lists and dicts nothing else refers to."""
+    if isinstance(value, Mapping):
+        return {name: copy_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [copy_json(item) for item in value]
+    return value
 
 
 def column_name_problem(name: str) -> list[str]:
@@ -159,10 +184,12 @@ def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
     Raises ``BatchError`` naming the column and the first row of another kind.
     """
     check_column_name(name)
+    _check_tensors(name, row_values)
     first = row_values[0]
     if isinstance(first, torch.Tensor):
         tensors = [value for value in row_values if isinstance(value, torch.Tensor)]
-        _check_alike(name, row_values, [None if not isinstance(v, torch.Tensor) else _kind(v) for v in row_values])
+        kinds = [shape_text(value) if isinstance(value, torch.Tensor) else None for value in row_values]
+        _check_alike(name, row_values, kinds)
         return TensorColumn(values=_stack([tensor[None] for tensor in tensors]))
     if isinstance(first, Ragged):
         pieces = [value.values for value in row_values if isinstance(value, Ragged)]
@@ -175,6 +202,30 @@ def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
     if problems:
         raise BatchError("; ".join(problems))
     return column
+
+
+def _check_tensors(name: str, row_values: Sequence[RowValue]) -> None:
+    """Raise ``BatchError`` for the first row whose tensor cannot be an entry of any column."""
+    for index, value in enumerate(row_values):
+        tensor = value.values if isinstance(value, Ragged) else value
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        problem = _tensor_problem(tensor)
+        if not problem and isinstance(value, Ragged) and tensor.dim() < 1:
+            problem = f"expected a ragged tensor with a dimension for its entries; it is {shape_text(tensor)}"
+        if problem:
+            raise BatchError(f"extra {name!r}, row {index}: {problem}")
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be recorded bit for bit; empty where it can."""
+    if not has_plain_bytes(tensor) or not tensor.is_cpu:
+        return f"expected a dense CPU tensor; it is {shape_text(tensor)}"
+    if tensor.requires_grad:
+        return "it requires grad, which a recording cannot keep: detach it"
+    if tensor.dtype is torch.bool and tensor.numel() and int(as_bytes(tensor).max()) > 1:
+        return f"it is bool with a byte of {int(as_bytes(tensor).max())}; expected 0 and 1, as bits are recorded"
+    return ""
 
 
 def _check_alike(name: str, row_values: Sequence[RowValue], kinds: Sequence[str | None]) -> None:
@@ -194,29 +245,11 @@ def _stack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return from_bytes(joined, first.dtype, (total, *first.shape[1:]))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, uint8 ``[num_bytes]``, as a view where it is contiguous."""
-    if tensor.numel() == 0:  # which torch cannot always view as another dtype
-        return torch.empty(0, dtype=torch.uint8)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of these bytes, which it shares; the inverse of ``as_bytes``."""
-    if len(content) == 0:  # which torch cannot view as another dtype
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-
-
 def _ragged_kind(value: Ragged) -> str:
     return f"{value.values.dtype} [n, {', '.join(map(str, value.values.shape[1:]))}]"
 
 
 def _describe(value: RowValue) -> str:
     if isinstance(value, torch.Tensor):
-        return _kind(value)
+        return shape_text(value)
     return f"Ragged {_ragged_kind(value)}" if isinstance(value, Ragged) else type(value).__name__

@@ -25,9 +25,9 @@ class Ledger:
     ``built``: a costly object was made (``engine``, ``environment``, ``scheduler``); ``called``: a call reached the
     real scheduler; ``answered``: a call was answered from the recording; ``suppressed``: a call had no effect.
     ``recording``: what was done with it: ``recorded_steps`` and ``recorded_bytes`` that this process wrote,
-    ``present_steps`` that it found written already, ``repeated_steps`` given in the place of absent ones,
-    ``verified_steps`` equal to what was played and ``different_steps`` that were not, ``cache_hits`` and
-    ``cache_misses``.
+    ``present_steps`` that it found written already, ``removed_steps`` that its retention let go, ``repeated_steps``
+    given in the place of absent ones, ``verified_steps`` equal to what was played and ``different_steps`` that were
+    not, ``cache_hits`` and ``cache_misses``.
     """
 
     def __init__(self) -> None:

@@ -24,9 +24,11 @@ class RolloutRequest:
 
     ``policy_version`` is the number of optimizer updates in the weights that are to play. ``batch_size`` counts the
     whole batch, of which a process with a ``RowShard`` gets its part. ``group_size``: trajectories that every group
-    must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON; a
-    recording of another cursor is refused. ``prompt_digests``: those of the prompts that the pipeline is about to ask
-    for (as in ``RolloutBatch.prompt_digests``), in any order; a batch of other prompts is refused. None: not checked.
+    must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON. A
+    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts that the pipeline
+    is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
+    trajectory (that of its first row), or one for each group, whose trajectories then all have it. A batch of other
+    prompts, live or recorded, is refused. None: not checked.
     """
 
     global_step: int

@@ -1,15 +1,18 @@
 """One row of a rollout batch: its identity, how it was sampled, how it ended, and its tensors.
 
-Contract: plain data. What makes rows fit together is checked where a batch is made of them (``batch_checks``).
+Contract: plain data. What makes rows fit together is checked where a batch is made of them (``batch_checks``). Which
+rows make a trajectory and which trajectories a group is told here, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,13 @@ import torch
 from mock_scheduler.columns import RowValue
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
+
+#: ``(scheduler_id, group_id, episode_id, env_id, turn)``, which compare as ``SampleIdentity`` does.
+RowKey: TypeAlias = "tuple[str, int, int, int, int]"
+#: ``(scheduler_id, group_id, episode_id, env_id)``: what the rows of one trajectory share.
+TrajectoryKey: TypeAlias = "tuple[str, int, int, int]"
+#: ``(scheduler_id, group_id, episode_id)``: what the trajectories of one group share.
+GroupKey: TypeAlias = "tuple[str, int, int]"
 
 _INT64_MAX = 2**63 - 1
 
@@ -35,7 +45,7 @@ class SampleIdentity:
     """Which row this is, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
 
     Rows that share ``(scheduler_id, group_id, episode_id)`` are one group. Raises ``BatchError`` where a number is
-    no int of 0 to 2**63 - 1.
+    no int of 0 to 2**63 - 1, or ``scheduler_id`` no text.
     """
 
     scheduler_id: str
@@ -45,6 +55,8 @@ class SampleIdentity:
     turn: int
 
     def __post_init__(self) -> None:
+        if type(self.scheduler_id) is not str:
+            raise BatchError(f"sample identity: scheduler_id is {self.scheduler_id!r}; expected a text")
         for value in (self.group_id, self.episode_id, self.env_id, self.turn):
             if type(value) is not int or not 0 <= value <= _INT64_MAX:
                 raise BatchError(self._number_problem(value))
@@ -60,17 +72,39 @@ class SampleIdentity:
         return self.group_id, self.episode_id, self.env_id, self.turn
 
     @property
-    def group_key(self) -> tuple[str, int, int]:
+    def group_key(self) -> GroupKey:
         """What the rows of one group share."""
         return self.scheduler_id, self.group_id, self.episode_id
 
     @property
-    def trajectory_key(self) -> tuple[str, int, int, int]:
+    def trajectory_key(self) -> TrajectoryKey:
         """What the rows of one trajectory share."""
         return self.scheduler_id, self.group_id, self.episode_id, self.env_id
 
+    @property
+    def row_key(self) -> RowKey:
+        """The identity as a plain key."""
+        return self.scheduler_id, *self.numbers
+
     def __str__(self) -> str:
         return f"{self.scheduler_id}/group {self.group_id}/episode {self.episode_id}/env {self.env_id}/turn {self.turn}"
+
+
+_group_of = itemgetter(0, 1, 2)
+
+
+def count_groups(trajectories: Iterable[TrajectoryKey]) -> Counter[GroupKey]:
+    """Number of different trajectories of each group, in the order in which groups first appear."""
+    return Counter(map(_group_of, dict.fromkeys(trajectories)))
+
+
+def partial_group_problems(group_sizes: Mapping[GroupKey, int], group_size: int) -> list[str]:
+    """The groups that have not ``group_size`` trajectories: ``default/group 1/episode 0: 7 of 8 trajectories``."""
+    return [
+        f"{scheduler_id}/group {group_id}/episode {episode_id}: {size} of {group_size} trajectories"
+        for (scheduler_id, group_id, episode_id), size in group_sizes.items()
+        if size != group_size
+    ]
 
 
 def build_identities(scheduler_ids: Sequence[str], numbers: npt.NDArray[np.int64]) -> tuple[SampleIdentity, ...]:
@@ -102,6 +136,8 @@ class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
     ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
+    Raises ``BatchError`` that lists every value of another type (a NumPy scalar too, which would come back as a plain
+    number) or that is not finite.
     """
 
     temperature: float
@@ -110,8 +146,17 @@ class SamplingParams:
     logprobs_mode: Literal["processed", "raw"]
 
     def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}; expected a finite float or int"
+            for name, value in (("temperature", self.temperature), ("top_p", self.top_p))
+            if type(value) not in (float, int) or not math.isfinite(value)
+        ]
+        if type(self.top_k) is not int:
+            problems.append(f"top_k is {self.top_k!r}; expected an int")
         if self.logprobs_mode not in ("processed", "raw"):
-            raise BatchError(f"sampling: logprobs_mode is {self.logprobs_mode!r}; expected 'processed' or 'raw'")
+            problems.append(f"logprobs_mode is {self.logprobs_mode!r}; expected 'processed' or 'raw'")
+        if problems:
+            raise BatchError(f"sampling: {'; '.join(problems)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

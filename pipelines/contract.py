@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from mock_scheduler.config.schema import ConfigSection, Mode, PipelineConfig
 from mock_scheduler.determinism.guard import is_repeatability_setting
-from mock_scheduler.digests import JSON
+from mock_scheduler.digests import JSON, iterate_leaves
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
@@ -114,7 +114,7 @@ def _configured(config: PipelineConfig) -> dict[str, JSON]:
         "val_env_manager": {**_dump(config.val_env_manager), "generating_args": _dump(config.sampling("val"))},
         "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in config.tags_in_use},
     }
-    return dict(_flatten("", sections))
+    return dict(iterate_leaves(sections))
 
 
 def _changeable(config: PipelineConfig, settings: Mapping[str, str]) -> dict[str, JSON]:
@@ -125,16 +125,8 @@ def _changeable(config: PipelineConfig, settings: Mapping[str, str]) -> dict[str
         **{key: values[key] for key in _TRAINING},
     }
     kernels = {name: value for name, value in settings.items() if not is_repeatability_setting(name)}
-    return {**dict(_flatten("", sections)), **kernels}
+    return {**dict(iterate_leaves(sections)), **kernels}
 
 
 def _dump(section: ConfigSection) -> dict[str, JSON]:
     return section.model_dump(mode="json")
-
-
-def _flatten(prefix: str, value: JSON) -> Iterator[tuple[str, JSON]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flatten(f"{prefix}.{key}" if prefix else key, item)
-    else:
-        yield prefix, value

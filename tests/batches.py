@@ -25,9 +25,10 @@ def make_row(
     turn_rewards: Sequence[float] = (0.0, 1.0),
     prompt_length: int = 2,
     tag: str = "FrozenLake",
+    turn: int = 0,
 ) -> Trajectory:
     return Trajectory(
-        identity=make_identity(group_id, env_id),
+        identity=make_identity(group_id, env_id, turn=turn),
         tokens=torch.tensor(tokens, dtype=torch.int32),
         response_mask=torch.tensor(response, dtype=torch.bool),
         rollout_logprobs=torch.tensor(rollout_logprobs, dtype=torch.float32),

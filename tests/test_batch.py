@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, Trajectory, compute_prompt_digest
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory, compute_prompt_digest
 from mock_scheduler.columns import JsonColumn, Ragged, RowValue, TensorColumn
 from mock_scheduler.errors import BatchError
-from mock_scheduler.trajectory import build_identities
+from mock_scheduler.trajectory import build_identities, count_groups, partial_group_problems
 from tests.batches import SAMPLING, make_batch, make_row, make_rows
 
 
@@ -84,8 +84,8 @@ def test_all_problems_of_a_batch_are_listed_at_once() -> None:
         "  - default/group 1/episode 0/env 1/turn 0: turn_rewards is not finite: [nan]\n"
         "  - default/group 2/episode 0/env 0/turn 0: response_mask is True inside the prompt of 2 tokens\n"
         "  - default/group 0/episode 0/env 0/turn 0: duplicated identity\n"
-        "  - default/group 0/episode 0: group has 1 trajectories; expected group_size 2\n"
-        "  - default/group 2/episode 0: group has 1 trajectories; expected group_size 2"
+        "  - default/group 0/episode 0: 1 of 2 trajectories\n"
+        "  - default/group 2/episode 0: 1 of 2 trajectories"
     )
 
 
@@ -155,10 +155,10 @@ def test_a_row_that_contradicts_itself_is_refused(changes: dict[str, object], pr
             "env 1/turn 0: rollout_logprobs is not finite: [inf]",
         ),
         ({"tags": ("a",)}, "tags has 1 entries; expected 2"),
-        ({"group_size": 3}, "default/group 0/episode 0: group has 2 trajectories; expected group_size 3"),
+        ({"group_size": 3}, "default/group 0/episode 0: 2 of 3 trajectories"),
         ({"extras": {"a": TensorColumn(values=torch.zeros(3))}}, "extra 'a' has 3 rows; expected 2"),
         ({"extras": {"a b": JsonColumn(items=(1, 2))}}, "extra 'a b': a name has up to 128 letters, digits and"),
-        ({"meta": {"cost": float("nan")}}, "meta 'cost' is not JSON: Out of range float values are not JSON compliant"),
+        ({"meta": {"cost": float("nan")}}, "meta 'cost' is nan; JSON has no NaN and no infinity"),
     ],
 )
 def test_a_batch_made_by_its_constructor_is_checked_too(changes: dict[str, object], problem: str) -> None:
@@ -418,12 +418,10 @@ def test_identities_built_by_columns_are_checked() -> None:
         build_identities(["a", "a"], numbers)
 
 
-@pytest.mark.parametrize("group_size", [0, -1, 1, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 8])
 def test_groups_of_another_size_are_each_named(group_size: int) -> None:
     batch = make_batch(2, 2)
-    expected = [
-        f"default/group {g}/episode 0: group has 2 trajectories; expected group_size {group_size}" for g in (0, 1)
-    ]
+    expected = [f"default/group {g}/episode 0: 2 of {group_size} trajectories" for g in (0, 1)]
     with pytest.raises(BatchError) as error:
         dataclasses.replace(batch, group_size=group_size)
     assert str(error.value) == "rollout batch has 2 problems:" + "".join(f"\n  - {problem}" for problem in expected)
@@ -440,3 +438,121 @@ def test_a_group_that_takes_a_trajectory_from_the_next_is_found() -> None:
         "  - default/group 0/episode 0",
         "  - default/group 1/episode 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tag": None}, "tag is None; expected a text"),
+        ({"prompt_length": 2.0}, "prompt_length is 2.0; expected an int"),
+        ({"prompt_length": 2**31}, "prompt_length is 2147483648, the row has 4 tokens"),
+        ({"termination": 300}, "termination is 300; expected 0 to 2"),
+        ({"termination": -1}, "termination is -1; expected 0 to 2"),
+        ({"reward": "x"}, "reward is 'x'; expected a number or None"),
+        ({"reward": 10**400}, "reward is not finite: it is an integer that float32 cannot hold"),
+        (
+            {"rollout_logprobs": torch.zeros(2, requires_grad=True)},
+            "rollout_logprobs requires grad, which a recording cannot keep: detach it",
+        ),
+        ({"tokens": [1, 2, 3, 4]}, "tokens is of type list; expected a tensor of torch.int32"),
+        (
+            {"rollout_logprobs": torch.tensor([0.0, 1.0]).to_sparse()},
+            "rollout_logprobs is torch.float32 [2] on cpu, torch.sparse_coo; expected torch.float32 with 1 dimension "
+            "on cpu",
+        ),
+        (
+            {"response_mask": torch.tensor([0, 0, 1, 2], dtype=torch.uint8).view(torch.bool)},
+            "response_mask holds a byte of 2; expected 0 and 1, as bits are recorded",
+        ),
+    ],
+)
+def test_a_value_that_no_file_could_hold_is_refused_by_its_row(changes: dict[str, object], problem: str) -> None:
+    """These were raw errors of torch or NumPy, or steps that were written and could not be read."""
+    with pytest.raises(BatchError) as caught:
+        build([dataclasses.replace(make_row(), **changes)])
+    assert str(caught.value) == f"rollout batch has 1 problem:\n  - default/group 0/episode 0/env 0/turn 0: {problem}"
+
+
+def test_a_reward_of_numpy_is_the_number_it_is() -> None:
+    assert build([dataclasses.replace(make_row(), reward=np.float32(0.1))]).rewards.tolist() == [float(np.float32(0.1))]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "shown"), [(np.int64(2), "np.int64(2)"), (2.0, "2.0"), (True, "True"), (0, "0"), (-1, "-1")]
+)
+def test_a_group_size_that_is_no_positive_int_is_refused(group_size: object, shown: str) -> None:
+    for make in (
+        lambda: build(make_rows(2, 2), group_size),
+        lambda: dataclasses.replace(make_batch(), group_size=group_size),
+    ):
+        with pytest.raises(BatchError) as caught:
+            make()
+        assert str(caught.value) == (
+            f"rollout batch has 1 problem:\n  - group_size is {shown}; expected an int of 1 or more, or None"
+        )
+
+
+def test_sampling_holds_plain_finite_numbers() -> None:
+    """A NumPy number ended the writer's thread with a TypeError, NaN with a ValueError."""
+    with pytest.raises(BatchError) as caught:
+        SamplingParams(temperature=np.float32(1), top_p=float("nan"), top_k=None, logprobs_mode="x")
+    assert str(caught.value) == (
+        "sampling: temperature is np.float32(1.0); expected a finite float or int; top_p is nan; expected a finite "
+        "float or int; top_k is None; expected an int; logprobs_mode is 'x'; expected 'processed' or 'raw'"
+    )
+
+
+def test_an_identity_of_no_text_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"^sample identity: scheduler_id is 5; expected a text$"):
+        SampleIdentity(scheduler_id=5, group_id=0, episode_id=0, env_id=0, turn=0)
+
+
+def test_prompt_digests_are_those_of_the_prompts() -> None:
+    """Any texts were taken: upper case came back as lower case, others ended the writer's thread."""
+    batch = make_batch(1, 2)
+    first, second = batch.prompt_digests
+    for wrong in (first.upper(), "0" * 64, "zz", "", None, second):
+        with pytest.raises(BatchError) as caught:
+            dataclasses.replace(batch, prompt_digests=(wrong, second))
+        assert str(caught.value) == (
+            "rollout batch has 1 problem:\n  - default/group 0/episode 0/env 0/turn 0: "
+            f"prompt_digest is {wrong!r}; that of its prompt is {first!r}"
+        )
+
+
+def test_meta_that_would_come_back_otherwise_is_refused() -> None:
+    rows = make_rows(1, 1)
+    for meta, problem in (
+        ({"a": {1: 2}}, "meta 'a': key 1 is int; JSON has text keys only"),
+        ({"a": (1,)}, "meta 'a' is a tuple, which would come back as a list; make it one"),
+        ({1: 2}, "meta: key 1 is int; JSON has text keys only"),
+    ):
+        with pytest.raises(BatchError) as caught:
+            RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=1, meta=meta)
+        assert str(caught.value) == f"rollout batch has 1 problem:\n  - {problem}"
+
+
+def test_a_copy_is_equal_and_shares_nothing() -> None:
+    rows = [
+        dataclasses.replace(row, extras={"x": torch.ones(2), "r": Ragged(torch.zeros(1)), "j": {"a": [1]}})
+        for row in make_rows(2, 2)
+    ]
+    batch = RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=2, meta={"m": [1]})
+    copied, digest = batch.copy(), batch.digest()
+    assert copied.is_identical(batch)
+    for tensor in batch.tensors().values():
+        tensor.zero_()
+    for column in batch.extras.values():
+        if isinstance(column, TensorColumn):
+            column.values.fill_(7)
+        else:
+            column.items[0]["a"].append(2)
+    batch.meta["m"].append(2)
+    assert copied.digest() == digest
+
+
+def test_groups_are_counted_in_one_place() -> None:
+    keys = [("b", 0, 0, 0), ("a", 1, 0, 0), ("a", 1, 0, 1), ("a", 1, 0, 1)]
+    sizes = count_groups(keys)
+    assert list(sizes.items()) == [(("b", 0, 0), 1), (("a", 1, 0), 2)]
+    assert partial_group_problems(sizes, 2) == ["b/group 0/episode 0: 1 of 2 trajectories"]

@@ -45,6 +45,14 @@ def test_help_answers_within_three_tenths_of_a_second() -> None:
     assert min(durations_s) < 0.3
 
 
+def test_a_value_that_is_none_of_a_list_is_named_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """It began with pydantic's ``Value error``."""
+    assert cli.main(["show", "a", "--mode", "eval"]) == 5
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "error: Invalid value for '--mode': 'eval' is not one of 'train', 'val'."
+    )
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == "0.1.0\n"
@@ -53,6 +61,20 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env_prints_quoted_export_lines(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env", "--config_path", config_path, "run"]) == 0
     assert capsys.readouterr().out == "export A=1\nexport NCCL_ALGO='a b'\n"
+
+
+@pytest.mark.parametrize("setting", ["DETERMINISTIC_MODE: 1", "DETERMINISTIC_MODE: 2"])
+def test_env_refuses_settings_that_a_run_refuses_and_prints_none(
+    setting: str, config_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It exported NCCL_ALGO=Tree under DETERMINISTIC_MODE=1, which ``launch`` refuses."""
+    arguments = ["run", f"system_envs={{NCCL_ALGO: Tree, {setting}}}", "--config_path", config_path]
+    assert cli.main(["env", *arguments]) == 4
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "\n  - NCCL_ALGO is 'Tree': " in printed.err
+    assert cli.main(["launch", *arguments]) == 4
+    assert capsys.readouterr().err == printed.err
 
 
 @pytest.mark.parametrize("option", ["--config_path", "--config-path"])

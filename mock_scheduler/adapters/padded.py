@@ -157,7 +157,7 @@ class PaddedCodec:
         kinds: dict[str, dict[str, JSON]] = {}
         columns: dict[str, Column] = {ROW_COLUMN: TensorColumn(values=torch.tensor(order, dtype=torch.int32))}
         for name, (tensor, frame) in fields.framed.items():
-            kinds[name] = {**describe_tensor(tensor, frame), "is_array": name in fields.arrays}
+            kinds[name] = {**describe_tensor(tensor, frame, fields.widths[frame]), "is_array": name in fields.arrays}
         for name, tensor in fields.dense.items():
             kinds[name] = {"kind": "dense", "column": self._column_name(name), "is_array": name in fields.arrays}
             columns[self._column_name(name)] = write_dense(tensor, order)

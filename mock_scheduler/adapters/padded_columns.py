@@ -6,22 +6,21 @@ on the row alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from mock_scheduler.adapters.padded_fields import LANE_DTYPES, NativeFields, as_lanes, lanes_per_column
+from mock_scheduler.adapters.padded_fields import LANE_DTYPES, FramedShape, NativeFields, as_lanes
 from mock_scheduler.adapters.padded_layout import Frame
 from mock_scheduler.adapters.padded_rows import RowSpans
 from mock_scheduler.adapters.padded_segments import SegmentReader, TokenFields, write_segment
-from mock_scheduler.adapters.padded_values import TORCH_DTYPES
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.columns import Column, TensorColumn, as_bytes, from_bytes
+from mock_scheduler.columns import Column, TensorColumn
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
+from mock_scheduler.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes
 
 PROGRAM_COLUMN = "padded.program"
 VALUES_COLUMN = "padded.values"
@@ -29,10 +28,11 @@ _HEAD_FRAMES = (Frame.FULL, Frame.PROMPT, Frame.RESPONSE)
 _HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
 
 
-def describe_tensor(tensor: torch.Tensor, frame: Frame) -> dict[str, JSON]:
-    """What a reader must know of a framed tensor, beside its columns."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"kind": "framed", "dtype": dtype, "frame": frame.value, "shape": list(tensor.shape[2:])}
+def describe_tensor(tensor: torch.Tensor, frame: Frame, width: int) -> dict[str, JSON]:
+    """What a reader must know of a framed tensor, beside its columns; ``width``: that of its frame."""
+    shape = FramedShape.of(tensor, width)
+    about: dict[str, JSON] = {"kind": "framed", "dtype": dtype_name(tensor.dtype), "frame": frame.value}
+    return {**about, "shape": list(shape.tail), **({"leading": list(shape.leading)} if shape.leading else {})}
 
 
 class _Sources:
@@ -54,12 +54,12 @@ class _Sources:
 
     def _convert(self, dtype: torch.dtype, lane: type[np.unsignedinteger[Any]]) -> TokenFields:
         if dtype.is_floating_point:
-            logprobs = np.zeros(len(self._mask), dtype=lane)
-            logprobs[self._mask] = as_bytes(self._rollout_logprobs.to(dtype)).numpy().view(lane)
-            return TokenFields(mask=self._mask, tokens=None, logprobs=logprobs)
+            rollout_logprobs = np.zeros(len(self._mask), dtype=lane)
+            rollout_logprobs[self._mask] = as_bytes(self._rollout_logprobs.to(dtype)).numpy().view(lane)
+            return TokenFields(mask=self._mask, tokens=None, rollout_logprobs=rollout_logprobs)
         # Of an id, the lane is the low bytes, whether the dtype is signed or not.
         tokens = None if dtype == torch.bool else self._tokens.numpy().astype(lane)
-        return TokenFields(mask=self._mask, tokens=tokens, logprobs=None)
+        return TokenFields(mask=self._mask, tokens=tokens, rollout_logprobs=None)
 
 
 class PaddedWriter:
@@ -94,19 +94,22 @@ class PaddedWriter:
     def _write_tensor(self, name: str, programs: list[list[int]], values: list[list[bytes]]) -> None:
         """Its rules and values are added to those of the rows."""
         tensor, frame = self._fields.framed[name]
-        lanes, columns, size = as_lanes(tensor), self._spans.columns(frame), lanes_per_column(tensor)
+        shape = FramedShape.of(tensor, self._spans.widths[frame])
+        lanes, columns = as_lanes(tensor, shape.num_lines), self._spans.columns(frame)
+        size = shape.lanes_per_column(tensor.dtype)
         fields, offsets = self._sources.of(tensor.dtype, size), self._sources.offsets
         for index, row in enumerate(self._order):
             first, stop, token = columns[row]
-            line, start, end = lanes[row], first * size, stop * size
-            segments = [write_segment(line[start:end], fields, offsets[index] + token)]
-            if start:
-                segments.insert(0, write_segment(line[:start]))
-            if end < len(line):
-                segments.append(write_segment(line[end:]))
-            for rules, kept in segments:
-                programs[index] += rules
-                values[index].append(kept.tobytes())
+            for line in lanes[row]:
+                start, end = first * size, stop * size
+                segments = [write_segment(line[start:end], fields, offsets[index] + token)]
+                if start:
+                    segments.insert(0, write_segment(line[:start]))
+                if end < len(line):
+                    segments.append(write_segment(line[end:]))
+                for rules, kept in segments:
+                    programs[index] += rules
+                    values[index].append(kept.tobytes())
 
 
 class PaddedReader:
@@ -156,20 +159,22 @@ class PaddedReader:
         return RowSpans(starts=heads[:, -2], lengths=lengths, splits=heads[:, -1], widths=sizes)
 
     def _read_tensor(self, name: str, kind: Mapping[str, Any], sources: _Sources) -> torch.Tensor:
-        dtype, frame, tail = TORCH_DTYPES[kind["dtype"]], Frame(kind["frame"]), tuple(kind["shape"])
-        size = math.prod(tail) * (2 if dtype.itemsize == 16 else 1)
+        dtype, frame = DTYPES[kind["dtype"]], Frame(kind["frame"])
+        shape = FramedShape(leading=tuple(kind.get("leading", ())), tail=tuple(kind["shape"]))
+        size = shape.lanes_per_column(dtype)
         num_rows, width, columns = len(self._order), self._spans.widths[frame], self._spans.columns(frame)
         fields, offsets = sources.of(dtype, size), sources.offsets
-        lanes = np.zeros((num_rows, width * size), dtype=LANE_DTYPES[min(dtype.itemsize, 8)])
-        for line, row in zip(lanes, self._order, strict=True):
+        lanes = np.zeros((num_rows, shape.num_lines, width * size), dtype=LANE_DTYPES[min(dtype.itemsize, 8)])
+        for lines, row in zip(lanes, self._order, strict=True):
             first, stop, token = columns[row]
             reader, start, end = self._rows[row], first * size, stop * size
-            if start:
-                reader.read_into(line[:start])
-            reader.read_into(line[start:end], fields, offsets[row] + token)
-            if end < len(line):
-                reader.read_into(line[end:])
-        return from_bytes(lanes.reshape(-1).view(np.uint8), dtype, (num_rows, width, *tail))
+            for line in lines:
+                if start:
+                    reader.read_into(line[:start])
+                reader.read_into(line[start:end], fields, offsets[row] + token)
+                if end < len(line):
+                    reader.read_into(line[end:])
+        return from_bytes(lanes.reshape(-1).view(np.uint8), dtype, (num_rows, *shape.leading, width, *shape.tail))
 
 
 def _offsets(sizes: Sequence[int]) -> torch.Tensor:

@@ -19,7 +19,8 @@ import torch
 from mock_scheduler.adapters.padded_fields import NativeFields, raise_problems
 from mock_scheduler.adapters.padded_layout import PaddedLayout
 from mock_scheduler.adapters.padded_rows import RowSpans, find_spans, gather, gather_by_token
-from mock_scheduler.batch import SampleIdentity, Termination, compute_prompt_digest
+from mock_scheduler.batch import SampleIdentity, Termination
+from mock_scheduler.batch_rows import compute_prompt_digests
 
 _INT32_MAX = 2**31 - 1
 
@@ -51,7 +52,7 @@ class CoreReader:
 
     def read(self, policy_version: int) -> CoreFields:
         """The core fields; raises ``BatchError`` where a value cannot be one, naming rows, columns and remedies."""
-        tokens, logprobs = self._read_tokens(), self._read_logprobs()
+        tokens, rollout_logprobs = self._read_tokens(), self._read_rollout_logprobs()
         starts = self._find_turn_starts()
         turn_rows = np.searchsorted(self._offsets, starts, side="right") - 1
         turn_offsets = np.searchsorted(turn_rows, np.arange(len(self._order) + 1))
@@ -61,7 +62,7 @@ class CoreReader:
             "tokens": _to_tensor(tokens),
             "row_offsets": _to_tensor(self._offsets),
             "response_mask": _to_tensor(self._mask),
-            "rollout_logprobs": _to_tensor(logprobs),
+            "rollout_logprobs": _to_tensor(rollout_logprobs),
             "turn_offsets": _to_tensor(turn_offsets),
             "turn_rewards": _to_tensor(turn_rewards.astype(np.float32)),
             "policy_versions": _to_tensor(self._read_versions(starts, turn_rows, policy_version)),
@@ -69,10 +70,7 @@ class CoreReader:
             "terminations": torch.full((len(self._order),), int(Termination.TERMINATED), dtype=torch.uint8),
             "prompt_lengths": _to_tensor(prompt_lengths.astype(np.int32)),
         }
-        digests = tuple(
-            compute_prompt_digest(tensors["tokens"][start : start + length])
-            for start, length in zip(self._offsets[:-1].tolist(), prompt_lengths.tolist(), strict=True)
-        )
+        digests = compute_prompt_digests(tokens, self._offsets, prompt_lengths)
         return CoreFields(tensors=tensors, prompt_digests=digests, spans=self._spans_with_splits(prompt_lengths))
 
     def _spans_with_splits(self, prompt_lengths: _Integers) -> RowSpans:
@@ -98,7 +96,7 @@ class CoreReader:
         self._refuse(is_bad, tokens, f"{self._layout.tokens!r} is no token id (0 to 2**31 - 1)", "Correct the ids.")
         return tokens.astype(np.int32)
 
-    def _read_logprobs(self) -> npt.NDArray[np.float32]:
+    def _read_rollout_logprobs(self) -> npt.NDArray[np.float32]:
         name = self._layout.rollout_logprobs
         if name is None or name not in self._fields.framed:
             return np.zeros(int(np.count_nonzero(self._mask)), dtype=np.float32)

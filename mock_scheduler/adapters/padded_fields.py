@@ -5,6 +5,7 @@ Contract: nothing is dropped. A field that has not one entry per row, or that ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -15,8 +16,8 @@ import torch
 from mock_scheduler.adapters.padded_layout import Frame, PaddedLayout
 from mock_scheduler.adapters.padded_segments import Lanes
 from mock_scheduler.batch_checks import MAX_LISTED_PROBLEMS
-from mock_scheduler.columns import as_bytes
 from mock_scheduler.errors import BatchError
+from mock_scheduler.tensor_bytes import as_bytes, has_plain_bytes, shape_text
 
 Native: TypeAlias = "Mapping[str, object]"
 
@@ -28,9 +29,10 @@ LANE_DTYPES: Mapping[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.u
 class NativeFields:
     """A framework's batch of ``num_rows`` rows. ``widths``: columns of each frame, 0 where the layout has none.
 
-    ``framed``: tensors ``[B, width of their frame, …]``; ``dense``: other tensors ``[B, …]``; ``rows``: fields with one
-    Python value per row; ``meta``: what is said of the whole batch, ``None`` where the field is absent. ``arrays``: the
-    tensors that are NumPy arrays in the framework's batch.
+    ``framed``: tensors ``[B, width of their frame, …]``, or ``[B, …, width]`` where their second dimension is no
+    frame's (position ids of several axes, ``[B, 3, width]``); ``dense``: other tensors ``[B, …]``; ``rows``: fields
+    with one Python value per row; ``meta``: what is said of the whole batch, ``None`` where the field is absent.
+    ``arrays``: the tensors that are NumPy arrays in the framework's batch.
     """
 
     num_rows: int
@@ -50,15 +52,16 @@ def sort_fields(native: Native, layout: PaddedLayout) -> NativeFields:
     framed, dense, problems = {}, {}, []
     for name, tensor in tensors.items():
         problems += _tensor_problems(name, tensor, num_rows)
-        if tensor.dim() >= 2 and (frame := _find_frame(name, tensor.shape[1], layout, widths)) is not None:
-            framed[name] = (tensor, frame)
-            if tensor.shape[1] != widths[frame]:
-                problems.append(
-                    f"{name!r} has {tensor.shape[1]} columns; expected {widths[frame]}, as {frame.value} tensors have "
-                    f"where {layout.tokens!r} has {widths[Frame.FULL]}"
-                )
-        else:
+        frame = _find_frame(name, tensor, layout, widths) if tensor.dim() >= 2 else None
+        if frame is None:
             dense[name] = tensor
+            continue
+        framed[name] = (tensor, frame)
+        if widths[frame] not in ((tensor.shape[1],) if name in layout.roles else (tensor.shape[1], tensor.shape[-1])):
+            problems.append(
+                f"{name!r} has {tensor.shape[1]} columns; expected {widths[frame]}, as {frame.value} tensors have "
+                f"where {layout.tokens!r} has {widths[Frame.FULL]}"
+            )
     others = {name: value for name, value in native.items() if name not in tensors and name != layout.meta}
     for name, value in others.items():
         problems += _rows_problems(name, value, num_rows, layout)
@@ -77,21 +80,39 @@ def sort_fields(native: Native, layout: PaddedLayout) -> NativeFields:
     )
 
 
-def as_lanes(tensor: torch.Tensor) -> Lanes:
-    """The bit patterns of a tensor ``[B, …]`` as unsigned integers ``[B, columns]``; a value of 16 bytes is two."""
-    size = min(tensor.dtype.itemsize, 8)
-    content = as_bytes(tensor).numpy().view(LANE_DTYPES[size])
-    num_rows = len(tensor)
-    return content.reshape(num_rows, len(content) // num_rows if num_rows else 0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FramedShape:
+    """The dimensions of a framed tensor ``[B, *leading, width, *tail]``, of which ``leading`` or ``tail`` is empty."""
+
+    leading: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, width: int) -> FramedShape:
+        """That of a tensor whose frame has this width."""
+        if tensor.shape[1] == width:
+            return cls(leading=(), tail=tuple(tensor.shape[2:]))
+        return cls(leading=tuple(tensor.shape[1:-1]), tail=())
+
+    @property
+    def num_lines(self) -> int:
+        """Stretches of ``width`` columns that one row has."""
+        return math.prod(self.leading)
+
+    def lanes_per_column(self, dtype: torch.dtype) -> int:
+        """How many lanes one column has; a value of 16 bytes is two."""
+        return math.prod(self.tail) * (2 if dtype.itemsize == 16 else 1)
 
 
-def lanes_per_column(tensor: torch.Tensor) -> int:
-    """How many lanes one column of a framed tensor has."""
-    return tensor.shape[2:].numel() * (2 if tensor.dtype.itemsize == 16 else 1)
+def as_lanes(tensor: torch.Tensor, num_lines: int) -> Lanes:
+    """The bit patterns of a tensor ``[B, …]`` as unsigned integers ``[B, num_lines, lanes]``."""
+    content = as_bytes(tensor).numpy().view(LANE_DTYPES[min(tensor.dtype.itemsize, 8)])
+    num_lanes = len(tensor) * num_lines
+    return content.reshape(len(tensor), num_lines, len(content) // num_lanes if num_lanes else 0)
 
 
 def _check_required(native: Native, layout: PaddedLayout) -> None:
-    problems = []
+    problems = [f"field name {name!r} is no text" for name in native if type(name) is not str]
     for name in layout.required:
         value = native.get(name)
         if not isinstance(value, torch.Tensor):
@@ -106,11 +127,12 @@ def _check_required(native: Native, layout: PaddedLayout) -> None:
 def _as_tensor(value: object) -> torch.Tensor | None:
     """The tensor, on the CPU, of a tensor or an array of numbers; ``None`` for anything else."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if value.layout is torch.strided else value
+        return value.detach().cpu() if has_plain_bytes(value) else value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative and value.ndim:
         if value.dtype.itemsize > 8 and value.dtype != np.complex128:
             return None
-        return torch.from_numpy(value if value.flags.writeable else value.copy())
+        can_share = value.flags.writeable and min(value.strides) >= 0  # else torch refuses it
+        return torch.from_numpy(value if can_share else value.copy())
     return None
 
 
@@ -128,16 +150,23 @@ def _measure_widths(tensors: Mapping[str, torch.Tensor], layout: PaddedLayout) -
     return {Frame.FULL: full, Frame.SHIFTED: max(full - 1, 0), **known}
 
 
-def _find_frame(name: str, width: int, layout: PaddedLayout, widths: Mapping[Frame, int]) -> Frame | None:
-    if name in layout.frames:
-        return layout.frames[name]
-    order = (Frame.FULL, Frame.SHIFTED, Frame.RESPONSE, Frame.PROMPT)
-    return next((frame for frame in order if widths[frame] == width > 0), None)
+def _find_frame(name: str, tensor: torch.Tensor, layout: PaddedLayout, widths: Mapping[Frame, int]) -> Frame | None:
+    """The frame of a tensor of two dimensions or more; ``None`` where it is kept as it is.
+
+    A field that plays a role, and a known one of two dimensions, has its frame whatever its size, which is then told.
+    """
+    known = layout.frames.get(name)
+    if known is not None and (name in layout.roles or tensor.dim() == 2):
+        return known
+    order = (Frame.FULL, Frame.SHIFTED, Frame.RESPONSE, Frame.PROMPT) if known is None else (known,)
+    # Last comes the last dimension: what has several values per token mostly has them behind it.
+    sizes = (tensor.shape[1],) if name in layout.roles else (tensor.shape[1], tensor.shape[-1])
+    return next((frame for size in sizes for frame in order if widths[frame] == size > 0), None)
 
 
 def _tensor_problems(name: str, tensor: torch.Tensor, num_rows: int) -> list[str]:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return [f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}; expected a dense one"]
+    if not has_plain_bytes(tensor):
+        return [f"{name!r} is {shape_text(tensor)}; expected a dense tensor of values"]
     if tensor.dim() == 0 or len(tensor) != num_rows:
         return [f"{name!r} has shape {list(tensor.shape)}; expected {num_rows} rows"]
     return []

@@ -67,6 +67,11 @@ class PaddedLayout:
         return self.tokens, self.attention_mask, self.response_mask
 
     @property
+    def roles(self) -> frozenset[str]:
+        """The fields that core fields of a batch are made of."""
+        return frozenset((*self.required, *self.optional.values()))
+
+    @property
     def optional(self) -> dict[str, str]:
         """The fields of the roles that the layout names and a batch may lack, by role."""
         roles = {

@@ -54,12 +54,12 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFields:
-    """The batch's own fields, one value per token of all its rows: ``mask`` bool; ``tokens`` and ``logprobs`` (0 where
-    the mask is False) as lanes of the tensor's dtype, ``None`` where it is of another kind of number."""
+    """The batch's own fields, one value per token of all its rows: ``mask`` bool; ``tokens`` and ``rollout_logprobs``
+    (0 where the mask is False) as lanes of the tensor's dtype, ``None`` where it is of another kind of number."""
 
     mask: npt.NDArray[np.bool_]
     tokens: Lanes | None
-    logprobs: Lanes | None
+    rollout_logprobs: Lanes | None
 
 
 class _Candidate(NamedTuple):  # many are made for each row, and a data class takes several times as long
@@ -134,8 +134,8 @@ def _candidates(lanes: Lanes, fields: TokenFields | None, start: int) -> Iterato
     off = lanes[off_at] if is_mixed else lanes.dtype.type(0)
     if is_mixed:
         yield _Candidate(Rule.MASK, [off, lanes[on_at]], np.where(mask, lanes[on_at], off))
-    if fields.logprobs is not None:
-        yield _Candidate(Rule.LOGPROBS, [off], np.where(mask, fields.logprobs[start:stop], off))
+    if fields.rollout_logprobs is not None:
+        yield _Candidate(Rule.LOGPROBS, [off], np.where(mask, fields.rollout_logprobs[start:stop], off))
 
 
 def _count_from(first: Any, length: int) -> Lanes:  # noqa: ANN401 - a NumPy scalar of any of the lane types
@@ -196,9 +196,9 @@ class SegmentReader:
             off, on = self._take_values(out.dtype, 2)
             out[:] = off
             np.copyto(out, on, where=fields.mask[start:stop])
-        elif rule == Rule.LOGPROBS and fields.logprobs is not None:
+        elif rule == Rule.LOGPROBS and fields.rollout_logprobs is not None:
             out[:] = self._take_values(out.dtype, 1)
-            np.copyto(out, fields.logprobs[start:stop], where=fields.mask[start:stop])
+            np.copyto(out, fields.rollout_logprobs[start:stop], where=fields.mask[start:stop])
         else:
             return False
         return True

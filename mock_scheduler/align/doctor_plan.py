@@ -15,6 +15,9 @@ from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reader import RecordingReader
+from mock_scheduler.text import count_of
 
 FOLDER = "doctor"
 RECORDING_NAME = "recording"
@@ -50,6 +53,16 @@ class DoctorPlan:
     recorder: PlannedRun | None
     replays: tuple[PlannedRun, PlannedRun]
 
+    @property
+    def runs(self) -> tuple[PlannedRun, ...]:
+        """All runs, in order."""
+        return (*([self.recorder] if self.recorder else []), *self.replays)
+
+    def describe(self) -> str:
+        """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
+        steps = "1 step (0)" if self.step == 0 else f"{count_of(self.step + 1, 'step')} (0 to {self.step})"
+        return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"
+
 
 def plan_doctor(
     load: ConfigLoader,
@@ -64,16 +77,17 @@ def plan_doctor(
 
     ``output_dir``: ``None`` is the configuration's; the runs go to ``doctor`` in it. ``recording``: ``None`` is the one
     that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one.
-    Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings.
+    Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings,
+    ``RecordingError`` for a recording that must be looked into and cannot be.
     """
-    _check_step(step)
     _check_overrides(overrides)
     config = load(overrides)
+    given = recording if recording is not None else _configured_recording(config)
+    _check_step(step, config, given)
     check_settings(config.system_envs)
     if not has_module(entry):
         raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
     root = ((output_dir or Path(config.output_dir)) / FOLDER).resolve()
-    given = recording if recording is not None else _configured_recording(config)
     recording_dir = root / RECORDING_NAME if given is None else given.resolve()
     shared = (
         *overrides,
@@ -109,9 +123,18 @@ def _configured_recording(config: PipelineConfig) -> Path | None:
     return Path(mock.dump_dir) if mock.effective_mode in ("mock", "cache") else None
 
 
-def _check_step(step: int) -> None:
+def _check_step(step: int, config: PipelineConfig, recording: Path | None) -> None:
+    """Refuse a step that the run does not have; a recording that is replayed may have more than ``max_steps``."""
     if step < 0:
         raise ConfigError(f"--step is {step}; it must be the number of a training step, from 0")
+    if step < config.max_steps:
+        return
+    has = f"the configuration has steps 0 to {config.max_steps - 1} (max_steps={config.max_steps})"
+    if recording is None:
+        raise ConfigError(f"--step is {step}; {has}")
+    steps = RecordingReader(str(recording)).steps()
+    if step not in steps.get("train", []):
+        raise ConfigError(f"--step is {step}; {has}, and the recording {recording} has {format_present(steps)}")
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

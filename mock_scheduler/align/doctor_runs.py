@@ -50,7 +50,8 @@ def run_doctor(
     keep = None if plan.recorder else plan.recording_dir
     prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
     launch = make_launch(config_name, config_path)
-    for run in (*([plan.recorder] if plan.recorder else []), *plan.replays):
+    console.print(plan.describe(), highlight=False)
+    for run in plan.runs:
         outcome = execute_run(run, launch=launch, console=console)
         if isinstance(outcome, RunFailure):
             raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")

@@ -51,7 +51,7 @@ def run_compare(
     console = console or build_console()
     if baseline_dir.resolve() == candidate_dir.resolve():
         raise ConfigError(f"{baseline_dir} and {candidate_dir} are the same folder: it would be compared with itself")
-    baseline, candidate = (_load_finished(folder) for folder in (baseline_dir, candidate_dir))
+    baseline, candidate = _load_both(baseline_dir, candidate_dir)
     tolerance = stated_tolerance(candidate.config)
     is_deterministic = all(is_deterministic_mode(run.config.system_envs) for run in (baseline, candidate))
     with console.status("comparing metrics, gradients and parameters"):
@@ -80,6 +80,20 @@ def run_compare(
     if json_path is not None:
         save_result(result, json_path)
     return worst_exit_code([alignment.verdict])
+
+
+def _load_both(baseline_dir: Path, candidate_dir: Path) -> tuple[FinishedRun, FinishedRun]:
+    """Both runs, or one error with what is wrong with either; of its kind is the first."""
+    loaded, errors = [], []
+    for folder in (baseline_dir, candidate_dir):
+        try:
+            loaded.append(_load_finished(folder))
+        except (ConfigError, AlignmentError) as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors))) from errors[0]
+    baseline, candidate = loaded
+    return baseline, candidate
 
 
 def _load_finished(folder: Path) -> FinishedRun:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import os.path
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 from urllib.parse import quote
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt
+from mock_scheduler.config.dialect_verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.foreign import build_rollout_mock, read_section
 from mock_scheduler.config.problems import raise_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
@@ -71,14 +72,16 @@ class _Skip(ConfigSection):
 class SkipRole(_Skip):
     """One role of the third generation; ``steps`` are verl's, from 1."""
 
-    steps: list[Annotated[int, Field(ge=1)]] = Field(default=[])
+    steps: list[Annotated[int, Field(ge=1)]] = Field(default=[], validate_default=True)
     action: Literal["cache", "repeat"] = "cache"
 
-    @model_validator(mode="after")
-    def _check_steps(self) -> SkipRole:
-        if self.enable and not self.steps:
-            raise ValueError("is enabled without steps, and skips only those: list them, as in steps: [1, 2, 3]")
-        return self
+    # Of fields and not of the model, here and below, so that every problem of a block is listed.
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, steps: list[int], info: ValidationInfo) -> list[int]:
+        if info.data.get("enable") and not steps:
+            raise ValueError("is empty, and an enabled skip is for these only: list them, as in steps: [1, 2, 3]")
+        return steps
 
 
 class SkipRoles(ConfigSection):
@@ -95,13 +98,12 @@ class SkipBlock(_Skip, SkipRoles):
     max_dump_step: NonNegativeInt = 1
     action: Literal["cache", "repeat", "repeat_last"] = "repeat"
 
-    @model_validator(mode="after")
-    def _check_max_dump_step(self) -> SkipBlock:
-        if self.enable and self.max_dump_step == 0:
-            raise ValueError(
-                "max_dump_step 0 dumps no step, so that there is nothing to skip with; set the number of steps to dump"
-            )
-        return self
+    @field_validator("max_dump_step")
+    @classmethod
+    def _check_max_dump_step(cls, number: int, info: ValidationInfo) -> int:
+        if info.data.get("enable") and number == 0:
+            raise ValueError("is 0: no step is dumped, and there is nothing to skip with; set the number of steps")
+        return number
 
 
 class VerlRollout(ConfigSection):
@@ -190,15 +192,16 @@ class VerlSwitch:
 def from_verl(rollout: Mapping[str, object], *, names: VerlNames) -> RolloutMockConfig:
     """verl's ``actor_rollout_ref.rollout`` as ``rollout_mock``; not enabled where it skips nothing.
 
-    ``rollout``: only ``skip_rollout``, ``skip_dump_dir``, ``n`` and ``skip``; its ``n`` replaces that of ``names``.
+    Of ``rollout`` are read ``skip_rollout``, ``skip_dump_dir``, ``n``, which replaces that of ``names``, and ``skip``.
     Raises ConfigError that lists every problem.
     """
-    read = read_section(VerlRollout, rollout, section=ROLLOUT_KEY, origin=f"verl's {ROLLOUT_KEY}")
+    values, unread = set_aside_unread(VerlRollout, rollout, section=ROLLOUT_KEY)
+    read = read_section(VerlRollout, values, section=ROLLOUT_KEY, origin=f"verl's {ROLLOUT_KEY}")
     switches = verl_switches(VerlSections(actor_rollout_ref=VerlActor(rollout=read)))
     if len(switches) > 1:
         raise_problems(f"verl's {ROLLOUT_KEY}", [("", several_switches([switch.key for switch in switches]))])
     names = names if read.n is None else replace(names, n=read.n)
-    return translate_verl(switches[0], names=names) if switches else RolloutMockConfig()
+    return translate_verl(switches[0], names=names, unread=unread) if switches else RolloutMockConfig()
 
 
 def several_switches(keys: list[str]) -> str:
@@ -207,11 +210,10 @@ def several_switches(keys: list[str]) -> str:
     return f"{' and '.join(keys)} are {number} on, and each says what is recorded and replayed; keep one of them"
 
 
-def translate_verl(switch: VerlSwitch, *, names: VerlNames) -> RolloutMockConfig:
-    """As ``from_verl``, of one switch that was read."""
-    dump_dir = switch.dump_dir if "://" in switch.dump_dir else os.path.expanduser(switch.dump_dir)
-    fields = {"dump_dir": f"{dump_dir.rstrip('/')}/{names.folder}", **switch.fields}
-    return build_rollout_mock(f"verl's {switch.key}", fields)
+def translate_verl(switch: VerlSwitch, *, names: VerlNames, unread: Iterable[str] = ()) -> RolloutMockConfig:
+    """As ``from_verl``, of one switch that was read; ``unread``: keys that its ``origin`` says were not."""
+    fields = {"dump_dir": f"{switch.dump_dir.rstrip('/')}/{names.folder}", **switch.fields}
+    return build_rollout_mock(f"verl's {switch.key}", fields, remark=describe_unread(unread))
 
 
 def verl_switches(sections: VerlSections) -> list[VerlSwitch]:

@@ -7,7 +7,7 @@ what they asked for and says in ``origin`` what became of them. They are refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from mock_scheduler.config.dialect_verl import (
     translate_verl,
     verl_switches,
 )
+from mock_scheduler.config.dialect_verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.schema import PipelineConfig
@@ -64,8 +65,8 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
     Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
     verl's folders are taken from it: all problems of both are in ``problems``.
     """
-    areal = {name: values[name] for name in AREAL_SECTIONS if name in values}
-    verl = {name: values[name] for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
+    areal = {name: _section(values[name]) for name in AREAL_SECTIONS if name in values}
+    verl = {name: _section(values[name]) for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
     if not any(name in verl for name in VERL_SECTIONS):
         verl = {}  # `trainer` or `data` alone name nothing: they are unknown keys
     own = {key: value for key, value in values.items() if key not in areal and key not in verl}
@@ -74,18 +75,27 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
     problems: list[Problem] = []
     config = _validated(PipelineConfig, own, problems)
     areal_sections = _validated(_ArealSections, areal, problems)
-    verl_sections = _validated(VerlSections, verl, problems)
+    read, unread = set_aside_unread(VerlSections, verl)
+    verl_sections = _validated(VerlSections, read, problems)
     if config is None or areal_sections is None or verl_sections is None:
         return Resolved(values=own, problems=tuple(problems))
     try:
-        mock = _translate(config, areal_sections, verl_sections)
+        mock = _translate(config, areal_sections, verl_sections, unread)
     except ConfigError as error:
         return Resolved(values=own, problems=(("", str(error)),))
-    if mock is None:
-        return Resolved(values=own)
-    decided = {key: value for key, value in mock.model_dump(mode="json").items() if key in _DECIDED}
     kept = config.rollout_mock.model_dump(mode="json")
+    if mock is None:
+        if not unread:
+            return Resolved(values=own)
+        origin = f"no rollout skip of verl's is on{describe_unread(unread)}"
+        return Resolved(values={**own, "rollout_mock": {**kept, "origin": kept["origin"] or origin}})
+    decided = {key: value for key, value in mock.model_dump(mode="json").items() if key in _DECIDED}
     return Resolved(values={**own, "rollout_mock": {**kept, **decided}})
+
+
+def _section(value: object) -> object:
+    """An empty section of a YAML file is null: it asks for nothing."""
+    return {} if value is None else value
 
 
 def _validated(model: type[Model], values: Mapping[str, object], problems: list[Problem]) -> Model | None:
@@ -97,7 +107,9 @@ def _validated(model: type[Model], values: Mapping[str, object], problems: list[
         return None
 
 
-def _translate(config: PipelineConfig, areal: _ArealSections, verl: VerlSections) -> RolloutMockConfig | None:
+def _translate(
+    config: PipelineConfig, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
+) -> RolloutMockConfig | None:
     """The section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
     areal_on = {name: section for name, section in areal.by_name().items() if section.is_on}
     verl_on = verl_switches(verl)
@@ -109,7 +121,7 @@ def _translate(config: PipelineConfig, areal: _ArealSections, verl: VerlSections
     for name, section in areal_on.items():
         default_path = f"{config.output_dir.rstrip('/')}/debug_trajectories"
         return translate_areal(section, default_path=default_path, name=name)
-    return translate_verl(verl_on[0], names=_verl_names(config, verl)) if verl_on else None
+    return translate_verl(verl_on[0], names=_verl_names(config, verl), unread=unread) if verl_on else None
 
 
 def _verl_names(config: PipelineConfig, verl: VerlSections) -> VerlNames:

@@ -22,10 +22,16 @@ def read_section(model: type[Section], values: Mapping[str, object], *, section:
         raise_problems(origin, validation_problems(error, model, section=section))
 
 
-def build_rollout_mock(source: str, fields: Mapping[str, object]) -> RolloutMockConfig:
-    """The enabled section with these fields, whose ``origin`` says in one line what ``source`` became."""
-    config = RolloutMockConfig.model_validate({"enable": True, **fields})
-    return config.model_copy(update={"origin": describe_translation(source, config)})
+def build_rollout_mock(source: str, fields: Mapping[str, object], *, remark: str = "") -> RolloutMockConfig:
+    """The enabled section with these fields, whose ``origin`` says in one line what ``source`` became, and ``remark``.
+
+    Raises ConfigError for values that ``rollout_mock`` refuses.
+    """
+    try:
+        config = RolloutMockConfig.model_validate({"enable": True, **fields})
+    except ValidationError as error:
+        raise_problems(source, validation_problems(error, RolloutMockConfig, section="rollout_mock"))
+    return config.model_copy(update={"origin": describe_translation(source, config) + remark})
 
 
 def describe_translation(source: str, config: RolloutMockConfig) -> str:

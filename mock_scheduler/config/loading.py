@@ -34,6 +34,7 @@ from mock_scheduler.config.dialects import resolve_dialects
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.text import bullet_list
 
 DEFAULT_CONFIG_PATH = "configs"
 
@@ -146,10 +147,10 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed.append(parser.parse_override(text))
         except HydraException as error:
-            problems.append(f"\n  - {text!r}: {str(error).splitlines()[0]}")
+            problems.append(f"{text!r}: {str(error).splitlines()[0]}")
     if problems:
         raise ConfigError(
-            f"overrides that cannot be read:{''.join(problems)}\n"
+            f"overrides that cannot be read:{bullet_list(problems, limit=None)}\n"
             "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
         )
     return parsed

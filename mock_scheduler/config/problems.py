@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.text import count_of
 
 Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""
@@ -25,8 +26,7 @@ def raise_problems(
     origin: str, problems: Sequence[Problem], *, source_of: Callable[[str], str | None] = lambda key: None
 ) -> NoReturn:
     """Raise the ConfigError that lists them all; ``source_of`` a key: the override that gave it, if any."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [f"{origin} has {count}:"]
+    lines = [f"{origin} has {count_of(len(problems), 'problem')}:"]
     for key, text in problems:
         given = source_of(key) if key else None
         source = f" (given as {given!r})" if given else ""
@@ -51,6 +51,8 @@ def _describe(details: ErrorDetails, model: type[BaseModel], section: str) -> Pr
             return key, f"unknown {kind} {found!r}; known {kind}s: {known}"
         case "missing":
             return key, "is required and not given"
+        case "model_type" | "model_attributes_type":
+            return key, f"is {found!r}, should be a section: keys with their values"
         case "value_error":
             return key, details["msg"].removeprefix("Value error, ")
         case _ if path and path[0] == "system_envs":

@@ -6,6 +6,8 @@ combination that cannot mean anything is refused here, whether the section is en
 
 from __future__ import annotations
 
+import os.path
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,9 +15,11 @@ from pydantic import Field, field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Mode, PositiveInt, RolloutMode, Steps
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
 _READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
 
 class ScheduleEntry(ConfigSection):
@@ -61,9 +65,10 @@ class RolloutMockConfig(ConfigSection):
     ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else
     real and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to
     a request decides its mode, else ``mode`` does. ``steps``, ``every``: of what is played in dump and cache, record
-    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, or an fsspec URL such as
-    ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse, or ``repeat`` the
-    nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made from, if any.
+    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, in which ``~`` is expanded, or an
+    fsspec URL such as ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse,
+    or ``repeat`` the nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made
+    from, if any.
     """
 
     enable: bool = False
@@ -109,21 +114,45 @@ class RolloutMockConfig(ConfigSection):
     def _check_dump_dir(cls, location: str) -> str:
         if not location.strip():
             raise ValueError("is empty; give a folder such as ./rollout_mock_dumps, or a URL such as s3://bucket/path")
-        return location
+        return normalize_location(location)
 
     @model_validator(mode="after")
     def _check_combination(self) -> RolloutMockConfig:
         problems = rollout_mock_problems(self)
         if problems:
-            listed = "".join(f"\n  - {problem}" for problem in problems)
-            raise ValueError(f"has keys that do not go together:{listed}")
+            raise ValueError(f"has keys that do not go together:{bullet_list(problems, limit=None)}")
         return self
+
+
+def normalize_location(location: str) -> str:
+    """A folder with ``~`` and ``~user`` expanded, or a URL with its protocol in lower case.
+
+    Raises ``ValueError`` where the home folder is not known.
+    """
+    if _PROTOCOL.match(location):
+        return _PROTOCOL.sub(lambda match: match[0].lower(), location, count=1)
+    expanded = os.path.expanduser(location)
+    if expanded.startswith("~"):
+        user = location.partition("/")[0]
+        raise ValueError(
+            f"{location!r} begins with the home folder of {user!r}, which is not known here; give the whole path, or "
+            f"write ./{location} for a folder of that name"
+        )
+    return expanded
 
 
 def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
     """Every combination of the section's own keys that cannot mean anything; empty where there is none."""
-    modes = {config.mode, *(entry.mode for entry in config.schedule)}
+    modes = {entry.mode for entry in config.schedule}
     problems = unreachable_entries(config.schedule)
+    deciders = _deciders_of_all(ScheduleEntry(mode=config.mode), config.schedule)
+    if deciders is None:
+        modes.add(config.mode)
+    else:
+        problems.append(
+            f"mode {config.mode} can never apply: {_describe_deciders(config.schedule, deciders)} every request; leave "
+            "the schedule out and set the mode, or give its entries the steps, kinds or schedulers that they are for"
+        )
     read = [mode for mode in _READING if mode in modes]
     if "dump" in modes and read:
         problems.append(
@@ -140,21 +169,31 @@ def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
 
 def unreachable_entries(schedule: Sequence[ScheduleEntry]) -> list[str]:
     """A line for each entry that can never decide a mode, since earlier ones decide all that it applies to."""
-    # None stands for every scheduler that no entry names.
-    named = sorted({name for entry in schedule for name in entry.schedulers or ()})
-    requests = [(kind, scheduler) for kind in KINDS for scheduler in [*named, None]]
     problems = []
     for index, entry in enumerate(schedule):
-        own = [request for request in requests if _concerns(entry, *request)]
-        decided_by = [_deciders(entry, schedule[:index], *request) for request in own]
-        if all(deciders is not None for deciders in decided_by):
-            earlier = sorted({number for deciders in decided_by for number in deciders or ()})
-            listed = ", ".join(f"schedule.{number} ({schedule[number].describe()})" for number in earlier)
+        deciders = _deciders_of_all(entry, schedule[:index])
+        if deciders is not None:
             problems.append(
                 f"schedule.{index} ({entry.describe()}) can never apply: the first entry that applies wins, and "
-                f"{listed} {'decides' if len(earlier) == 1 else 'decide'} all of it; put it before, or leave it out"
+                f"{_describe_deciders(schedule, deciders)} all of it; put it before, or leave it out"
             )
     return problems
+
+
+def _describe_deciders(schedule: Sequence[ScheduleEntry], numbers: Sequence[int]) -> str:
+    listed = ", ".join(f"schedule.{number} ({schedule[number].describe()})" for number in numbers)
+    return f"{listed} {'decides' if len(numbers) == 1 else 'decide'}"
+
+
+def _deciders_of_all(entry: ScheduleEntry, earlier: Sequence[ScheduleEntry]) -> list[int] | None:
+    """Indices of the earlier entries that together decide all that ``entry`` applies to; else None."""
+    # None stands for every scheduler that no entry names.
+    named = sorted({name for one in [*earlier, entry] for name in one.schedulers or ()})
+    requests = [(kind, scheduler) for kind in KINDS for scheduler in [*named, None]]
+    decided_by = [_deciders(entry, earlier, *request) for request in requests if _concerns(entry, *request)]
+    if any(deciders is None for deciders in decided_by):
+        return None
+    return sorted({number for deciders in decided_by for number in deciders or ()})
 
 
 def _concerns(entry: ScheduleEntry, kind: Mode, scheduler: str | None) -> bool:

@@ -36,6 +36,7 @@ from mock_scheduler.config.sections import (
     TraceConfig,
     TrainingConfig,
 )
+from mock_scheduler.text import bullet_list
 
 __all__ = [
     "ActorInferConfig",
@@ -156,10 +157,9 @@ class PipelineConfig(ConfigSection):
     def _check_sampling(self) -> PipelineConfig:
         problems = sampling_problems(self)
         if problems:
-            rules = "".join(f"\n  - {problem}" for problem in problems)
             raise ValueError(
                 "training must sample from the policy that is trained, softmax(logits / "
-                f"actor_infer.generating_args.temperature):{rules}"
+                f"actor_infer.generating_args.temperature):{bullet_list(problems, limit=None)}"
             )
         return self
 
@@ -212,9 +212,9 @@ class PipelineConfig(ConfigSection):
     def _check_layout(self) -> PipelineConfig:
         problems = layout_problems(self)
         if problems:
-            rules = "".join(f"\n  - {problem}" for problem in problems)
             raise ValueError(
-                f"layout {self.parallel.describe()} ({self.parallel.world_size} processes) cannot be run:{rules}"
+                f"layout {self.parallel.describe()} ({self.parallel.world_size} processes) cannot be run:"
+                f"{bullet_list(problems, limit=None)}"
             )
         return self
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RolloutMockConfig
 from mock_scheduler.errors import BatchError, SchedulerError
+from mock_scheduler.recording.prompts import compare_prompts, prompts_of
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 _NUM_SHOWN = 5
@@ -25,7 +26,7 @@ def share_of(request: RolloutRequest, shard: RowShard | None) -> int:
     return request.batch_size // shard.count
 
 
-def check_type(answer: object, request: RolloutRequest) -> RolloutBatch:
+def as_rollout_batch(answer: object, request: RolloutRequest) -> RolloutBatch:
     """``answer`` itself where it is a ``RolloutBatch``; raises ``SchedulerError`` otherwise."""
     if isinstance(answer, RolloutBatch):
         return answer
@@ -35,7 +36,7 @@ def check_type(answer: object, request: RolloutRequest) -> RolloutBatch:
     )
 
 
-def check_batch(
+def judge_batch(
     batch: RolloutBatch,
     request: RolloutRequest,
     *,
@@ -102,14 +103,13 @@ def _scheduler_problems(batch: RolloutBatch, request: RolloutRequest) -> list[st
 def _prompt_problems(batch: RolloutBatch, request: RolloutRequest, shard: RowShard | None) -> list[str]:
     if request.prompt_digests is None:
         return []
-    found, expected = Counter(batch.prompt_digests), Counter(request.prompt_digests)
-    other, absent = found - expected, expected - found
-    if not other and (shard is not None or not absent):
+    difference = compare_prompts(prompts_of(batch), request, is_part=shard is not None)
+    if difference is None:
         return []
-    first = next(iter(other or absent))
     return [
-        f"its prompts are not those of the pipeline: {other.total()} of {found.total()} rows have other prompts, "
-        f"{absent.total()} of {expected.total()} prompts are absent (first digest {first[:16]}…)"
+        f"its prompts are not those of the pipeline: {difference.absent.total()} of {difference.num_asked} asked for "
+        f"are absent, {difference.not_asked.total()} others are there (one counted per {difference.unit}; first digest "
+        f"{difference.example[:16]}…)"
     ]
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 from mock_scheduler.digests import JSON
+from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
 from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work, is_async
+from mock_scheduler.proxy.failures import is_raised_already
+from mock_scheduler.proxy.lock_table import LockTable
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 
 
@@ -23,12 +26,14 @@ class AsyncProxyScheduler:
     """An ``AsyncRolloutScheduler`` in every mode; ``build_async_scheduler`` makes it.
 
     The methods are those of ``ProxyScheduler``. Calls for different schedulers or kinds may run at the same time; a
-    synchronous real scheduler still plays one batch at a time. As an async context manager it closes itself.
+    synchronous real scheduler still plays one batch at a time. It may serve one event loop after another. As an async
+    context manager it closes itself.
     """
 
     def __init__(self, core: ProxyCore) -> None:
         self._core = core
-        self._locks = {"prepare": asyncio.Lock(), "play": asyncio.Lock()}
+        # A lock that was waited for belongs to its event loop for good.
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, LockTable[asyncio.Lock]] = WeakKeyDictionary()
 
     @property
     def ledger(self) -> Ledger:
@@ -38,8 +43,8 @@ class AsyncProxyScheduler:
     async def get_batch(self, request: RolloutRequest) -> NativeBatch:
         """As ``ProxyScheduler.get_batch``.
 
-        A call that is cancelled leaves no half step; where its batch was recorded already, the next call for the same
-        request gets that batch.
+        A call that is cancelled leaves no half step. Where the real scheduler had given its batch already, the next
+        call for an equal request gets that batch.
         """
         return await self._run(self._core.get_batch(request))
 
@@ -72,10 +77,14 @@ class AsyncProxyScheduler:
         await self._run(self._core.checkpoint_saved(next_step))
 
     async def close(self) -> None:
-        """Close the real scheduler, write what is left and raise what could not be written; once."""
-        async with AsyncExitStack() as stack:  # each part is done whatever the other one raises
-            stack.push_async_callback(self._run, self._core.close_writer())
-            stack.push_async_callback(self._run, self._core.close_real())
+        """Close the real scheduler, write what is left and raise what could not be written.
+
+        A second call only raises again, also where the first one was cancelled.
+        """
+        try:  # each part is done whatever the other one raises
+            await self._run(self._core.close_real())
+        finally:
+            await self._run(self._core.close_writer())
 
     async def __aenter__(self) -> AsyncProxyScheduler:
         return self
@@ -83,7 +92,11 @@ class AsyncProxyScheduler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.close()
+        try:
+            await self.close()
+        except RecordingError as failure:
+            if not is_raised_already(failure, error):
+                raise
 
     async def _run(self, flow: Flow[T]) -> T:
         result: object = None
@@ -100,12 +113,15 @@ class AsyncProxyScheduler:
                 # On the event loop: what it makes may start tasks there. One that takes long can be `async def`.
                 return await _settle(make_real())
             case Call(method, arguments):
-                result = method(*arguments) if is_async(method) else await _in_thread(method, *arguments)
-                return await _settle(result)
+                if is_async(method):
+                    return effect.told(await _settle(method(*arguments)))
+                result = await _in_thread(lambda: method(*arguments), note=effect.told)
+                return effect.told(await result) if inspect.isawaitable(result) else result
             case Work(function):
                 return await _in_thread(function)
             case Guarded(lock, flow):
-                async with self._locks[lock]:
+                locks = self._locks.setdefault(asyncio.get_running_loop(), LockTable(asyncio.Lock))
+                async with locks.of(lock):
                     return await self._run(flow)
 
 
@@ -113,12 +129,12 @@ async def _settle(result: object) -> object:
     return await result if inspect.isawaitable(result) else result
 
 
-async def _in_thread(function: Callable[..., object], *arguments: object) -> object:
-    """Call ``function`` in a thread; a cancellation waits until it is through."""
+async def _in_thread(function: Callable[[], object], *, note: Callable[[object], object] | None = None) -> object:
+    """Call ``function`` in a thread; a cancellation waits until it is through, and ``note`` knows of its result."""
 
     def settle() -> tuple[object, BaseException | None]:
         try:
-            return function(*arguments), None
+            return function(), None
         except BaseException as error:  # noqa: BLE001  # not handled: it is raised again by the caller
             return None, error
 
@@ -129,9 +145,11 @@ async def _in_thread(function: Callable[..., object], *arguments: object) -> obj
             await asyncio.shield(task)
         except asyncio.CancelledError as interruption:
             cancelled = interruption
-    if cancelled is not None:
-        raise cancelled
     result, error = task.result()
+    if error is None and note is not None and not inspect.isawaitable(result):
+        note(result)
+    if cancelled is not None:
+        raise cancelled from error
     if error is not None:
         raise error
     return result

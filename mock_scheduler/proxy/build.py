@@ -12,11 +12,13 @@ from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.config.schema import RolloutMockConfig
 from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.proxy.access import ProxySettings, open_access
 from mock_scheduler.proxy.async_front import AsyncProxyScheduler
 from mock_scheduler.proxy.core import ProxyCore
 from mock_scheduler.proxy.front import ProxyScheduler
+from mock_scheduler.proxy.opening import open_access
+from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import Contract
+from mock_scheduler.recording.patience import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
@@ -37,6 +39,8 @@ class BuildOptions(TypedDict, total=False):
     ``shard``: this process gets, and records, only its own rows of every batch.
     ``codec``: between the framework's batches, which the pipeline gets, and ``RolloutBatch``.
     ``max_row_tokens``: the longest row possible; bounds the disk that a dump may need before its first step.
+    ``patience``: how long to wait for other processes of the run that write: for the shards of a step, and for a step
+    that another process records and this one replays; by default 10 minutes.
     """
 
     plan: Sequence[RolloutRequest]
@@ -47,6 +51,7 @@ class BuildOptions(TypedDict, total=False):
     shard: RowShard | None
     codec: BatchCodec | None
     max_row_tokens: int | None
+    patience: Patience
 
 
 def build_scheduler(
@@ -109,7 +114,7 @@ def _build_core(
         **options,
     )
     core = ProxyCore(settings, open_access(settings))
-    if settings.logs:
+    if settings.is_logging:
         _log_enabled(settings.config)
     return core
 

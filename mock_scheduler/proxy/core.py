@@ -1,24 +1,28 @@
 """The proxy itself, without its front end: what each call of the pipeline leads to, written once as flows of effects.
 
 Contract: pure bookkeeping between effects; never calls, reads or writes by itself. What it keeps changes only after an
-effect succeeded, so a call that fails or is cancelled leaves no half step and the next one can go on.
+effect succeeded, so a call that fails or is cancelled leaves no half step and the next one can go on: a batch that the
+real scheduler gave is kept until the pipeline has it. After ``close`` every call is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.digests import JSON
-from mock_scheduler.errors import SchedulerError
-from mock_scheduler.proxy.access import ProxySettings, RecordingAccess
-from mock_scheduler.proxy.answers import check_batch, check_type
+from mock_scheduler.errors import BatchError, SchedulerError
+from mock_scheduler.proxy.access import RecordingAccess
+from mock_scheduler.proxy.answers import as_rollout_batch, judge_batch
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded, Work, is_async
 from mock_scheduler.proxy.held_calls import HeldCalls
-from mock_scheduler.proxy.progress import Progress
-from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
+from mock_scheduler.proxy.routing import Outlook, Route, request_key
+from mock_scheduler.proxy.run_state import ProxyState
+from mock_scheduler.proxy.settings import ProxySettings
+from mock_scheduler.proxy.taken import Taken, TakenBatches
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest, SchedulerMethod, SchedulerMethods, scheduler_methods
 
 RECORDED_PREFIX = "recorded/"
@@ -42,27 +46,29 @@ class ProxyCore:
         self._access = access
         self._router = access.router
         self.ledger = settings.ledger
-        self._progress = Progress(settings.config.effective_mode)
+        self._run_state = ProxyState(settings.config.effective_mode)
         self._methods: SchedulerMethods | None = None
         self._calls = HeldCalls()
         # The scheduler state that stands, where it is not the real scheduler's own: recorded, or from a checkpoint.
         self._state: Mapping[str, JSON] | None = None
         self._is_state_recorded = True
         self._last: _Answer | None = None
-        # Batches that are recorded but did not reach the pipeline, since it cancelled its call.
-        self._undelivered: dict[RequestKey, _Answer] = {}
+        self._taken = TakenBatches()
         self._is_closed = False
 
     def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
         """The answer to ``request``."""
-        if self._is_closed:
-            raise SchedulerError(f"{request.mode} step {request.global_step}: the scheduler was closed")
-        route, key = self._router.route(request), request_key(request)
-        answer: _Answer | None = self._undelivered.get(key)
-        if answer is None:
-            answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
-        self._undelivered.pop(key, None)
-        self._progress.advance(request, answer.mode)
+        self._refuse_where_closed("get_batch")
+        # Asked again while the first call is still at work, the second waits for what becomes of it.
+        native: NativeBatch = yield Guarded(request_key(request), self._answer(request))
+        return native
+
+    def _answer(self, request: RolloutRequest) -> Flow[NativeBatch]:
+        route = self._router.route(request)
+        answer: _Answer
+        answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
+        self._taken.drop(request)
+        self._run_state.advance(request, answer.mode)
         self._last = replace(answer, native=None)  # the batch itself is the pipeline's alone
         self._router.advance(request)
         if route.mode == "cache":
@@ -71,6 +77,7 @@ class ProxyCore:
 
     def suspend(self) -> Flow[None]:
         """Reaches a real scheduler that is generating at once; it must not go on while the weights change."""
+        self._refuse_where_closed("suspend")
         if self._calls.is_running:
             yield from self._call("suspend")
             self._calls.is_running = False
@@ -79,16 +86,19 @@ class ProxyCore:
 
     def resume(self) -> Flow[None]:
         """Passed on, held or suppressed."""
+        self._refuse_where_closed("resume")
         yield from self._hold_or_pass("resume")
 
     def update_weights(self, policy_version: int) -> Flow[None]:
         """Passed on, held or suppressed; the version counts at once."""
+        self._refuse_where_closed("update_weights")
         yield from self._hold_or_pass("update_weights", policy_version)
-        self._progress.policy_version = policy_version
+        self._run_state.policy_version = policy_version
 
     def collect_metrics(self) -> Flow[dict[str, float]]:
         """Metrics of the last batch: recorded ones under ``recorded/``; those of a batch that was recorded, as they
         were; else what the real scheduler says now. Empty before the first batch."""
+        self._refuse_where_closed("collect_metrics")
         if self._last is None:
             return {}
         if self._last.metrics is None:
@@ -99,18 +109,21 @@ class ProxyCore:
 
     def state_dict(self) -> Flow[dict[str, JSON]]:
         """The state, once all that was recorded is on disk: a checkpoint never claims more."""
+        self._refuse_where_closed("state_dict")
         if self._access.writer is not None:
             yield Work(self._access.writer.flush)
         if self._state is None and (self._methods is not None or self._router.outlook is Outlook.LIVE):
             if self._methods is None:
                 yield from self._prepare(None)
-            return self._progress.as_state((yield from self._call("state_dict")))
+            return self._run_state.as_state((yield from self._call("state_dict")))
         self.ledger.count("answered", "state_dict")
-        return self._progress.as_state(self._state or {})
+        return self._run_state.as_state(self._state or {})
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> Flow[None]:
         """Go on from a state of any mode; the real scheduler has its part before its next answer."""
-        scheduler_state = self._progress.load(state)
+        self._refuse_where_closed("load_state_dict")
+        scheduler_state = self._run_state.load(state)
+        self._taken.clear()
         if self._router.outlook is Outlook.LIVE and not scheduler_state:
             return  # a run without a real scheduler's state (or one that has none) leaves nothing to load
         self._state, self._is_state_recorded = dict(scheduler_state), False
@@ -121,15 +134,15 @@ class ProxyCore:
 
     def checkpoint_saved(self, next_step: int) -> Flow[None]:
         """Tell the writer, whose retention removes only what a checkpoint makes superfluous."""
-        if self._access.writer is not None:
-            writer = self._access.writer
-            yield Work(lambda: writer.checkpoint_saved(next_step))
+        self._refuse_where_closed("checkpoint_saved")
+        yield Work(lambda: self._access.checkpoint_saved(next_step))
 
     def close_real(self) -> Flow[None]:
         """Close the real scheduler if it was ever built; calls still held are suppressed."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._taken.clear()
         self._suppress_held()
         if self._methods is None:
             self.ledger.count("suppressed", "close")
@@ -137,10 +150,13 @@ class ProxyCore:
             yield from self._call("close")
 
     def close_writer(self) -> Flow[None]:
-        """Write what is left; raises the writer's pending error."""
-        writer, self._access.writer = self._access.writer, None
-        if writer is not None:
-            yield Work(writer.close)
+        """Write what is left; raises what could not be written, every time."""
+        if self._access.writer is not None:
+            yield Work(self._access.writer.close)
+
+    def _refuse_where_closed(self, name: str) -> None:
+        if self._is_closed:
+            raise SchedulerError(f"{name}: the rollout scheduler was closed")
 
     def _replay(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
         answer: _Answer
@@ -162,7 +178,8 @@ class ProxyCore:
         return _Answer(native=native, mode="mock", metrics=metrics, is_replayed=True), step.info.scheduler_state
 
     def _play(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
-        yield from self._prepare("get_batch")
+        if self._taken.find(request) is None:
+            yield from self._prepare("get_batch")
         flow = self._play_prepared(request, route)
         # A synchronous scheduler is asked by one caller at a time, so that its metrics are those of its batch.
         is_guarded = not is_async(self._method("get_batch"))
@@ -170,42 +187,71 @@ class ProxyCore:
         return answer
 
     def _play_prepared(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
-        native = yield from self._call("get_batch", request)
-        self._calls.is_running, self._is_state_recorded = True, False
+        taken = self._taken.find(request)
+        if taken is None:
+            yield from self._call("get_batch", request, note=partial(self._take, request))
+            taken = self._taken.find(request)
+        assert taken is not None  # no other call for this step runs beside this one
         if self._settings.codec is not None and not (route.is_recorded or route.is_verified):
-            return _Answer(native=native, mode="real")  # nothing is encoded where it is neither recorded nor compared
-        batch = yield Work(lambda: self._examine(native, request, route))
+            return _Answer(native=taken.native, mode="real")  # encoded only where it is recorded or compared
+        yield Work(lambda: self._examine(taken))
         if route.is_recorded:
-            return (yield from self._record(native, batch, request))
-        return _Answer(native=native, mode="verify" if route.is_verified else "real")
-
-    def _examine(self, native: object, request: RolloutRequest, route: Route) -> RolloutBatch:
-        """The live answer as a batch that was asked for and, where it is verified, is the recorded one."""
-        codec = self._settings.codec
-        batch = check_type(native if codec is None else codec.encode(native, request), request)
-        self._check(batch, request)
+            return (yield from self._record(taken))
         if route.is_verified:
-            self._access.verify(request, route, batch)
-        return batch
+            yield from self._verify(taken, route)
+        return _Answer(native=taken.native, mode="verify" if route.is_verified else "real")
 
-    def _record(self, native: object, batch: RolloutBatch, request: RolloutRequest) -> Flow[_Answer]:
+    def _take(self, request: RolloutRequest, native: NativeBatch) -> None:
+        """The real scheduler gave a batch: from now on it is not lost."""
+        self._taken.add(request, native)
+        self._calls.is_running, self._is_state_recorded = True, False
+
+    def _examine(self, taken: Taken) -> None:
+        """Check that the live answer is a batch that was asked for; one that is not is not kept."""
+        if taken.batch is not None:
+            return
+        codec, request = self._settings.codec, taken.request
+        try:
+            encoded = taken.native if codec is None else codec.encode(taken.native, request)
+            batch = as_rollout_batch(encoded, request)
+            self._check(batch, request)
+        except (BatchError, SchedulerError):
+            self._taken.drop(request)
+            raise
+        taken.batch = batch
+
+    def _verify(self, taken: Taken, route: Route) -> Flow[None]:
+        yield from self._ask_for_state(taken)
+        batch, state = taken.batch, taken.scheduler_state
+        assert batch is not None
+        assert state is not None
+        yield Work(lambda: self._access.verify(taken.request, route, batch, scheduler_state=state))
+
+    def _record(self, taken: Taken) -> Flow[_Answer]:
         # Asked for once per batch, on every rank: real schedulers may reset their metrics when asked.
-        measured = yield from self._call("collect_metrics")
-        metrics = {name: float(value) for name, value in measured.items()}
-        scheduler_state = dict((yield from self._call("state_dict")))
-        answer = _Answer(native=native, mode="dump", metrics=metrics)
+        if taken.measured is None:
+            yield from self._call("collect_metrics", note=partial(setattr, taken, "measured"))
+        yield from self._ask_for_state(taken)
+        metrics = _as_numbers(taken)
+        if self._settings.is_writer and not taken.is_submitted:
+            yield Work(lambda: self._submit(taken, metrics))
+        return _Answer(native=taken.native, mode="dump", metrics=metrics)
 
-        def commit() -> None:
-            self._access.submit(batch, request, metrics=metrics, scheduler_state=scheduler_state)
-            self._undelivered[request_key(request)] = answer
+    def _ask_for_state(self, taken: Taken) -> Flow[None]:
+        if taken.scheduler_state is None:
+            yield from self._call("state_dict", note=partial(setattr, taken, "scheduler_state"))
 
-        if self._settings.is_writer:
-            yield Work(commit)
-        return answer
+    def _submit(self, taken: Taken, metrics: Mapping[str, float]) -> None:
+        assert taken.batch is not None
+        assert taken.scheduler_state is not None
+        self._access.submit(taken.batch, taken.request, metrics=metrics, scheduler_state=dict(taken.scheduler_state))
+        taken.is_submitted = True
 
     def _check(self, batch: RolloutBatch, request: RolloutRequest) -> None:
         settings = self._settings
-        lines = check_batch(batch, request, config=settings.config, shard=settings.shard, is_reporting=settings.logs)
+        lines = judge_batch(
+            batch, request, config=settings.config, shard=settings.shard, is_reporting=settings.is_logging
+        )
         self._access.report(request, lines)
 
     def _hold_or_pass(self, name: str, *arguments: object) -> Flow[None]:
@@ -247,12 +293,29 @@ class ProxyCore:
             yield from self._call(name, *arguments)
             self._calls.delivered(call)
 
-    def _call(self, name: str, *arguments: object) -> Flow[Any]:
+    def _call(self, name: str, *arguments: object, note: Callable[[Any], None] | None = None) -> Flow[Any]:
         method = self._method(name)
         if self._methods is not None and name in self._methods.own:
             self.ledger.count("called", name)
-        return (yield Call(method, arguments))
+        return (yield Call(method, arguments, note))
 
     def _method(self, name: str) -> SchedulerMethod:
         assert self._methods is not None  # flows prepare before they call
         return self._methods[name]
+
+
+def _as_numbers(taken: Taken) -> dict[str, float]:
+    """The metrics of a batch; raises ``SchedulerError`` listing those that are no numbers."""
+    metrics: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, value in (taken.measured or {}).items():
+        try:
+            metrics[name] = float(value)  # type: ignore[arg-type]  # any scalar, as of torch or NumPy
+        except (TypeError, ValueError):
+            wrong.append(f"{name!r} is {value!r}")
+    if wrong:
+        raise SchedulerError(
+            f"{taken.request.mode} step {taken.request.global_step}: collect_metrics gave what is no number: "
+            f"{'; '.join(wrong)}"
+        )
+    return metrics

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from mock_scheduler.proxy.routing import RequestKey
 from mock_scheduler.scheduler import SchedulerMethod
 
 T = TypeVar("T")
@@ -26,10 +27,20 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of the real scheduler, synchronous or asynchronous; the result is what it returns."""
+    """Call a method of the real scheduler, synchronous or asynchronous; the result is what it returns.
+
+    ``note`` is told of the result as soon as it is there, also where a cancellation then ends the flow.
+    """
 
     method: SchedulerMethod
     arguments: tuple[object, ...] = ()
+    note: Callable[[Any], None] | None = None
+
+    def told(self, result: object) -> object:
+        """``result``, once noted."""
+        if self.note is not None:
+            self.note(result)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +52,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Run a flow while no other one holds the same lock; the result is the flow's."""
+    """Run a flow while no other one holds the same lock, which has a name or is that of a step; the result is the
+    flow's."""
 
-    lock: Literal["prepare", "play"]
+    lock: Literal["prepare", "play"] | RequestKey
     flow: Generator[Effect, Any, object]
 
 

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from mock_scheduler.digests import JSON
+from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
 from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work
+from mock_scheduler.proxy.failures import is_raised_already
+from mock_scheduler.proxy.lock_table import LockTable
 from mock_scheduler.proxy.loop_thread import LoopThread
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 
@@ -19,13 +22,13 @@ class ProxyScheduler:
     """A ``RolloutScheduler`` in every mode; ``build_scheduler`` makes it.
 
     An asynchronous real scheduler runs on one event loop in a thread of its own, until ``close``. As a context manager
-    it closes itself.
+    it closes itself. Once it is closed every other call is a ``SchedulerError``.
     """
 
     def __init__(self, core: ProxyCore) -> None:
         self._core = core
         self._loop_thread = LoopThread()
-        self._locks = {"prepare": threading.RLock(), "play": threading.RLock()}
+        self._locks = LockTable(threading.RLock)
 
     @property
     def ledger(self) -> Ledger:
@@ -37,7 +40,9 @@ class ProxyScheduler:
 
         A real scheduler's exception passes unchanged. Raises ``BatchError`` and ``SchedulerError`` for a wrong answer,
         ``ContractError`` for one that verification refuses, ``StepNotFoundError`` and ``RecordingError`` as the
-        recording does, also for an earlier step that could not be written.
+        recording does, also for an earlier step that could not be written. What fails after the real scheduler gave its
+        batch does not lose it, unless it was a wrong answer: the next call for an equal request gets that batch, and
+        one for the same step that asks for anything else is a ``SchedulerError``.
         """
         return self._run(self._core.get_batch(request))
 
@@ -70,7 +75,10 @@ class ProxyScheduler:
         self._run(self._core.checkpoint_saved(next_step))
 
     def close(self) -> None:
-        """Close the real scheduler, write what is left and raise what could not be written; once."""
+        """Close the real scheduler, write what is left and raise what could not be written.
+
+        A second call only raises again.
+        """
         # Each part is done whatever another one raises. Not an ExitStack: that would drop the error, as the context of
         # what is raised here, with which a ``with`` block is ending already.
         try:
@@ -87,7 +95,11 @@ class ProxyScheduler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RecordingError as failure:
+            if not is_raised_already(failure, error):
+                raise
 
     def _run(self, flow: Flow[T]) -> T:
         result: object = None
@@ -101,14 +113,15 @@ class ProxyScheduler:
     def _perform(self, effect: Effect) -> object:
         match effect:
             case Build(make_real):
-                return self._settle(make_real())
+                real = make_real()
+                return self._loop_thread.run(real) if inspect.isawaitable(real) else real
             case Call(method, arguments):
-                return self._settle(method(*arguments))
+                result = method(*arguments)
+                if inspect.isawaitable(result):
+                    return self._loop_thread.run(result, note=effect.told)
+                return effect.told(result)
             case Work(function):
                 return function()
             case Guarded(lock, flow):
-                with self._locks[lock]:
+                with self._locks.of(lock):
                     return self._run(flow)
-
-    def _settle(self, result: object) -> object:
-        return self._loop_thread.run(result) if inspect.isawaitable(result) else result

@@ -1,15 +1,18 @@
 """One event loop in a thread of its own, for an asynchronous scheduler behind a synchronous loop.
 
 Contract: it starts with the first coroutine and lives until ``close``, so that what the scheduler started on it goes on
-between two calls.
+between two calls. It does not live on in a forked child, which is told so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+
+from mock_scheduler.errors import SchedulerError
 
 
 class LoopThread:
@@ -18,17 +21,32 @@ class LoopThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._process_id = os.getpid()
         self._stop: weakref.finalize[..., LoopThread] | None = None
 
-    def run(self, awaitable: Awaitable[object]) -> object:
-        """The result of ``awaitable``; what it raises is raised here, the very object. An interrupt cancels it."""
+    def run(self, awaitable: Awaitable[object], *, note: Callable[[object], object] = lambda _result: None) -> object:
+        """The result of ``awaitable``; what it raises is raised here, the very object. An interrupt cancels it.
+
+        ``note`` is told of the result where it comes, also after an interrupt. Raises ``SchedulerError`` in a process
+        that was forked from the one in which the loop runs.
+        """
 
         async def settle() -> tuple[object, BaseException | None]:
             try:
-                return await awaitable, None
+                result = await awaitable
+                note(result)
+                return result, None
             except BaseException as error:  # noqa: BLE001  # not handled: it is raised again in the calling thread
                 return None, error
 
+        if self._is_of_parent():
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise SchedulerError(
+                f"the rollout scheduler runs on an event loop of process {self._process_id}, from which this process "
+                f"{os.getpid()} was forked: it cannot be used here. Build it after forking, in each process that uses "
+                "it."
+            )
         future = asyncio.run_coroutine_threadsafe(settle(), self._running_loop())
         try:
             result, error = future.result()
@@ -44,13 +62,16 @@ class LoopThread:
         if self._stop is not None:
             self._stop()
 
+    def _is_of_parent(self) -> bool:
+        return self._loop is not None and self._process_id != os.getpid()
+
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop, self._process_id = asyncio.new_event_loop(), os.getpid()
                 thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollout-scheduler", daemon=True)
                 thread.start()
-                self._stop = weakref.finalize(self, _stop_loop, self._loop, thread)
+                self._stop = weakref.finalize(self, _stop_loop, self._loop, thread, os.getpid())
             return self._loop
 
 
@@ -68,7 +89,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process_id: int) -> None:
+    if process_id != os.getpid():  # a forked child, whose parent's loop this is
+        return
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join()

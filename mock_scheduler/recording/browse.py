@@ -5,6 +5,7 @@ Contract: lists what is there, in order, and what is wrong with it; never stops 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
 
 _STEP_STEM = re.compile(r"step_[0-9]{6,12}")
+_LOOKS_LIKE_STEP = re.compile(r"step[_-]?([0-9]{1,12})(\..*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +45,16 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderListing:
-    """One folder of steps, such as ``train``: its steps by number, what is wrong with some, and what is no step."""
+    """One folder of steps, such as ``train``: its steps by number, what is wrong with some, and what is no step.
+
+    ``misnamed``: what is named like a step that is not there, and cannot be read as that.
+    """
 
     folder: str
     places: Mapping[int, StepPlace]
     problems: tuple[str, ...]
     ignored: tuple[str, ...]
+    misnamed: tuple[str, ...] = ()
 
     def chosen(self, steps: StepRanges | None) -> list[StepPlace]:
         """The steps to look at, in order; ``None`` chooses all."""
@@ -56,14 +62,30 @@ class FolderListing:
 
     @property
     def gaps(self) -> list[int]:
-        """Steps between the first and the last that are not there."""
-        first, last = min(self.places, default=0), max(self.places, default=0)
-        return [step for step in range(first, last) if step not in self.places]
+        """Steps between the first and the last that are not there, where three or more are not all equally far apart.
+
+        Every tenth step, or validation every other, is recorded so on purpose.
+        """
+        if not self.places:
+            return []
+        first, last = min(self.places), max(self.places)
+        distance = math.gcd(*(step - first for step in self.places)) if len(self.places) > 2 else 1
+        return [step for step in range(first, last, distance) if step not in self.places]
+
+    def gaps_beside(self, removed: StepRanges) -> StepRanges:
+        """The gaps that retention did not make."""
+        return StepRanges.of(step for step in self.gaps if step not in removed)
 
     def raise_problems(self) -> None:
         """Raise ``RecordingError`` where a step lies there in two forms."""
         if self.problems:
             raise RecordingError("\n".join(self.problems))
+
+
+def name_steps(steps: StepRanges) -> str:
+    """``step 3``, ``steps 0-4, 7``."""
+    is_one = len(steps.ranges) == 1 and steps.ranges[0][0] == steps.ranges[0][1]
+    return f"step{'' if is_one else 's'} {steps}"
 
 
 def list_recording(storage: Storage) -> list[FolderListing]:
@@ -98,12 +120,16 @@ def _list_folder(storage: Storage, folder: str) -> FolderListing:
         for step, name in sorted(located.items())
     }
     known = set(located.values())
-    ignored = [name for name in names if f"{folder}/{name}" not in known and _stem(name) not in twice]
+    others = [name for name in names if f"{folder}/{name}" not in known and _stem(name) not in twice]
+    misnamed = [name for name in others if _is_misnamed(name, places)]
     return FolderListing(
         folder=folder,
         places=places,
         problems=tuple(twice.values()),
-        ignored=tuple(_describe_ignored(storage.path(f"{folder}/{name}"), name) for name in ignored),
+        ignored=tuple(
+            _describe_ignored(storage.path(f"{folder}/{name}"), name) for name in others if name not in misnamed
+        ),
+        misnamed=tuple(_describe_misnamed(storage.path(f"{folder}/{name}"), name) for name in misnamed),
     )
 
 
@@ -124,6 +150,22 @@ def _locate_each(storage: Storage, folder: str, names: Sequence[str]) -> tuple[d
 
 def _stem(name: str) -> str:
     return name.partition(".")[0]
+
+
+def _is_misnamed(name: str, places: Mapping[int, StepPlace]) -> bool:
+    """Whether a file bears the number of a step that is not there; a folder without commit file is not yet one."""
+    match = _LOOKS_LIKE_STEP.fullmatch(name)
+    return match is not None and int(match[1]) not in places and not _STEP_STEM.fullmatch(name)
+
+
+def _describe_misnamed(path: str, name: str) -> str:
+    match = _LOOKS_LIKE_STEP.fullmatch(name)
+    assert match is not None
+    step = f"step_{int(match[1]):06d}"
+    return (
+        f"{path} is named like step {int(match[1])}, which is not recorded, and is not read: a step is {step}"
+        f"{STEP_SUFFIX}, {step}{COMPRESSED_SUFFIX} or a folder {step}"
+    )
 
 
 def _describe_ignored(path: str, name: str) -> str:

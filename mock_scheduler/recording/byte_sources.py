@@ -1,16 +1,24 @@
-"""The bytes of one recorded file, readable by range: mapped from a disk, held in memory, or fetched.
+"""The bytes of one recorded file, readable by range: read from a disk, held in memory, or fetched.
 
-Contract: what a reader gets is private to it and writable, so that torch may wrap it; nothing written there reaches the
-file. A range that the file does not have is an error, never a shorter answer.
+Contract: what a reader gets is memory of its own and writable, so that torch may wrap it: nothing written there reaches
+the file, and nothing that happens to the file later reaches what was read and verified. A file is not mapped for that
+reason: its map shows what another process writes into it, and ends this process where it was truncated. A range that
+the file does not have is an error, never a shorter answer.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import stat
+import weakref
 from typing import Protocol
 
-from mock_scheduler.errors import CorruptRecordingError
+import numpy as np
+
+from mock_scheduler.errors import CorruptRecordingError, RecordingError
+
+_ALIGNMENT = 16  # of what NumPy allocates
 
 
 class ByteSource(Protocol):
@@ -23,8 +31,8 @@ class ByteSource(Protocol):
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop`` as a *writable* view that is private to the reader (torch may wrap it).
 
-        Locally a slice of a private memory map: no bytes are copied. Raises ``RecordingError`` on input/output errors
-        and its ``CorruptRecordingError`` where the file has no such bytes.
+        Raises ``RecordingError`` on input/output errors and its ``CorruptRecordingError`` where the file has no such
+        bytes.
         """
 
 
@@ -46,12 +54,68 @@ class MemorySource:
         return self._view[start:stop]
 
 
-def map_file(path: str, *, shown_path: str) -> MemorySource:
-    """The file as a private map: what a reader writes into a tensor never reaches the disk. Raises ``OSError``."""
-    with open(path, "rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size == 0:  # mmap refuses it
-            return MemorySource(bytearray(), path=shown_path)
-        return MemorySource(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), path=shown_path)
+class FileSource:
+    """A file on a disk, open from ``open_file`` until nothing refers to this any more; each range is read once."""
+
+    def __init__(self, descriptor: int, *, path: str) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._size_bytes = os.fstat(descriptor).st_size
+        weakref.finalize(self, os.close, descriptor)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size when it was opened."""
+        return self._size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``, read now into memory that only the caller has."""
+        check_range(start, stop, self._size_bytes, path=self._path)
+        # As far from an aligned address as in the file, whose tensors are aligned.
+        skipped = start % _ALIGNMENT
+        view = np.empty(skipped + stop - start, dtype=np.uint8)[skipped:].data
+        filled = 0
+        while filled < stop - start:
+            try:
+                count = os.preadv(self._descriptor, [view[filled:]], start + filled)
+            except OSError as error:
+                raise RecordingError(f"cannot read {self._path}: {error.strerror or error}. Check its disk.") from error
+            if count == 0:
+                raise CorruptRecordingError(
+                    f"{self._path}: it ended at byte {start + filled} while it was read, of {self._size_bytes} when it "
+                    "was opened: another process truncated it. Restore it from a copy or record again."
+                )
+            filled += count
+        return view
+
+
+def open_file(path: str, *, shown_path: str) -> FileSource:
+    """The file, to be read by range. Raises ``OSError``, or ``CorruptRecordingError`` as ``open_regular``."""
+    return FileSource(open_regular(path, shown_path=shown_path), path=shown_path)
+
+
+def open_regular(path: str, *, shown_path: str) -> int:
+    """A descriptor of a file to read, which the caller closes; what would block for ever, as a pipe does, is refused.
+
+    Raises ``OSError``, or ``CorruptRecordingError`` where it is a folder, a pipe, a socket or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise CorruptRecordingError(
+            f"{shown_path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, where a regular file is expected: remove it"
+        )
+    return descriptor
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def check_range(start: int, stop: int, size_bytes: int, *, path: str) -> None:

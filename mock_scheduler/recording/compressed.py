@@ -1,17 +1,16 @@
 """Compressed files of a recording: one zstd frame each, with its content's size and checksum.
 
-Contract: equal content gives equal bytes with the same release of zstandard. Opening finds a file that is truncated or
-goes on after its frame, and unpacks nothing. Reading unpacks up to the last byte that was asked for, so that a file
-whose head is refused takes no more memory than its head; with the last byte, the checksum of all is compared. Until
-then the content is as far as it was read what the frame holds, and its reader's own digests say whether it is intact.
+Contract: equal content gives equal bytes with the same release of zstandard. Opening unpacks nothing, and finds a file
+that was truncated or goes on after its frame. Reading unpacks as far as it is asked, so that a file whose first bytes
+are refused takes no memory for the rest; with the last byte, the checksum of the whole content is compared.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from io import RawIOBase
 from types import ModuleType
-from typing import IO
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.files import Buffer
@@ -20,7 +19,7 @@ from mock_scheduler.recording.byte_sources import check_range
 COMPRESSED_ENDING = ".zst"
 MAX_DECOMPRESSED_BYTES = 16 * 2**30
 
-# Of the frame format, RFC 8878, section 3.1.1: where its descriptor is and which bits of it mean nothing, and its blocks.
+# The frame format, RFC 8878, section 3.1.1: its descriptor, of which two bits mean nothing, and its blocks.
 _DESCRIPTOR_AT, _UNUSED_BITS = 4, 0b0001_1000
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3
 _BLOCK_HEADER_BYTES, _CHECKSUM_BYTES, _MAX_BLOCK_BYTES = 3, 4, 128 * 2**10
@@ -38,7 +37,7 @@ def compress(pieces: Sequence[Buffer]) -> bytes:
 class CompressedSource:
     """The content of one frame, as a ``ByteSource``; made by ``open_compressed``."""
 
-    def __init__(self, reader: IO[bytes], *, size_bytes: int, path: str, error: type[Exception]) -> None:
+    def __init__(self, reader: RawIOBase, *, size_bytes: int, path: str, error: type[Exception]) -> None:
         self._reader = reader
         self._size_bytes = size_bytes
         self._path = path
@@ -74,7 +73,7 @@ class CompressedSource:
 
     def _unpack(self, stop: int) -> None:
         while self._num_unpacked < stop:
-            count = self._reader.readinto(self._content[self._num_unpacked : stop])  # type: ignore[attr-defined]
+            count = self._reader.readinto(self._content[self._num_unpacked : stop])
             if not count:
                 return
             self._num_unpacked += count

@@ -55,7 +55,7 @@ def decode_step(
 ) -> tuple[RolloutBatch, StepInfo]:
     """The batch and what the step says about itself; the inverse of ``encode_step``, bit for bit.
 
-    Tensors are views of ``data`` where it is writable (a private memory map, a bytearray), else of one copy. Raises as
+    Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
     ``StepFile.open`` and ``StepFile.load``, naming ``source``.
     """
     view = memoryview(data)

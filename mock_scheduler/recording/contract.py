@@ -1,7 +1,8 @@
 """The contract: what must be the same in the run that records and the run that replays.
 
-Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true; every difference is
-reported, never only the first. Where both runs know a field, rule and match of the current one count.
+Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
+every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
+count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.digests import JSON, canonical_json, check_json
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.matching import Comparison, check_value, compare_values, show
 from mock_scheduler.recording.matching import Match as Match
@@ -159,14 +160,15 @@ def check_contract(
 
 
 def _value_problem(field: ContractField) -> str | None:
+    what = f"value of {field.name!r}"
     try:
-        canonical_json(field.value)
-    except (TypeError, ValueError) as error:
-        return f"value of {field.name!r} is no JSON: {error}"
+        check_json(field.value, what, is_exact=False)  # values are only compared: nothing gets them back
+    except ValueError as error:
+        return str(error)
     try:
         check_value(field.match, field.value)
     except ValueError as error:
-        return f"value of {field.name!r} {error}"
+        return f"{what} {error}"
     return None
 
 

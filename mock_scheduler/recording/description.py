@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
-from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
 from mock_scheduler.recording.browse import FolderListing, list_recording, open_place
+from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reader import RecordingReader
 from mock_scheduler.recording.retention import load_retention
 from mock_scheduler.recording.statistics import RecordingStatistics, RecordingTotals, StepStatistics
@@ -23,13 +24,14 @@ from mock_scheduler.recording.statistics import RecordingStatistics, RecordingTo
 class FolderDescription:
     """The steps of one scheduler and mode, as ``train``.
 
-    ``present``: all that are there, as ranges; ``removed``: those that retention removed; ``gaps``: the others between
-    them that are not there. ``forms``: file, compressed file or shards -> number of steps. ``steps``: the chosen steps
-    that could be read; ``totals`` over these.
+    ``present``: all that are there, as ranges; ``chosen``: those of them that were asked for; ``removed``: those that
+    retention removed; ``gaps``: the others between them that are not there. ``forms``: file, compressed file or shards
+    -> number of chosen steps. ``steps``: the chosen steps that could be read; ``totals`` over these.
     """
 
     folder: str
     present: str
+    chosen: str
     gaps: str
     removed: str
     forms: Mapping[str, int]
@@ -55,11 +57,16 @@ class RecordingDescription:
 def describe_recording(
     reader: RecordingReader, steps: StepRanges | None = None, *, on_step: Callable[[int, int], None] | None = None
 ) -> RecordingDescription:
-    """Read the chosen steps (``None``: all) and describe the recording.
+    """Read the chosen steps (``None``: all) and describe the recording; folders without any of these are left out.
 
-    ``on_step`` is called with how many steps were read, of how many, after each.
+    ``on_step`` is called with how many steps were read, of how many, after each. Raises ``StepNotFoundError`` where
+    none of the chosen steps is recorded.
     """
     listings = list_recording(reader.storage)
+    if steps is not None:
+        listings = [listing for listing in listings if listing.chosen(steps)]
+        if not listings:
+            raise StepNotFoundError(missing_text(reader, steps))
     problems = [problem for listing in listings for problem in listing.problems]
     retention = load_retention(reader.storage)
     num_chosen = sum(len(listing.chosen(steps)) for listing in listings)
@@ -79,7 +86,7 @@ def describe_recording(
             if on_step is not None:
                 on_step(num_read, num_chosen)
         removed = retention.removed.get(listing.folder, StepRanges(()))
-        folders.append(_describe_folder(listing, removed, tuple(described), statistics.totals()))
+        folders.append(_describe_folder(listing, steps, removed, statistics=statistics, described=tuple(described)))
     manifest = reader.manifest
     return RecordingDescription(
         location=reader.dump_dir,
@@ -91,20 +98,34 @@ def describe_recording(
         provenance=dict(manifest.provenance),
         start_points=retention.start_points,
         folders=tuple(folders),
-        ignored=tuple(text for listing in listings for text in listing.ignored),
+        ignored=tuple(text for listing in listings for text in (*listing.misnamed, *listing.ignored)),
         problems=tuple(problems),
     )
 
 
+def missing_text(reader: RecordingReader, steps: StepRanges) -> str:
+    """What is said where none of the chosen steps is recorded: with those that are."""
+    return (
+        f"none of the steps {steps} is recorded in {reader.dump_dir}; steps present: {format_present(reader.steps())}"
+    )
+
+
 def _describe_folder(
-    listing: FolderListing, removed: StepRanges, steps: tuple[StepStatistics, ...], totals: RecordingTotals
+    listing: FolderListing,
+    steps: StepRanges | None,
+    removed: StepRanges,
+    *,
+    statistics: RecordingStatistics,
+    described: tuple[StepStatistics, ...],
 ) -> FolderDescription:
+    chosen = listing.chosen(steps)
     return FolderDescription(
         folder=listing.folder,
         present=str(StepRanges.of(listing.places)),
-        gaps=str(StepRanges.of(step for step in listing.gaps if step not in removed)),
+        chosen=str(StepRanges.of(place.step for place in chosen)),
+        gaps=str(listing.gaps_beside(removed)),
         removed=str(removed),
-        forms=dict(Counter(place.form for place in listing.places.values())),
-        steps=steps,
-        totals=totals,
+        forms=dict(Counter(place.form for place in chosen)),
+        steps=described,
+        totals=statistics.totals(),
     )

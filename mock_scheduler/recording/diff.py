@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, sampling_as_json
 from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.recording.diff_fields import ABSENT, FieldDifference, FieldPair, json_difference, pair_fields
+from mock_scheduler.text import count_of
 
 _NUM_SHOWN = 20
 
@@ -66,7 +67,7 @@ class BatchDifferences:
     def describe(self, names: tuple[str, str] = ("recorded", "played")) -> str:
         """Lines for a person: how much differs, the first difference in full, then at most 20 more of each kind."""
         if self.is_identical:
-            return f"{names[0]} and {names[1]} are identical ({self.num_rows[0]} rows)"
+            return f"{names[0]} and {names[1]} are identical ({count_of(self.num_rows[0], 'row')})"
         lines = [f"{names[0]} and {names[1]} differ: {self.summarise(names)}", f"first: {self.first(names)}"]
         others, num_others = self.rows, self.num_different_rows
         if self._first_is_row:
@@ -94,7 +95,7 @@ class BatchDifferences:
             if only
         ]
         if self.whole:
-            parts.append(f"{len(self.whole)} difference{'s'[: len(self.whole) > 1]} of the whole batch")
+            parts.append(f"{count_of(len(self.whole), 'difference')} of the whole batch")
         return "; ".join(parts)
 
 
@@ -161,5 +162,5 @@ def _listed(title: str, lines: Sequence[str], total: int) -> list[str]:
     if not total:
         return []
     shown = [f"  {line}" for line in lines[:_NUM_SHOWN]]
-    more = [f"  and {total - len(shown)} more"] if total > len(shown) else []
+    more = [f"  and {total - len(shown):,} more"] if total > len(shown) else []
     return [f"{title}:", *shown, *more]

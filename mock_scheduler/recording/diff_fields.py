@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
-from mock_scheduler.columns import Column, JsonColumn, TensorColumn, as_bytes
+from mock_scheduler.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.text import shorten
 
 ABSENT = "absent"
 
@@ -42,7 +44,8 @@ class FieldDifference:
     def describe(self, names: tuple[str, str]) -> str:
         """``tokens[3]: recorded 17, played 18 (2 of 40 positions differ)``; long values are cut."""
         extent = f" ({self.extent})" if self.extent else ""
-        return f"{self.field}{self.where}: {names[0]} {_shorten(self.a)}, {names[1]} {_shorten(self.b)}{extent}"
+        a, b = (shorten(text, _NUM_TEXT) for text in (self.a, self.b))
+        return f"{self.field}{self.where}: {names[0]} {a}, {names[1]} {b}{extent}"
 
 
 class FieldPair(Protocol):
@@ -218,7 +221,7 @@ def column_kind(column: Column) -> str:
     """What an entry of the column is: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
     if isinstance(column, JsonColumn):
         return "JSON"
-    dtype, shape = str(column.values.dtype).removeprefix("torch."), [str(size) for size in column.values.shape[1:]]
+    dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]
     if column.offsets is None:
         return f"{dtype} [{', '.join(shape)}]"
     return f"ragged {dtype} [{', '.join(['n', *shape])}]"
@@ -267,7 +270,3 @@ def _extent(a: torch.Tensor, b: torch.Tensor, num_differing: int) -> str:
         return f"{num_differing} of {a.numel()} positions differ"
     common = min(a.numel(), b.numel())
     return f"lengths {len(a)} and {len(b)}, {num_differing} of the first {common} positions differ"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _NUM_TEXT else f"{text[: _NUM_TEXT - 1]}…"

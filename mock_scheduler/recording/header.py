@@ -27,14 +27,8 @@ from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.blocks import DIGEST_CHARS, count_blocks, digest_blocks
 from mock_scheduler.recording.sealed import check_version
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.recording.stored import (
-    DTYPES,
-    TensorEntry,
-    count_stored_bytes,
-    dtype_name,
-    stored_bytes,
-    stored_form,
-)
+from mock_scheduler.recording.stored import TensorEntry, count_stored_bytes, stored_bytes, stored_form
+from mock_scheduler.tensor_bytes import DTYPES, dtype_name
 
 STEP_FORMAT = "rollout-step"
 STEP_VERSION = 2

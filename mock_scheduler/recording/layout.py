@@ -133,13 +133,16 @@ def _check_content(content: Mapping[str, Any]) -> None:
     num_rows, num_trajectories = content["num_rows"], content["num_trajectories"]
     if type(num_rows) is not int or type(num_trajectories) is not int or not 0 <= num_trajectories <= num_rows:
         raise ValueError(f"{num_rows!r} rows of {num_trajectories!r} trajectories")
-    if not all(isinstance(text, str) for text in (*content["scheduler_ids"], *content["tags"])):
-        raise ValueError("scheduler_ids and tags must be texts")
+    for name in ("scheduler_ids", "tags"):
+        texts = content[name]
+        if not isinstance(texts, list) or not all(type(text) is str for text in texts):
+            raise ValueError(f"{name} is {texts!r}; expected a list of texts")
     if type(content["group_size"]) not in (int, type(None)):
         raise ValueError(f"group_size {content['group_size']!r}")
     for name in ("extras", "meta", "sampling"):
         if not isinstance(content[name], dict):
             raise ValueError(f"{name} is of type {type(content[name]).__name__}")
+    SamplingParams(**content["sampling"])
 
 
 def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
@@ -177,7 +180,7 @@ def unpack_batch(
     """
     tags = content["tags"]
     core = {name: _as_tensor(arrays[name]) for name in TENSOR_FIELDS}
-    batch = RolloutBatch(
+    batch = RolloutBatch._restored(
         identities=_unpack_identities(arrays, content["scheduler_ids"]),
         prompt_digests=_unpack_digests(arrays["prompt_digests"]),
         tags=tuple([tags[index] for index in arrays["tag_index"].tolist()]),

@@ -1,7 +1,8 @@
 """A recording in a local folder (or one that a network file system shows as such).
 
 Contract: that of ``storage.Storage``. A file is published as ``files`` says: written aside, fsynced, linked to its
-name, folder fsynced; read through private memory maps. No link that leads out of the folder is followed.
+name, folder fsynced; read into memory of the reader's own. Only regular files are read, and no link that leads out of
+the folder is followed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mock_scheduler.files import (
     rename_away,
     written_aside,
 )
-from mock_scheduler.recording.byte_sources import ByteSource, MemorySource, map_file
+from mock_scheduler.recording.byte_sources import ByteSource, open_file, open_regular
 from mock_scheduler.recording.compressed import COMPRESSED_ENDING, compress, open_compressed
 from mock_scheduler.recording.file_lock import FileLock, lock_folder
 from mock_scheduler.recording.names import check_name
@@ -59,10 +60,10 @@ class LocalStorage:
                 return []
 
     def open_source(self, name: str) -> ByteSource:
-        """A file as a private memory map, or decompressed in memory where it ends in ``.zst``."""
+        """A file, to be read by range; decompressed in memory where it ends in ``.zst``."""
         path = self._inside(name)
         with _as_recording_error(path, "cannot read"):
-            source = map_file(path, shown_path=path)
+            source = open_file(path, shown_path=path)
             if name.endswith(COMPRESSED_ENDING):
                 return open_compressed(source.read(0, source.size_bytes), path=path)
         return source
@@ -70,7 +71,10 @@ class LocalStorage:
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """A small file as a whole."""
         path = self._inside(name)
-        with _as_recording_error(path, "cannot read"), open(path, "rb") as file:
+        with (
+            _as_recording_error(path, "cannot read"),
+            os.fdopen(open_regular(path, shown_path=path), "rb") as file,
+        ):
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise CorruptRecordingError(f"{path}: over the limit of {max_bytes} bytes: not a file of a recording")

@@ -6,26 +6,29 @@ else in it, and its bytes must be exactly those that writing its content gives, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
-from mock_scheduler.digests import JSON
+from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepNotFoundError
+from mock_scheduler.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import MANIFEST_NAME
-from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, decode_sealed, encode_sealed
+from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
 from mock_scheduler.recording.storage import Storage
+from mock_scheduler.text import list_some
 
 MANIFEST_FORMAT = "rollout-recording"
 MANIFEST_VERSION = 1
 
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "safetensors", "numpy")
+_NUM_NEARBY = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +41,17 @@ class Manifest:
 
 
 def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Git revision, interpreter, package versions and platform of this process, and what the caller adds.
+    """Git revisions, interpreter, package versions and platform of this process, and what the caller adds.
 
+    ``git`` is the repository of the working directory, where the caller's own code is; ``library_git`` this library's.
     A package that is not installed and a revision that cannot be read are ``None``. Raises ``RecordingError`` where
     ``extra`` would replace one of these.
     """
     own: dict[str, JSON] = {
-        "git": read_git_revision(Path(__file__)),
+        "git": read_folder_revision(Path.cwd()),
+        "library_git": read_git_revision(Path(__file__)),
         "python": sys.version.split()[0],
-        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "packages": {name: read_package_version(*names) for name, names in DISTRIBUTIONS.items()},
         "platform": platform.platform(),
     }
     taken = sorted(set(own) & set(extra))
@@ -58,16 +63,15 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``recording.json``; raises ``RecordingError`` where the provenance is no JSON."""
     document: dict[str, JSON] = {
-        "format": MANIFEST_FORMAT,
-        "version": MANIFEST_VERSION,
         "run_id": manifest.run_id,
         "contract": manifest.contract.as_json(),
         "provenance": dict(manifest.provenance),
     }
     try:
-        return encode_sealed(document)
-    except (TypeError, ValueError) as error:
-        raise RecordingError(f"{MANIFEST_NAME}: provenance is no JSON: {error}") from error
+        check_json(document["provenance"], "provenance", is_exact=False)
+    except ValueError as error:
+        raise RecordingError(f"{MANIFEST_NAME}: {error}") from error
+    return encode_sealed(document, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
 
 
 def decode_manifest(data: bytes, *, source: str) -> Manifest:
@@ -76,6 +80,10 @@ def decode_manifest(data: bytes, *, source: str) -> Manifest:
     Raises ``CorruptRecordingError`` where any bit changed, ``RecordingError`` where another version wrote it.
     """
     document = decode_sealed(data, source=source, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
+    return _read_manifest(document, source=source)
+
+
+def _read_manifest(document: dict[str, Any], *, source: str) -> Manifest:
     try:
         contract = Contract.from_json(document["contract"])
         return Manifest(run_id=document["run_id"], contract=contract, provenance=document["provenance"])
@@ -96,22 +104,36 @@ def save_manifest(storage: Storage, manifest: Manifest) -> None:
 def load_manifest(storage: Storage) -> Manifest:
     """Read ``recording.json``.
 
-    Raises ``StepNotFoundError`` naming recordings nearby where there is none, and as ``decode_manifest``.
+    Raises ``StepNotFoundError`` naming recordings nearby where there is none, ``RecordingError`` where the location is
+    a file, and as ``decode_manifest``.
     """
     path = storage.path(MANIFEST_NAME)
+    if "://" not in storage.path("") and os.path.isfile(storage.path("")):
+        raise RecordingError(
+            f"[Rollout Mock] {storage.location} is a file, and a recording is a folder with {MANIFEST_NAME} in it: "
+            "give the folder as dump_dir"
+        )
     try:
-        data = storage.read_bytes(MANIFEST_NAME, max_bytes=MAX_SEALED_BYTES)
+        document = load_sealed(storage, MANIFEST_NAME, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
     except FileNotFoundError as error:
         raise StepNotFoundError(_missing_text(storage.location, path)) from error
-    return decode_manifest(data, source=path)
+    return _read_manifest(document, source=path)
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:
-    """Folders beside a local ``dump_dir`` that hold a recording, sorted, spelled relative to it as the user would."""
-    parent = os.path.dirname(os.path.normpath(dump_dir))
-    folders = sorted(os.listdir(parent or ".")) if os.path.isdir(parent or ".") else []
-    paths = [os.path.join(parent, folder) for folder in folders]
-    return [path for path in paths if os.path.isfile(os.path.join(path, MANIFEST_NAME))]
+    """Folders beside a local ``dump_dir`` that hold a recording, those of the most similar names first.
+
+    Spelled relative to it as the user would. Hidden folders are left out.
+    """
+    parent, wanted = os.path.split(os.path.normpath(dump_dir))
+    folders = os.listdir(parent or ".") if os.path.isdir(parent or ".") else []
+    found = [
+        folder
+        for folder in sorted(folders)
+        if not folder.startswith(".") and os.path.isfile(os.path.join(parent, folder, MANIFEST_NAME))
+    ]
+    found.sort(key=lambda folder: -SequenceMatcher(a=wanted, b=folder).ratio())
+    return [os.path.join(parent, folder) for folder in found]
 
 
 def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
@@ -120,33 +142,35 @@ def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
     ``None`` without git, and where the file is not tracked: a repository that merely encloses an installed package
     (a virtual environment in a project, say) is not where the package comes from.
     """
-    folder = module_file.parent
-    if _run_git(folder, "ls-files", "--error-unmatch", module_file.name) is None:
+    if _run_git(module_file.parent, "ls-files", "--error-unmatch", module_file.name) is None:
         return None
+    return read_folder_revision(module_file.parent)
+
+
+def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
+    """The repository that a folder is in: the name of its root folder, its revision, and whether tracked files changed.
+
+    ``None`` without git, outside of a repository, and before its first commit.
+    """
+    root = _run_git(folder, "rev-parse", "--show-toplevel")
     revision = _run_git(folder, "rev-parse", "HEAD")
-    if revision is None:
+    if root is None or revision is None:
         return None
-    return {"revision": revision, "is_modified": bool(_run_git(folder, "status", "--porcelain", "-uno"))}
+    is_modified = bool(_run_git(folder, "status", "--porcelain", "-uno"))
+    return {"root": Path(root).name, "revision": revision, "is_modified": is_modified}
 
 
 def _missing_text(dump_dir: str, path: str) -> str:
     is_remote = "://" in dump_dir
-    nearby = "not looked for at a remote location" if is_remote else ", ".join(find_nearby_recordings(dump_dir))
+    nearby = list_some([] if is_remote else find_nearby_recordings(dump_dir), _NUM_NEARBY, ", ")
     return (
         f"[Rollout Mock] Recording not found: {path}\n"
         "Possible reasons:\n"
         "  1. No run in dump mode has recorded here\n"
         f"  2. dump_dir configuration is incorrect: {dump_dir}\n"
-        f"Recordings nearby: {nearby or 'none'}\n"
+        f"Recordings nearby: {'not looked for at a remote location' if is_remote else nearby or 'none'}\n"
         "Please run in dump mode first to ensure all step data is generated."
     )
-
-
-def _package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard
 
-from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.digests import JSON, canonical_json, iterate_leaves
 
 _DIGEST_LENGTH = 12  # shown of a digest
 _SHOWN_LENGTH = 120  # shown of any value
@@ -182,7 +182,9 @@ def _compare_subset(recorded: Sequence[JSON], current: Sequence[JSON]) -> Compar
 
 
 def _mapping_reason(recorded: Mapping[str, JSON], current: Mapping[str, JSON]) -> str:
-    before, after = dict(_leaves("", recorded)), dict(_leaves("", current))
+    before, after = (
+        {key: canonical_json(leaf) for key, leaf in iterate_leaves(value)} for value in (recorded, current)
+    )
     changed = [key for key in before if key in after and before[key] != after[key]]
     parts = (
         ("differs in", changed),
@@ -190,15 +192,6 @@ def _mapping_reason(recorded: Mapping[str, JSON], current: Mapping[str, JSON]) -
         ("removed", [key for key in before if key not in after]),
     )
     return "; ".join(f"{word} {_listed(sorted(keys))}" for word, keys in parts if keys)
-
-
-def _leaves(prefix: str, value: JSON) -> Iterator[tuple[str, str]]:
-    """Every value below a mapping by its dotted keys, as a JSON text."""
-    if isinstance(value, Mapping) and (value or not prefix):
-        for key, item in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, item)
-    else:
-        yield prefix, canonical_json(value)
 
 
 def _listed(items: Sequence[str]) -> str:

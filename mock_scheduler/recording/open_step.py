@@ -13,12 +13,13 @@ from functools import cached_property
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.row_keys import RowKey, count_trajectories
+from mock_scheduler.recording.row_keys import count_trajectories
 from mock_scheduler.recording.shards import Commit, load_commit, open_shard
 from mock_scheduler.recording.step_file import StepFile
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RowShard
+from mock_scheduler.trajectory import RowKey, TrajectoryKey
 
 
 class OpenStep:
@@ -88,11 +89,11 @@ class OpenStep:
                     f"{self._commit.num_rows} of {self._commit.num_trajectories}"
                 )
 
-    def prompt_digests(self) -> dict[tuple[str, int, int, int], str]:
+    def prompt_digests(self) -> dict[TrajectoryKey, str]:
         """Trajectory -> digest of its prompt (of its first row), in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
         prompts = sorted(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
-        first: dict[tuple[str, int, int, int], str] = {}
+        first: dict[TrajectoryKey, str] = {}
         for key, digest in prompts:
             first.setdefault(key[:4], digest)
         return first

@@ -8,8 +8,9 @@ folder ``train/step_000000/`` of shards, which is there once its ``commit.json``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest, RowShard
@@ -22,8 +23,8 @@ COMPRESSED_SUFFIX = ".safetensors.zst"
 SHARD_NAME = re.compile(r"shard_[0-9]{5,}-of-[0-9]{5,}\.safetensors(\.zst)?")
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_FOLDER_NAME = re.compile(r"(train|val)(\.[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?")
-_STEP_NAME = re.compile(r"step_([0-9]{6,12})(|\.safetensors|\.safetensors\.zst)")
+_STEP_STEM = re.compile(r"step_([0-9]{6,12})")
+_STEP_ENDINGS = ("", STEP_SUFFIX, COMPRESSED_SUFFIX)
 
 
 def step_folder(mode: Mode, scheduler_id: str) -> str:
@@ -41,7 +42,34 @@ def step_folder(mode: Mode, scheduler_id: str) -> str:
 
 def step_name(*, mode: Mode, scheduler_id: str, step: int) -> str:
     """``train/step_000000``: the step without its form; a sharded step is the folder of this name."""
-    return f"{step_folder(mode, scheduler_id)}/step_{step:06d}"
+    return f"{step_folder(mode, scheduler_id)}/{step_stem(step)}"
+
+
+def parse_folder(folder: str) -> tuple[Mode, str] | None:
+    """Mode and scheduler id of a folder that ``step_folder`` names; None for any other name."""
+    mode, _, scheduler_id = folder.partition(".")
+    scheduler_id = scheduler_id if "." in folder else DEFAULT_SCHEDULER_ID
+    if mode not in ("train", "val") or not _SAFE_NAME.fullmatch(scheduler_id):
+        return None
+    # The default scheduler's folder has no id, so that none is read twice.
+    found: Mode = "train" if mode == "train" else "val"
+    return (found, scheduler_id) if step_folder(found, scheduler_id) == folder else None
+
+
+def step_stem(step: int) -> str:
+    """``step_000000``."""
+    return f"step_{step:06d}"
+
+
+def parse_step_stem(name: str) -> int | None:
+    """The step of a name that ``step_stem`` gives; None for any other name."""
+    match = _STEP_STEM.fullmatch(name)
+    return int(match[1]) if match is not None and step_stem(int(match[1])) == name else None
+
+
+def shard_stem(shard: RowShard) -> str:
+    """``shard_00000-of-00004``."""
+    return f"shard_{shard.index:05d}-of-{shard.count:05d}"
 
 
 def request_name(request: RolloutRequest) -> str:
@@ -55,7 +83,7 @@ def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool =
     ``train/step_000000.safetensors``, ``train/step_000000/shard_00000-of-00004.safetensors``; compressed, with
     ``.zst`` after it.
     """
-    stem = step if shard is None else f"{step}/shard_{shard.index:05d}-of-{shard.count:05d}"
+    stem = step if shard is None else f"{step}/{shard_stem(shard)}"
     return stem + (COMPRESSED_SUFFIX if is_compressed else STEP_SUFFIX)
 
 
@@ -87,17 +115,18 @@ def locate_steps(storage: Storage, folder: str) -> dict[int, str]:
     """Step -> where it lies (as in ``find_step``), sorted, of one folder such as ``train``; raises as ``find_step``."""
     found: dict[int, list[str]] = {}
     for name in storage.list_names(folder):
-        match = _STEP_NAME.fullmatch(name)
-        if match is None or not name.startswith(f"step_{int(match[1]):06d}{match[2]}"):
+        stem = name.partition(".")[0]
+        step = parse_step_stem(stem)
+        if step is None or name.removeprefix(stem) not in _STEP_ENDINGS:
             continue
-        if match[2] or storage.exists(commit_name(f"{folder}/{name}")):
-            found.setdefault(int(match[1]), []).append(f"{folder}/{name}")
+        if name != stem or storage.exists(commit_name(f"{folder}/{name}")):
+            found.setdefault(step, []).append(f"{folder}/{name}")
     return {step: _only_one(storage, names) or "" for step, names in sorted(found.items())}
 
 
 def list_folders(storage: Storage) -> list[str]:
     """The folders that may hold steps: ``train``, ``val``, ``train.{scheduler_id}``, sorted."""
-    return [name for name in storage.list_names("") if _FOLDER_NAME.fullmatch(name)]
+    return [name for name in storage.list_names("") if parse_folder(name) is not None]
 
 
 def list_steps(storage: Storage) -> dict[str, list[int]]:
@@ -111,20 +140,9 @@ def list_shard_files(storage: Storage, step: str) -> list[str]:
     return [name for name in storage.list_names(step) if SHARD_NAME.fullmatch(name)]
 
 
-def format_steps(steps: Iterable[int]) -> str:
-    """Sorted steps as ranges: ``0-4, 7``."""
-    ranges: list[tuple[int, int]] = []
-    for step in sorted(set(steps)):
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], step)
-        else:
-            ranges.append((step, step))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-
-
 def format_present(steps: Mapping[str, Sequence[int]]) -> str:
     """Steps per folder as ranges: ``train 0-4; val 0, 5``; ``none`` where there are none."""
-    return "; ".join(f"{folder} {format_steps(found)}" for folder, found in steps.items()) or "none"
+    return "; ".join(f"{folder} {StepRanges.of(found)}" for folder, found in steps.items()) or "none"
 
 
 def _only_one(storage: Storage, names: Sequence[str]) -> str | None:

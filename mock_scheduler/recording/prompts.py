@@ -62,6 +62,8 @@ def compare_prompts(
     else:
         unit, found = "group", Counter(digest for _, digest in {(key[:3], value) for key, value in prompts.items()})
     absent, not_asked = Counter(asked) - found, found - Counter(asked)
-    if not not_asked and (is_part or not absent):
+    if is_part:
+        absent.clear()
+    if not absent and not not_asked:
         return None
     return PromptDifference(num_asked=len(asked), absent=absent, not_asked=not_asked, unit=unit)

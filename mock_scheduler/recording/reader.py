@@ -24,6 +24,7 @@ from mock_scheduler.recording.paths import (
     locate_steps,
     request_name,
     step_folder,
+    step_stem,
 )
 from mock_scheduler.recording.prompts import compare_prompts
 from mock_scheduler.recording.retention import load_retention
@@ -130,7 +131,9 @@ class RecordingReader:
         folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in plan)
         present = self.storage.list_names("")
         located = {folder: locate_steps(self.storage, folder) for folder in folders if folder in present}
-        return {f"{folder}/step_{step:06d}": name for folder, steps in located.items() for step, name in steps.items()}
+        return {
+            f"{folder}/{step_stem(step)}": name for folder, steps in located.items() for step, name in steps.items()
+        }
 
     def _open(self, name: str, request: RolloutRequest) -> OpenStep:
         try:

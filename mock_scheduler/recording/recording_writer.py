@@ -1,13 +1,15 @@
 """Writes a recording: the manifest with the first step, then the steps, beside the training loop or in it.
 
 Contract: a step's presence is its completeness; an existing step is never replaced. Who writes into a folder holds its
-lock, if the location has locks. Steps are written in the order in which they are given, and after a failed one, none.
+lock, if the location has locks. Steps are written in the order in which they are given, and after a submitted one that
+failed, none: from then on every call raises, so that no checkpoint claims a step that is not on disk, and none is
+removed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -18,7 +20,9 @@ from mock_scheduler.errors import MockSchedulerError, RecordingError, StepExists
 from mock_scheduler.recording.background import JobQueue
 from mock_scheduler.recording.container import encode_step
 from mock_scheduler.recording.contract import check_contract
+from mock_scheduler.recording.diff import compare_batches
 from mock_scheduler.recording.forecast import DiskForecast
+from mock_scheduler.recording.info_differences import info_differences
 from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
 from mock_scheduler.recording.paths import (
     file_name,
@@ -29,13 +33,16 @@ from mock_scheduler.recording.paths import (
     step_folder,
     step_name,
 )
+from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import load_retention, note_checkpoint, num_more_kept
-from mock_scheduler.recording.sharded_writing import Patience, commit_when_complete
+from mock_scheduler.recording.sharded_writing import commit_when_complete
 from mock_scheduler.recording.snapshot import copy_batch, copy_info
 from mock_scheduler.recording.step_file import StepFile
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import Lock, Storage, locked
 from mock_scheduler.scheduler import Mode, RowShard
+
+_NUM_ROWS_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +130,7 @@ class RecordingWriter:
         self._storage = storage
         self._manifest = manifest
         self._is_manifest_there = False
+        self._has_written = False
         self._options = options
         self._locks = locks
         self._can_continue = can_continue
@@ -137,8 +145,8 @@ class RecordingWriter:
     def submit(self, batch: RolloutBatch, info: StepInfo) -> None:
         """Copy a step and queue it to be written; returns at once unless one is being written and one waits.
 
-        Without ``options.background`` it is on disk when this returns. Raises what writing an earlier step raised, and
-        after that ``RecordingError``: nothing more is recorded then.
+        Without ``options.background`` it is on disk when this returns. Raises what writing an earlier step raised or,
+        where a call raised that already, ``RecordingError`` about it: nothing more is recorded then.
         """
         if self._options.background:
             self._jobs.submit(lambda: partial(self._write_and_tell, copy_batch(batch), copy_info(info)))
@@ -152,24 +160,27 @@ class RecordingWriter:
         Raises ``StepExistsError`` where the step is already recorded, and ``RecordingError`` where it cannot be
         written, another process writes here, or the disk will not hold the steps planned.
         """
-        self._jobs.flush()
-        self._jobs.check_open()
-        return self._write_and_tell(batch, info)
+        return self._jobs.run(lambda: self._write_and_tell(batch, info))
 
     def flush(self) -> None:
-        """Return when all steps given are on disk; raises what writing one of them raised."""
+        """Return when all steps given are on disk; raises as ``submit`` where one of them is not, every time."""
         self._jobs.flush()
 
-    def checkpoint_saved(self, next_step: int) -> None:
+    def checkpoint_saved(self, next_step: int) -> Mapping[str, Sequence[int]]:
         """Say that a checkpoint is saved that continues with ``next_step``: the steps before it may now be removed,
-        as ``options.retention`` says. Flushes first, and raises as it does."""
+        as ``options.retention`` says. Flushes first, and raises as it does.
+
+        Returns the steps removed, per folder: none before this writer has written a step itself, since until then it
+        is a mere reader of a recording that others may be reading too.
+        """
         self._jobs.flush()
-        if self._options.is_committer and self._options.retention.keep_last is not None:
-            self._provide_manifest()
-            note_checkpoint(self._storage, next_step, self._options.retention)
+        retention = self._options.retention
+        if not self._has_written or not self._options.is_committer:
+            return {}
+        return note_checkpoint(self._storage, next_step, retention)
 
     def close(self) -> None:
-        """Flush, and end the right to write here; a second call does nothing. Raises as ``flush``."""
+        """Flush, and end the right to write here; a second call only raises again. Raises as ``flush``."""
         try:
             self._jobs.close()
         finally:
@@ -195,6 +206,7 @@ class RecordingWriter:
         if found is None:
             try:
                 size_bytes = self._storage.publish(name, encoded.pieces)
+                self._has_written = True
             except FileExistsError:
                 found = name
         if found is not None:
@@ -218,9 +230,14 @@ class RecordingWriter:
         if not self._can_continue or name is None:
             raise StepExistsError(exists_text(self._storage, [found]))
         recorded = StepFile.open(self._storage.open_source(name), name=self._storage.path(name))
-        is_same_step = (recorded.info.run_id, recorded.info.step) == (info.run_id, info.step)
-        if not is_same_step or not recorded.load().is_identical(batch):
+        if (recorded.info.run_id, recorded.info.step) != (info.run_id, info.step):
             raise StepExistsError(exists_text(self._storage, [name]))
+        differences = info_differences(recorded.info, info)
+        recorded_batch = recorded.load()
+        if not recorded_batch.is_identical(batch):
+            differences.append(compare_batches(recorded_batch, batch, limit=_NUM_ROWS_SHOWN).describe())
+        if differences:
+            raise StepExistsError("\n".join([exists_text(self._storage, [name]), *differences]))
         return name
 
     def _provide_manifest(self) -> None:

@@ -18,7 +18,7 @@ import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.files import Buffer
-from mock_scheduler.recording.byte_sources import ByteSource, MemorySource, check_range
+from mock_scheduler.recording.byte_sources import ByteSource, check_range
 from mock_scheduler.recording.compressed import COMPRESSED_ENDING, MAX_DECOMPRESSED_BYTES, compress, open_compressed
 from mock_scheduler.recording.names import check_name
 

@@ -16,7 +16,7 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps
-from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, decode_sealed, encode_sealed
+from mock_scheduler.recording.sealed import encode_sealed, load_sealed
 from mock_scheduler.recording.storage import Storage, locked
 
 RETENTION_FORMAT = "rollout-retention"
@@ -38,29 +38,38 @@ class RetentionRecord:
 def load_retention(storage: Storage) -> RetentionRecord:
     """Read ``retention.json``; where there is none, nothing was removed. Raises ``CorruptRecordingError``."""
     try:
-        data = storage.read_bytes(RETENTION_NAME, max_bytes=MAX_SEALED_BYTES)
+        document = load_sealed(storage, RETENTION_NAME, format_name=RETENTION_FORMAT, version=RETENTION_VERSION)
     except FileNotFoundError:
         return RetentionRecord()
     source = storage.path(RETENTION_NAME)
-    document = decode_sealed(data, source=source, format_name=RETENTION_FORMAT, version=RETENTION_VERSION)
     try:
         return RetentionRecord(
-            start_points=tuple(document["start_points"]),
-            removed={folder: StepRanges.parse(steps) for folder, steps in document["removed"].items()},
+            start_points=_read_start_points(document["start_points"]),
+            removed={folder: _read_ranges(steps) for folder, steps in document["removed"].items()},
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptRecordingError(f"{source}: content is no retention record: {error!r}") from error
 
 
+def _read_start_points(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(step) is int and step >= 0 for step in value):
+        raise TypeError(f"start_points is {value!r}; expected a list of steps")
+    return tuple(sorted(set(value)))
+
+
+def _read_ranges(value: object) -> StepRanges:
+    if not isinstance(value, str):
+        raise TypeError(f"removed steps are {value!r}; expected a text such as '0-3, 7'")
+    return StepRanges.parse(value)
+
+
 def save_retention(storage: Storage, record: RetentionRecord) -> None:
     """Write ``retention.json`` in place of the older one, whole or not at all."""
     document: dict[str, JSON] = {
-        "format": RETENTION_FORMAT,
-        "version": RETENTION_VERSION,
         "start_points": list(record.start_points),
         "removed": {folder: str(steps) for folder, steps in record.removed.items()},
     }
-    storage.replace(RETENTION_NAME, encode_sealed(document))
+    storage.replace(RETENTION_NAME, encode_sealed(document, format_name=RETENTION_FORMAT, version=RETENTION_VERSION))
 
 
 def find_removable(

@@ -5,15 +5,10 @@ Contract: keys compare as ``SampleIdentity`` does, so sorted keys are the order 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from mock_scheduler.batch import SampleIdentity
-
-#: ``(scheduler_id, group_id, episode_id, env_id, turn)``; the first four are a trajectory, the first three a group.
-RowKey: TypeAlias = "tuple[str, int, int, int, int]"
+from mock_scheduler.trajectory import RowKey, SampleIdentity, count_groups, partial_group_problems
 
 _MAX_LISTED = 20
 
@@ -28,7 +23,7 @@ class RowKeys:
 
 def count_trajectories(keys: Iterable[RowKey]) -> int:
     """Number of different trajectories."""
-    return len({key[:4] for key in keys})
+    return count_groups(key[:4] for key in keys).total()
 
 
 def overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
@@ -43,14 +38,7 @@ def overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
 
 def group_problems(keys: Iterable[RowKey], group_size: int) -> list[str]:
     """Groups that have another number of trajectories; the first 20 of them where there are more."""
-    sizes = Counter(trajectory[:3] for trajectory in sorted({key[:4] for key in keys}))
-    wrong = [(group, size) for group, size in sizes.items() if size != group_size]
-    return _some(
-        [
-            f"{scheduler_id}/group {group_id}/episode {episode_id}: {size} of {group_size} trajectories"
-            for (scheduler_id, group_id, episode_id), size in wrong
-        ]
-    )
+    return _some(partial_group_problems(count_groups(key[:4] for key in sorted(keys)), group_size))
 
 
 def _name_row(key: RowKey) -> str:

@@ -12,13 +12,23 @@ from typing import Any
 from mock_scheduler.digests import JSON, open_sealed, seal
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.files import encode_json
+from mock_scheduler.recording.storage import Storage
 
 MAX_SEALED_BYTES = 16 * 2**20
 
 
-def encode_sealed(document: Mapping[str, JSON]) -> bytes:
-    """The bytes of the file; raises ``TypeError`` or ``ValueError`` where the document is no JSON."""
-    return encode_json(seal(document))
+def encode_sealed(document: Mapping[str, JSON], *, format_name: str, version: int) -> bytes:
+    """The bytes of the file, in which ``format`` and ``version`` stand beside the document's own keys.
+
+    Raises ``TypeError`` or ``ValueError`` where the document is no JSON.
+    """
+    return _encode({**document, "format": format_name, "version": version})
+
+
+def load_sealed(storage: Storage, name: str, *, format_name: str, version: int) -> dict[str, Any]:
+    """The document of a file of a recording, as ``decode_sealed``; raises as that and ``Storage.read_bytes`` do."""
+    data = storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES)
+    return decode_sealed(data, source=storage.path(name), format_name=format_name, version=version)
 
 
 def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -> dict[str, Any]:
@@ -29,7 +39,7 @@ def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -
     """
     try:
         document = open_sealed(data.decode("ascii"))
-        if encode_sealed(document) != data:
+        if _encode(document) != data:
             raise ValueError("is not laid out as it was written")
     except (ValueError, RecursionError) as error:
         raise CorruptRecordingError(
@@ -40,6 +50,10 @@ def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -
         raise CorruptRecordingError(f"{source}: format {found_format!r} is not {format_name!r}")
     check_version(found_version, version, source=source, kind=format_name.removeprefix("rollout-"))
     return document
+
+
+def _encode(document: Mapping[str, JSON]) -> bytes:
+    return encode_json(seal(document))
 
 
 def check_version(found: int, supported: int, *, source: str, kind: str) -> None:

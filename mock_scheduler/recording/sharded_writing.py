@@ -11,8 +11,9 @@ import logging
 import re
 from collections.abc import Iterable
 
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording.paths import commit_name, format_steps, list_shard_files
+from mock_scheduler.recording.paths import commit_name, list_shard_files
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.shards import commit_shards, missing_shards
 from mock_scheduler.recording.storage import Storage
@@ -31,7 +32,7 @@ def commit_when_complete(storage: Storage, step: str, *, count: int, patience: P
         missing = missing_shards(storage, step, count=count)
         raise RecordingError(
             f"[Rollout Mock] {storage.path(step)} is not committed: after {patience.timeout_s:g} s "
-            f"{len(missing)} of {count} shards are missing: {format_steps(missing)}. Their ranks have ended, do "
+            f"{len(missing)} of {count} shards are missing: {StepRanges.of(missing)}. Their ranks have ended, do "
             "not record this step, or write elsewhere: see their logs."
         )
     commit_shards(storage, step, count=count)

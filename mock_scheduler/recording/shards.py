@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
 from mock_scheduler.recording.paths import (
@@ -19,11 +21,10 @@ from mock_scheduler.recording.paths import (
     commit_name,
     file_name,
     find_file,
-    format_steps,
     list_shard_files,
 )
 from mock_scheduler.recording.row_keys import count_trajectories, group_problems, overlap_problems
-from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, decode_sealed, encode_sealed
+from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
 from mock_scheduler.recording.step_file import StepFile
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
@@ -71,7 +72,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     if missing:
         raise RecordingError(
             f"[Rollout Mock] {where} cannot be committed: {len(missing)} of {count} shards are missing: "
-            f"{format_steps(missing)}"
+            f"{StepRanges.of(missing)}"
         )
     files = [_open_file(storage, step_name, RowShard(index=index, count=count)) for index in range(count)]
     keys = {_base_name(file): file.read_keys() for file in files}
@@ -104,7 +105,8 @@ def load_commit(storage: Storage, step_name: str) -> Commit:
     Raises ``CorruptRecordingError`` where any bit of it changed, ``RecordingError`` where another version wrote it.
     """
     name = commit_name(step_name)
-    return decode_commit(storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES), source=storage.path(name))
+    document = load_sealed(storage, name, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
+    return _read_commit(document, source=storage.path(name))
 
 
 def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
@@ -140,20 +142,22 @@ def encode_commit(commit: Commit) -> bytes:
         for shard in commit.shards
     ]
     document: dict[str, JSON] = {
-        "format": COMMIT_FORMAT,
-        "version": COMMIT_VERSION,
         "info": commit.info.as_json(),
         "group_size": commit.group_size,
         "num_rows": commit.num_rows,
         "num_trajectories": commit.num_trajectories,
         "shards": shards,
     }
-    return encode_sealed(document)
+    return encode_sealed(document, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
 
 
 def decode_commit(data: bytes, *, source: str) -> Commit:
     """The inverse of ``encode_commit``; raises as ``load_commit``, naming ``source``."""
     document = decode_sealed(data, source=source, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
+    return _read_commit(document, source=source)
+
+
+def _read_commit(document: dict[str, Any], *, source: str) -> Commit:
     try:
         shards = tuple([ShardEntry(**shard) for shard in document.pop("shards")])
         commit = Commit(**{**document, "info": StepInfo.from_json(document["info"])}, shards=shards)

@@ -186,6 +186,4 @@ def _partial_groups(batch: RolloutBatch) -> list[str]:
     """Groups with fewer trajectories than the largest; none where the batch itself says that its groups are whole."""
     if batch.group_size is not None or not len(batch):
         return []
-    trajectories = {identity.trajectory_key for identity in batch.identities}
-    sizes = Counter(key[:3] for key in trajectories)
-    return batch.partial_groups(max(sizes.values()))
+    return batch.partial_groups(max(batch.group_sizes.values()))

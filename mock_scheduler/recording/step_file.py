@@ -1,8 +1,9 @@
 """A step file opened for reading: its rows, all or some, from any source of bytes.
 
 Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
-rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are private views of
-what the source returns, so that writing into one reaches no file. Every failure names the file.
+rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
+memory that was verified, which is the reader's own: nothing that is written to one or to the file reaches the other.
+Every failure names the file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,7 +34,8 @@ from mock_scheduler.recording.layout import (
 from mock_scheduler.recording.row_keys import RowKeys
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.recording.stored import dtype_name, view_array, view_tensor
+from mock_scheduler.recording.stored import view_array, view_tensor
+from mock_scheduler.tensor_bytes import dtype_name
 
 _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 
@@ -137,21 +140,26 @@ class StepFile:
             return self._load_all(verify=verify) if len(rows) == self.num_rows else self._load_some(rows, verify=verify)
 
     def verify(self) -> None:
-        """Read the whole file, check every digest and that it holds a batch; raises as ``load``."""
-        self.load()
+        """Read the whole file, check every digest and that it holds a batch; raises as ``load``.
 
-    def read_keys(self, *, verify: bool = True) -> RowKeys:
+        Checks anew too what a load believes of a file with right digests: that of every prompt.
+        """
+        batch = self.load()
+        with _as_corrupt(self.name):
+            replace(batch)
+
+    def read_keys(self) -> RowKeys:
         """The identities and prompts of all rows, without their tokens; raises as ``load``."""
         with _as_corrupt(self.name):
-            arrays = self._read(dict.fromkeys((*IDENTITY_TENSORS, "prompt_digests")), verify=verify).arrays
+            arrays = self._read(dict.fromkeys((*IDENTITY_TENSORS, "prompt_digests")), verify=True).arrays
             return unpack_keys(arrays, self._content["scheduler_ids"])
 
-    def trajectory_starts(self, *, verify: bool = True) -> list[int]:
+    def trajectory_starts(self) -> list[int]:
         """The rows at which trajectories start, ascending; raises as ``load``."""
         if self.num_trajectories == self.num_rows:
             return list(range(self.num_rows))
         with _as_corrupt(self.name):
-            arrays = self._read(dict.fromkeys(IDENTITY_TENSORS), verify=verify).arrays
+            arrays = self._read(dict.fromkeys(IDENTITY_TENSORS), verify=True).arrays
             starts: list[int] = [0, *(np.flatnonzero(_key_changes(arrays, num_numbers=3)) + 1).tolist()]
             self._check_num_trajectories(len(starts))
         return starts

@@ -1,15 +1,16 @@
 """What a step file says about itself, apart from its rows.
 
-Contract: plain JSON, bit for bit the same after a write and a read.
+Contract: plain JSON, bit for bit the same after a write and a read; what would not be is refused when it is made.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.scheduler import Mode
 
@@ -22,7 +23,9 @@ class StepInfo:
     ``scheduler_state``: its ``state_dict`` after the batch, so that a replay can make a truthful checkpoint.
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
-    whole step, for a shard that may cut groups; None where it is not known, or is that of the rows.
+    whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
+    ``RecordingError`` that lists every value which a file could not give back as it is: another type (a NumPy number
+    too), NaN, an infinity, a tuple, a key that is no text.
     """
 
     step: int
@@ -36,21 +39,21 @@ class StepInfo:
     shard: tuple[int, int] | None = None
     group_size: int | None = None
 
-    def as_json(self) -> dict[str, JSON]:
-        """The fields as JSON; ``from_json`` is the inverse.
-
-        Raises ``RecordingError`` naming the part that is no JSON (NaN, an infinity, an object).
-        """
-        values: dict[str, Mapping[str, JSON]] = {"metrics": self.metrics, "scheduler_state": self.scheduler_state}
-        # Each value is tried alone, so that the error names it.
-        parts = [(f"{group} {name!r}", value) for group, items in values.items() for name, value in items.items()]
-        for label, value in [*parts, ("data_cursor", self.data_cursor)]:
+    def __post_init__(self) -> None:
+        problems = [*_number_problems(self), *_metric_problems(self.metrics)]
+        state: object = dict(self.scheduler_state) if isinstance(self.scheduler_state, Mapping) else None
+        if state is None:
+            problems.append(f"scheduler_state is of type {type(self.scheduler_state).__name__}; expected a dict")
+        for name, value in (("scheduler_state", state), ("data_cursor", self.data_cursor)):
             try:
-                canonical_json(value)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise RecordingError(
-                    f"step {self.step}: {label} is {value!r}, which cannot be recorded: {error}"
-                ) from error
+                check_json(value, name)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise RecordingError(f"info of step {self.step} has what a file cannot keep: {'; '.join(problems)}")
+
+    def as_json(self) -> dict[str, JSON]:
+        """The fields as JSON; ``from_json`` is the inverse."""
         return {
             "step": self.step,
             "mode": self.mode,
@@ -67,20 +70,45 @@ class StepInfo:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> StepInfo:
         """The info from ``as_json``; raises ``TypeError`` or ``ValueError`` where it is none."""
-        info = cls(**{**value, "shard": value["shard"] and tuple(value["shard"])})
-        kinds = {
-            "step": (int,),
-            "mode": (str,),
-            "scheduler_id": (str,),
-            "run_id": (str,),
-            "policy_version": (int,),
-            "metrics": (dict,),
-            "scheduler_state": (dict,),
-            "group_size": (int, type(None)),
-        }
-        wrong = [f"{name} {value[name]!r}" for name, kind in kinds.items() if type(value[name]) not in kind]
-        if info.shard is not None and [type(number) for number in info.shard] != [int, int]:
-            wrong.append(f"shard {value['shard']!r}")
-        if wrong:
-            raise ValueError(f"info has {', '.join(wrong)}")
-        return info
+        try:
+            return cls(**{**value, "shard": value["shard"] and tuple(value["shard"])})
+        except RecordingError as error:
+            raise ValueError(str(error)) from error
+
+
+def _number_problems(info: StepInfo) -> list[str]:
+    """Fields of another type than theirs, of which a type checker may not have been asked."""
+    kinds = {
+        "step": (info.step, int),
+        "mode": (info.mode, str),
+        "scheduler_id": (info.scheduler_id, str),
+        "run_id": (info.run_id, str),
+        "policy_version": (info.policy_version, int),
+    }
+    if info.group_size is not None:
+        kinds["group_size"] = (info.group_size, int)
+    problems = [
+        f"{name} is {value!r}; expected {kind.__name__}"
+        for name, (value, kind) in kinds.items()
+        if type(value) is not kind
+    ]
+    if info.mode not in ("train", "val"):
+        problems.append(f"mode is {info.mode!r}; expected 'train' or 'val'")
+    shard = info.shard
+    if shard is not None and (type(shard) is not tuple or [type(number) for number in shard] != [int, int]):
+        problems.append(f"shard is {shard!r}; expected (index, count)")
+    return problems
+
+
+def _metric_problems(metrics: Mapping[str, float]) -> list[str]:
+    if not isinstance(metrics, Mapping):
+        return [f"metrics is of type {type(metrics).__name__}; expected a dict"]
+    return [
+        f"metrics: key {name!r} is {type(name).__name__}; JSON has text keys only"
+        for name in metrics
+        if type(name) is not str
+    ] + [
+        f"metrics.{name} is {value!r}; expected a finite float or int"
+        for name, value in metrics.items()
+        if type(value) not in (float, int) or not math.isfinite(value)
+    ]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from mock_scheduler.config.rollout_mock import normalize_location
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.files import Buffer as Buffer
 from mock_scheduler.recording.byte_sources import ByteSource as ByteSource
@@ -94,14 +95,18 @@ def locked(storage: Storage) -> Iterator[None]:
 
 
 def open_storage(location: str) -> Storage:
-    """The storage of a folder, a ``file://`` URL or an fsspec URL; touches nothing.
+    """The storage of a folder (``~`` is expanded), a ``file://`` URL or an fsspec URL; touches nothing.
 
     Raises ``RecordingError`` for an unknown protocol or a missing package (naming the extra to install).
     """
+    try:
+        location = normalize_location(location)
+    except ValueError as error:
+        raise RecordingError(str(error)) from error
     protocol = _PROTOCOL.match(location)
     if protocol is None:
         return LocalStorage(location)
-    if protocol[1].lower() in ("file", "local"):
+    if protocol[1] in ("file", "local"):
         return LocalStorage(location, root=_path_of_url(location))
     # fsspec takes a quarter of a second to import, and a local recording does not need it.
     from mock_scheduler.recording.remote_storage import FsspecStorage

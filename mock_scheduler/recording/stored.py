@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.columns import as_bytes
+from mock_scheduler.tensor_bytes import as_bytes, dtype_name
 
 _SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -36,10 +36,6 @@ _NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.int64: np.int64,
     torch.int32: np.int32,
     torch.uint8: np.uint8,
-}
-#: Name, as ``int32`` -> dtype, of all that this release of torch has.
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 
 
@@ -68,11 +64,6 @@ class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class
         """The tensor's bytes that hold these entries along the first dimension, as start and stop."""
         num_bits = self.bits_per_entry
         return entries.start * num_bits // 8, -(-entries.stop * num_bits // 8)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``int32`` for ``torch.int32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def count_stored_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -1,18 +1,20 @@
 """Reads all of a recording and lists everything in it that is not as it was written.
 
 Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
-matches its digests, holds a batch, and is the step of the run that its name and the manifest say.
+matches its digests, holds a batch, and is the step of the run that its name and the manifest say, and where nothing is
+named like a step that is not there. That steps are missing between others is noted: they may never have been recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
-from mock_scheduler.recording.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.browse import FolderListing, StepPlace, list_recording, name_steps, open_place
 from mock_scheduler.recording.open_step import open_step
+from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reader import RecordingReader
 from mock_scheduler.recording.retention import load_retention
 from mock_scheduler.recording.shards import load_commit, open_shard
@@ -45,9 +47,10 @@ def verify_recording(
     """
     storage = open_storage(dump_dir)
     reader, problems = _open_reader(dump_dir)
-    problems += _retention_problems(storage)
+    removed, retention_problems = _load_removed(storage)
+    problems += retention_problems
     listings = list_recording(storage)
-    problems += [problem for listing in listings for problem in listing.problems]
+    problems += [problem for listing in listings for problem in (*listing.problems, *listing.misnamed)]
     places = [place for listing in listings for place in listing.chosen(steps)]
     num_bytes = 0
     for number, place in enumerate(places, start=1):
@@ -57,13 +60,18 @@ def verify_recording(
         if on_step is not None:
             on_step(number, len(places))
     if not places and not problems:
-        problems.append(f"{dump_dir} holds no step" if steps is None else f"{dump_dir} holds none of the steps {steps}")
+        present = {listing.folder: list(listing.places) for listing in listings if listing.places}
+        problems.append(
+            f"{dump_dir} holds no step"
+            if steps is None
+            else f"none of the steps {steps} is recorded in {dump_dir}; steps present: {format_present(present)}"
+        )
     return VerifyResult(
         location=dump_dir,
         num_steps=len(places),
         num_bytes=num_bytes,
         problems=tuple(problems),
-        notes=tuple(note for listing in listings for note in listing.ignored),
+        notes=tuple(note for listing in listings for note in _notes(listing, removed, is_whole=steps is None)),
     )
 
 
@@ -77,12 +85,20 @@ def _open_reader(dump_dir: str) -> tuple[RecordingReader | None, list[str]]:
         return None, [str(error)]
 
 
-def _retention_problems(storage: Storage) -> list[str]:
+def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]]:
+    """The steps that retention removed, by folder, or why its file cannot be read."""
     try:
-        load_retention(storage)
+        return load_retention(storage).removed, []
     except MockSchedulerError as error:
-        return [str(error)]
-    return []
+        return {}, [str(error)]
+
+
+def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whole: bool) -> Iterator[str]:
+    """What lies there and is no step and, where all steps are verified (``is_whole``), which are not there."""
+    yield from listing.ignored
+    gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
+    if is_whole and gaps.ranges:
+        yield f"{listing.folder} has no {name_steps(gaps)}, between others that are recorded"
 
 
 def _step_problems(storage: Storage, reader: RecordingReader | None, place: StepPlace) -> Iterator[str]:

@@ -12,10 +12,13 @@ from plotly.subplots import make_subplots
 from mock_scheduler.compare.metrics import MetricLog, load_metrics
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_files import METRICS_FILE
+from mock_scheduler.text import list_some
 
 # Readable on white and on paper, and apart for colour-blind eyes (Okabe and Ito, 2008).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
+
+_NUM_LISTED = 40
 
 #: What is shown where nothing is asked for, as far as it was logged.
 _DEFAULT_METRICS = ("success", "val/success", "entropy", "grad_norm")
@@ -85,4 +88,4 @@ def _check_names(metrics: Sequence[str], logs: Mapping[str, MetricLog]) -> None:
             nearest = get_close_matches(name, known, n=1)
             problems.append(f"no run logged the metric {name!r}" + (f"; nearest: {nearest[0]}" if nearest else ""))
     if problems:
-        raise ConfigError("\n".join([*problems, f"logged: {', '.join(known)}"]))
+        raise ConfigError("\n".join([*problems, f"logged: {list_some(known, _NUM_LISTED, ', ')}"]))

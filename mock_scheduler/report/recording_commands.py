@@ -46,11 +46,14 @@ def run_inspect(dump_dir: str, *, steps: str | None, json_path: str | None, cons
     return int(ExitCode.USAGE if description.problems else ExitCode.ALIGNED)
 
 
-def run_verify(dump_dir: str, *, steps: str | None, console: Console | None = None) -> int:
+def run_verify(dump_dir: str, *, steps: str | None, json_path: str | None, console: Console | None = None) -> int:
     """Verify a recording; 5 where anything in it is not as it was written."""
     with show_progress("verifying steps") as on_step:
         result = verify_recording(dump_dir, parse_steps(steps), on_step=on_step)
-    print_verification(result, console or build_console())
+    if json_path != "-":
+        print_verification(result, console or build_console())
+    value = {"format_version": FORMAT_VERSION, "is_whole": result.is_whole, **dataclass_to_json(result)}
+    _write_json(value, json_path)
     return int(ExitCode.ALIGNED if result.is_whole else ExitCode.USAGE)
 
 

@@ -13,6 +13,7 @@ from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.comparison import NAMES, ContractDifference, RecordingDifferences, StepDifference
 from mock_scheduler.recording.diff_fields import FieldDifference
 from mock_scheduler.report.text import print_wrapped
+from mock_scheduler.text import count_of
 
 FORMAT_VERSION = 1
 _NUM_DETAILED = 3
@@ -40,7 +41,7 @@ def _print_contract(differences: Sequence[ContractDifference], console: Console)
     for field in [field for field in differences if field.must_match] + allowed[:_NUM_ALLOWED]:
         print_wrapped(console, Text(f"contract: {field.describe()}", style="red" if field.must_match else ""))
     if len(allowed) > _NUM_ALLOWED:
-        console.print(f"contract: and {len(allowed) - _NUM_ALLOWED} more that may differ (all with --json)")
+        console.print(f"contract: and {len(allowed) - _NUM_ALLOWED:,} more that may differ (all with --json)")
 
 
 def _print_steps(steps: Sequence[StepDifference], console: Console) -> None:
@@ -54,7 +55,8 @@ def _print_steps(steps: Sequence[StepDifference], console: Console) -> None:
     for step in rest[:_NUM_LISTED]:
         print_wrapped(console, Text(f"{step.folder} step {step.step}: {step.summarise()}", style="red"))
     if len(rest) > _NUM_LISTED:
-        console.print(f"and {len(rest) - _NUM_LISTED} more steps that differ (all with --json)")
+        more = count_of(len(rest) - _NUM_LISTED, "more step that differs", "more steps that differ")
+        console.print(f"and {more} (all with --json)")
 
 
 def _verdict(differences: RecordingDifferences) -> Text:

@@ -7,7 +7,8 @@ response tokens is a turn where the row has as many turns as stretches; else tur
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -25,28 +26,30 @@ from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.text import count_of
 
 _NUM_VALUES = 64
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_LOGPROBS = "rollout_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive tokens of one origin; ``logprobs`` are those of a response."""
+    """Consecutive tokens of one origin; ``logprobs`` are those of a response, ``None`` where none were recorded."""
 
     is_response: bool
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
 
 
 def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
-    """The number of a row that is given as a number, as an identity (``/turn 0`` may be left out), or as ``best`` or
-    ``worst``: the first with the highest or lowest reward.
+    """The number of a row that is given as a number (``-1``: the last), as an identity (``/turn 0`` may be left out),
+    or as ``best`` or ``worst``: the first with the highest or lowest reward.
 
     ``where`` names the step in the ``RecordingError`` for a row that it does not hold.
     """
     if row in ("best", "worst") and len(batch):
         rewards = batch.rewards.tolist()
         return rewards.index(max(rewards) if row == "best" else min(rewards))
-    if row.isascii() and row.isdigit() and int(row) < len(batch):
-        return int(row)
+    if _NUMBER.fullmatch(row) and -len(batch) <= int(row) < len(batch):
+        return int(row) % len(batch)
     names = [str(identity) for identity in batch.identities]
     for name in (row, f"{row}/turn 0"):
         if name in names:
@@ -60,10 +63,11 @@ def print_trajectory(
 ) -> None:
     """Print one row of a batch; ``where`` names the step that it is from."""
     trajectory = batch.rows()[row]
-    stretches = list(split_stretches(trajectory))
+    stretches = list(split_stretches(trajectory, has_logprobs=has_logprobs(batch)))
     num_turns, num_response = len(trajectory.turn_rewards), len(trajectory.rollout_logprobs)
     console.print(Text(f"{where}, row {row} of {len(batch)}"), soft_wrap=True)
-    console.print(Text.assemble((str(trajectory.identity), "bold"), f"  {trajectory.tag}"), soft_wrap=True)
+    tag = f"  {trajectory.tag}" if trajectory.tag else ""
+    console.print(Text.assemble((str(trajectory.identity), "bold"), tag), soft_wrap=True)
     console.print(
         f"{trajectory.termination.name.lower()}, reward {_total(batch, row)}, {count_of(num_turns, 'turn')}, "
         f"{count_of(len(trajectory.tokens), 'token')}, {num_response} of them sampled",
@@ -83,17 +87,28 @@ def print_trajectory(
     _print_extras(trajectory, console)
 
 
-def split_stretches(trajectory: Trajectory) -> Iterator[Stretch]:
+def has_logprobs(batch: RolloutBatch) -> bool:
+    """Whether the rollout's logprobs were recorded: a framework's batch may lack them, and then holds zeros here.
+
+    It says so in its meta (``mock_scheduler.adapters.padded``).
+    """
+    about = batch.meta.get("padded")
+    absent = about.get("absent") if isinstance(about, Mapping) else None
+    return not (isinstance(absent, Sequence) and _LOGPROBS in absent)
+
+
+def split_stretches(trajectory: Trajectory, *, has_logprobs: bool = True) -> Iterator[Stretch]:
     """The prompt, where there is one, then response and environment tokens by turns."""
     tokens, length = trajectory.tokens.tolist(), trajectory.prompt_length
     if length:
-        yield Stretch(is_response=False, tokens=tuple(tokens[:length]), logprobs=())
+        yield Stretch(is_response=False, tokens=tuple(tokens[:length]), logprobs=None)
     logprobs = iter(trajectory.rollout_logprobs.tolist())
     rest = zip(trajectory.response_mask.tolist()[length:], tokens[length:], strict=True)
     for is_response, pairs in groupby(rest, key=lambda pair: pair[0]):
         part = tuple(token for _, token in pairs)
         sampled = tuple(next(logprobs) for _ in part) if is_response else ()
-        yield Stretch(is_response=is_response, tokens=part, logprobs=sampled)
+        is_known = is_response and has_logprobs
+        yield Stretch(is_response=is_response, tokens=part, logprobs=sampled if is_known else None)
 
 
 def _title(trajectory: Trajectory, stretch: Stretch, *, number: int, turn: int | None) -> Text:
@@ -101,11 +116,17 @@ def _title(trajectory: Trajectory, stretch: Stretch, *, number: int, turn: int |
     if not stretch.is_response:
         is_prompt = number == 0 and trajectory.prompt_length
         return Text.assemble(("prompt" if is_prompt else "environment", "bold"), f"  {count}")
-    total = math.fsum(stretch.logprobs)
-    logprob = f"logprob {total:.4f} (mean {total / len(stretch.logprobs):.4f})"
+    logprob = _describe_logprobs(stretch.logprobs)
     if turn is None:
         return Text.assemble(("response", "bold green"), f"  {count}, {logprob}")
     return Text.assemble((f"turn {turn}", "bold green"), f"  {count}, {logprob}, {_describe_turn(trajectory, turn)}")
+
+
+def _describe_logprobs(logprobs: Sequence[float] | None) -> str:
+    if logprobs is None:
+        return "logprobs not recorded"
+    total = math.fsum(logprobs)
+    return f"logprob {total:.4f} (mean {total / len(logprobs):.4f})"
 
 
 def _describe_turn(trajectory: Trajectory, turn: int) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
+from mock_scheduler.recording.browse import name_steps
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.histogram import Bar, Spread
@@ -16,13 +18,14 @@ from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.report.bars import draw_bars
 from mock_scheduler.report.columns import TextColumn, lay_out
-from mock_scheduler.report.text import print_labelled, print_wrapped
-from mock_scheduler.text import count_of, format_bytes, shorten
+from mock_scheduler.report.text import cut, print_labelled, print_wrapped
+from mock_scheduler.text import count_of, format_bytes, list_some, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
 _VALUE_WIDTH = 60
-_SHOWN_ALONE = ("git", "python", "packages", "platform")
+_NUM_TAGS = 12
+_SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform")
 
 
 def print_description(description: RecordingDescription, console: Console) -> None:
@@ -68,9 +71,11 @@ def _describe_rule(field: Mapping[str, JSON]) -> str:
 
 
 def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
-    git, packages = provenance.get("git"), provenance.get("packages")
-    if isinstance(git, Mapping):
-        yield f"git {str(git.get('revision'))[:12]}{' (modified)' if git.get('is_modified') else ''}"
+    packages = provenance.get("packages")
+    for what, key in (("code", "git"), ("mock-scheduler", "library_git")):
+        git = provenance.get(key)
+        if isinstance(git, Mapping):
+            yield f"{what} {_describe_revision(git, with_root=key == 'git')}"
     if provenance.get("python") is not None:
         yield f"python {provenance['python']}"
     if isinstance(packages, Mapping):
@@ -79,11 +84,18 @@ def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
         yield str(provenance["platform"])
 
 
+def _describe_revision(git: Mapping[str, JSON], *, with_root: bool) -> str:
+    """``my_project 0123456789ab (modified)``."""
+    root = str(git.get("root", "")) if with_root else ""
+    modified = "(modified)" if git.get("is_modified") else ""
+    return " ".join(filter(None, (root, str(git.get("revision"))[:12], modified)))
+
+
 def _print_folder(folder: FolderDescription, console: Console) -> None:
     totals = folder.totals
     forms = ", ".join(count_of(count, form) for form, count in folder.forms.items() if form != "shards")
     sharded = f"{count_of(folder.forms['shards'], 'step')} in shards" if "shards" in folder.forms else ""
-    console.print(Text.assemble("\n", (folder.folder, "bold"), f"  steps {folder.present or 'none'}"))
+    console.print(Text.assemble("\n", (folder.folder, "bold"), f"  {_describe_steps(folder)}"), soft_wrap=True)
     print_labelled(console, _folder_rows(folder, " and ".join(filter(None, (forms, sharded)))), indent=2)
     if not folder.steps:
         return
@@ -95,6 +107,14 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
         console.print(f"  and {count_of(hidden, 'step')} between (all with --json, some with --steps)")
     _print_histogram("reward", totals.reward, totals.reward_bars, console)
     _print_histogram("response length", totals.response_length, totals.response_length_bars, console)
+
+
+def _describe_steps(folder: FolderDescription) -> str:
+    """``steps 0-4``; with the steps that are there beside those that were asked for."""
+    if not folder.present:
+        return "no step"
+    beside = "" if folder.chosen == folder.present else f" of {folder.present}"
+    return f"{name_steps(StepRanges.parse(folder.chosen))}{beside}"
 
 
 def _folder_rows(folder: FolderDescription, forms: str) -> Iterator[tuple[str, str]]:
@@ -111,7 +131,9 @@ def _folder_rows(folder: FolderDescription, forms: str) -> Iterator[tuple[str, s
     yield "tokens", f"{totals.num_tokens:,}, of which {totals.num_response_tokens:,} sampled"
     yield "ended", ", ".join(f"{name} {count:,}" for name, count in totals.terminations.items())
     yield from _policy_rows(folder.steps)
-    yield "tags", ", ".join(f"{name} {count:,}" for name, count in totals.tags.items())
+    tags = [f"{name} {count:,}" for name, count in totals.tags.items() if name]
+    if tags:
+        yield "tags", list_some(tags, _NUM_TAGS, ", ")
     for index, (name, kinds) in enumerate(totals.extras.items()):
         yield "" if index else "extras", f"{name}: {' or '.join(kinds)}"
     yield from _oddities(folder.steps, totals)
@@ -179,8 +201,13 @@ def _range(low: int, high: int) -> str:
 def _print_histogram(title: str, spread: Spread | None, bars: Sequence[Bar], console: Console) -> None:
     if spread is None:
         return
-    values = (f"{name} {value:.4g}" for name, value in _named(spread))
     console.print()
+    if spread.minimum == spread.maximum:
+        console.print(
+            Text.assemble("  ", (title, "bold"), f"  {spread.minimum:g} in all {count_of(spread.count, 'row')}")
+        )
+        return
+    values = (f"{name} {value:.4g}" for name, value in _named(spread))
     print_wrapped(console, Text.assemble((title, "bold"), f"  {', '.join(values)}"), indent=2)
     ascii_only = console.options.ascii_only
     for line in draw_bars(bars, width=console.width - 4, ascii_only=ascii_only):
@@ -202,7 +229,5 @@ def _print_list(title: str, lines: Sequence[str], console: Console, *, style: st
     if not lines:
         return
     console.print(Text(f"\n{title}", style=f"bold {style}"))
-    for line in lines[:_NUM_LINES]:
+    for line in cut(lines, _NUM_LINES):
         console.print(Text(f"  {line}", style=style), soft_wrap=True)  # a path that is broken cannot be copied
-    if len(lines) > _NUM_LINES:
-        console.print(f"  and {len(lines) - _NUM_LINES:,} more (all with --json)")

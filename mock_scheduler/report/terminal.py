@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,9 +41,10 @@ _LEGEND: Mapping[Verdict, str] = {
 
 
 def build_console() -> Console:
-    """A console on stdout; as wide as the terminal, or 120 columns where there is none."""
+    """A console on stdout; as wide as the terminal or as ``COLUMNS`` says, or 120 columns where there is neither."""
     console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+    is_width_known = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return console if is_width_known else Console(width=_PLAIN_WIDTH)
 
 
 def print_report(result: AlignmentResult, console: Console, *, files: Mapping[str, Path]) -> None:
@@ -139,7 +141,7 @@ def _print_first(messages: Sequence[str], console: Console, *, more: str) -> Non
     for message in messages[:_NUM_SHOWN]:
         console.print(Text(f"  {message}", style="red"))
     if len(messages) > _NUM_SHOWN:
-        rest = f"  and {len(messages) - _NUM_SHOWN} more{more}"
+        rest = f"  and {len(messages) - _NUM_SHOWN:,} more{more}"
         console.print(Text(rest, style="red"), soft_wrap=True)
 
 

@@ -1,8 +1,8 @@
-"""Text wrapped to the terminal without spaces at the ends of lines."""
+"""Text wrapped to the terminal without spaces at the ends of lines, and lists that do not fill it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -14,9 +14,16 @@ def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str =
     """Print text in lines as wide as the console, from column ``indent`` on; ``label`` stands before the first."""
     lines = text.wrap(console, max(console.width - indent, _LEAST_WIDTH))
     for number, line in enumerate(lines):
-        line.rstrip()
         before = label.ljust(indent) if number == 0 else " " * indent
-        console.print(Text.assemble((before, "dim" if label else ""), line), soft_wrap=True)
+        printed = Text.assemble((before, "dim" if label else ""), line)
+        printed.rstrip()
+        console.print(printed, soft_wrap=True)
+
+
+def cut(lines: Sequence[str], limit: int) -> list[str]:
+    """The first ``limit`` lines, and one that says how many more there are in the JSON form."""
+    rest = len(lines) - limit
+    return [*lines[:limit], *([f"and {rest:,} more (all with --json)"] if rest > 0 else [])]
 
 
 def print_labelled(console: Console, rows: Iterable[tuple[str, str]], *, indent: int = 0) -> None:

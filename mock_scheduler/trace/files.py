@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, seal
 from mock_scheduler.errors import TraceError
 from mock_scheduler.files import written_aside
+from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec
 
 FORMAT_VERSION = 2
@@ -177,7 +178,7 @@ def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, JSON]:
         "update": entry.update,
         "kind": entry.kind,
         "name": spec.name,
-        "dtype": str(owned.dtype).removeprefix("torch."),
+        "dtype": dtype_name(owned.dtype),
         "global_shape": list(spec.global_shape),
         "local_shape": list(spec.local_shape),
         "dim": spec.dim,

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mock_scheduler.determinism.megatron import Setup
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
+from mock_scheduler.tensor_bytes import dtype_name
 
 
 def megatron_values(
@@ -36,7 +37,7 @@ def megatron_values(
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.name
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
 def read_setup(

@@ -257,9 +257,9 @@ def test_groups_come_from_the_field_or_function_that_is_given() -> None:
 
 
 def test_groups_must_be_whole_where_their_size_is_known() -> None:
-    with pytest.raises(BatchError, match="default/group 0/episode 0: group has 2 trajectories; expected group_size 3"):
+    with pytest.raises(BatchError, match="default/group 0/episode 0: 2 of 3 trajectories"):
         codec(AREAL, group_size=3).encode(areal(), REQUEST)
-    with pytest.raises(BatchError, match="group has 2 trajectories; expected group_size 4"):
+    with pytest.raises(BatchError, match="2 of 4 trajectories"):
         codec(AREAL).encode(areal(), dataclasses.replace(REQUEST, group_size=4))
 
 
@@ -338,7 +338,7 @@ def test_all_fields_that_cannot_be_kept_are_named() -> None:
         "batch of layout 'areal' cannot be recorded:\n"
         "  - 'logprobs' has 6 columns; expected 7, as full tensors have where 'input_ids' has 7\n"
         "  - 'three' has shape [3, 7]; expected 2 rows\n"
-        "  - 'sparse' is a torch.sparse_coo tensor of torch.float32; expected a dense one\n"
+        "  - 'sparse' is torch.float32 [2, 7] on cpu, torch.sparse_coo; expected a dense tensor of values\n"
         "  - 'cost' is of type float; expected a tensor, an array or a list with one entry per row (what concerns the "
         "whole batch belongs in 'meta_info')\n"
         "  - 'names' has 1 entries; expected 2 rows\n"
@@ -453,3 +453,59 @@ def test_what_a_long_padding_costs_does_not_depend_on_its_length() -> None:
 
     assert size_of(10) == size_of(10_000)
     assert size_of(10) < 2 * 400
+
+
+def test_position_ids_of_several_axes_are_kept_short() -> None:
+    """verl's ``[B, 3, width]`` of a vision-language model was refused."""
+    native = verl()
+    single = native["position_ids"]
+    assert isinstance(single, torch.Tensor)
+    num_rows, width = single.shape
+    own = codec(VERL)
+    for axes in (
+        torch.stack([single, single + 7, single * 2], dim=1),
+        single[:, None, None].expand(num_rows, 2, 2, width).clone(),
+        torch.arange(num_rows * width * 3).reshape(num_rows, width, 3),
+        torch.arange(num_rows * 3 * (width + 1)).reshape(num_rows, 3, width + 1),  # of no frame
+    ):
+        batch = own.encode({**native, "position_ids": axes}, REQUEST)
+        assert_same(own.decode(batch), {**native, "position_ids": axes})
+        order = list(range(len(batch)))
+        assert_same(
+            own.decode(RolloutBatch.concat([batch.select(order[1:]), batch.select(order[:1])])),
+            {**native, "position_ids": axes},
+        )
+    plain = own.encode({**native, "position_ids": torch.stack([single] * 3, dim=1)}, REQUEST)
+    assert plain.meta["padded"]["fields"]["position_ids"] == {
+        "kind": "framed",
+        "dtype": "int64",
+        "frame": "full",
+        "shape": [],
+        "leading": [3],
+        "is_array": False,
+    }
+
+
+def test_a_field_of_a_role_has_its_two_dimensions() -> None:
+    native = verl()
+    logprobs = native["rollout_log_probs"]
+    assert isinstance(logprobs, torch.Tensor)
+    native["rollout_log_probs"] = logprobs[:, None].expand(-1, 3, -1)
+    assert "'rollout_log_probs' has 3 columns; expected" in refusal(native, codec(VERL))
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2,), (2, 3)])
+def test_numpy_views_with_negative_strides_are_kept(shape: tuple[int, ...]) -> None:
+    """torch refuses them with a ValueError."""
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)[..., ::-1]
+    native = {**areal(), "x": values}
+    own = codec(AREAL)
+    assert_same(own.decode(own.encode(native, REQUEST)), native)
+
+
+def test_tensors_without_values_and_fields_without_a_text_are_refused() -> None:
+    """These were a NotImplementedError of torch and a TypeError of json."""
+    assert "\n  - field name 3 is no text\n" in refusal({**areal(), 3: torch.zeros(2)})
+    assert "- 'x' is torch.float32 [2, 7] on meta; expected a dense tensor of values" in refusal(
+        {**areal(), "x": torch.empty(2, 7, device="meta")}
+    )

@@ -9,8 +9,8 @@ from mock_scheduler.errors import BatchError
 MASK = np.array([False, False, True, True, False, True, True, True, False, True, True, True])
 TOKENS = np.arange(100, 112, dtype=np.uint32)
 LOGPROBS = np.where(MASK, np.arange(12) * 7919 % 1000, 0).astype(np.uint32)
-IDS = TokenFields(mask=MASK, tokens=TOKENS, logprobs=None)
-NUMBERS = TokenFields(mask=MASK, tokens=None, logprobs=LOGPROBS)
+IDS = TokenFields(mask=MASK, tokens=TOKENS, rollout_logprobs=None)
+NUMBERS = TokenFields(mask=MASK, tokens=None, rollout_logprobs=LOGPROBS)
 NOISE = np.array([5, 901, 33, 7, 1234, 2, 77, 4, 99, 13, 8, 60], dtype=np.uint32)
 NO_VALUES = np.empty(0, dtype=np.uint8)
 
@@ -37,7 +37,12 @@ def patched(values: np.ndarray, position: int) -> np.ndarray:
         ([2**32 - 2, 2**32 - 1, 0, 1], None, [Rule.COUNTING], [2**32 - 2]),
         ([1] * 6 + [0] * 6, None, [Rule.RUNS, 2, 6, 6], [1, 0]),
         (TOKENS, IDS, [Rule.COUNTING], [100]),
-        ([100, 101, 9], TokenFields(mask=MASK[:3], tokens=lanes([100, 101, 9]), logprobs=None), [Rule.TOKENS], []),
+        (
+            [100, 101, 9],
+            TokenFields(mask=MASK[:3], tokens=lanes([100, 101, 9]), rollout_logprobs=None),
+            [Rule.TOKENS],
+            [],
+        ),
         (MASK.astype(int), IDS, [Rule.MASK], [0, 1]),
         (np.where(MASK, 1, 9), NUMBERS, [Rule.MASK], [9, 1]),
         (LOGPROBS, NUMBERS, [Rule.LOGPROBS], [0]),
@@ -62,7 +67,7 @@ def test_each_stretch_is_written_by_the_shortest_rule(
 
 def test_a_stretch_starts_at_its_own_tokens() -> None:
     tokens = lanes([5, 900, 17, 3, 88])
-    fields = TokenFields(mask=np.zeros(5, dtype=bool), tokens=tokens, logprobs=None)
+    fields = TokenFields(mask=np.zeros(5, dtype=bool), tokens=tokens, rollout_logprobs=None)
     program, values = write_segment(lanes([17, 3]), fields, 2)
     assert (program, values.tolist()) == ([Rule.TOKENS], [])
     out = lanes([0, 0])
@@ -84,7 +89,7 @@ def test_any_stretches_come_back_one_after_another(
     fields = TokenFields(
         mask=np.array(mask),
         tokens=None if is_float else whole,
-        logprobs=np.where(np.array(mask), whole, 0).astype(dtype) if is_float else None,
+        rollout_logprobs=np.where(np.array(mask), whole, 0).astype(dtype) if is_float else None,
     )
     written = [write_segment(part, fields, index) for index, part in enumerate(parts)]
     program = [integer for integers, _ in written for integer in integers]

@@ -1,4 +1,6 @@
+import json
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -97,3 +99,42 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
 def test_what_it_did_not_write_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown value \$pickle"):
         from_json({"$pickle": "x"})
+
+
+def through_a_file(value: object) -> object:
+    return from_json(json.loads(canonical_json(to_json(value, "x"))))
+
+
+def test_the_order_of_keys_is_kept_through_a_file() -> None:
+    """A file's keys are sorted, so that a dict came back in another order."""
+    value = {"b": {"z": 1, "a": 2}, "a": [{"d": 1, "c": {}}]}
+    assert repr(through_a_file(value)) == repr(value)
+    assert to_json({"a": 1, "b": 2}, "x") == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("value", [np.bytes_(b"a\0"), np.bytes_(b"\0"), np.str_("a\0\0"), np.str_("\ud800")], ids=repr)
+def test_nulls_at_the_end_of_a_numpy_text_are_kept(value: np.generic) -> None:
+    """They were lost, since the text was read as an element of an array."""
+    found = through_a_file(value)
+    assert (type(found), found, repr(found)) == (type(value), value, repr(value))
+
+
+@pytest.mark.parametrize("bits", ["7ff8000000000000", "fff8000000000000", "7ff8000000000123"])
+def test_the_bits_of_a_nan_are_kept(bits: str) -> None:
+    value = struct.unpack(">d", bytes.fromhex(bits))[0]
+    assert struct.pack(">d", through_a_file(value)).hex() == bits
+
+
+def test_a_value_that_is_too_deep_is_refused() -> None:
+    """It was a RecursionError."""
+    value: object = None
+    for kind in range(100_000):
+        value = [value] if kind % 2 else {"a": value}
+    with pytest.raises(BatchError, match=r"^field x holds more than 100 levels of values in each other$"):
+        to_json(value, "field x")
+
+
+@pytest.mark.parametrize("value", [torch.empty(2, device="meta"), torch.eye(2).to_sparse()], ids=["meta", "sparse"])
+def test_a_tensor_without_plain_values_is_refused(value: torch.Tensor) -> None:
+    with pytest.raises(BatchError, match=r"^field x holds a value of type torch.Tensor, which cannot be recorded"):
+        to_json([value], "field x")

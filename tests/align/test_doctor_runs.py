@@ -18,7 +18,8 @@ from mock_scheduler.align.plan import PlannedRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
-from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, TraceError
+from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, StepNotFoundError, TraceError
+from tests.recording.recordings import record
 
 CONFIG = """
 exp_name: lake
@@ -98,6 +99,34 @@ def test_one_step_is_recorded_and_replayed_twice_and_nothing_else(bench: Bench) 
     assert {config.rollout_mock.dump_dir for config in configs} == {str(bench.root / "recording")}
     assert [config.trace.operations for config in configs] == [False, True, True]
     assert {(config.max_steps, config.eval_steps, config.save_steps) for config in configs} == {(2, 0, 0)}
+
+
+def test_it_says_beforehand_how_much_it_will_run(bench: Bench) -> None:
+    assert bench.doctor(step=1) == 0
+    assert bench.output.getvalue().startswith("2 steps (0 to 1) in each of 3 runs: recorder, first, second\n")
+    bench.output.truncate(0)
+    bench.output.seek(0)
+    assert bench.doctor(recording=bench.folder / "rec") == 0
+    assert bench.output.getvalue().startswith("1 step (0) in each of 2 runs: first, second\n")
+
+
+def test_a_step_that_the_run_does_not_have_is_refused_unless_a_recording_has_it(bench: Bench) -> None:
+    """``--step 99`` of a run of 20 steps went on for 100 steps, three times."""
+    with pytest.raises(ConfigError) as caught:
+        bench.doctor(step=20)
+    assert str(caught.value) == "--step is 20; the configuration has steps 0 to 19 (max_steps=20)"
+    recording = bench.folder / "rec"
+    record(recording, [0, 20])
+    with pytest.raises(ConfigError) as caught:
+        bench.doctor(step=21, recording=recording)
+    assert str(caught.value) == (
+        f"--step is 21; the configuration has steps 0 to 19 (max_steps=20), and the recording {recording} has train 0, "
+        "20"
+    )
+    with pytest.raises(StepNotFoundError, match="Recording not found"):
+        bench.doctor(step=20, recording=bench.folder / "typo")
+    assert bench.started == []
+    assert bench.doctor(step=20, recording=recording) == 0
 
 
 def test_equal_replays_are_identical(bench: Bench, tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_a_folder_that_is_no_run_is_refused(runs: Runs) -> None:
     )
 
 
+def test_what_is_wrong_with_either_folder_is_said_at_once(runs: Runs) -> None:
+    base = runs.make("base")
+    shutil.rmtree(base / "trace")
+    text = runs.refused(AlignmentError, base, runs.folder / "typo")
+    assert text.splitlines() == [
+        f"{base} has no trace, without which gradients and parameters cannot be compared: run it again with "
+        "trace.level=full (it had trace.level=full)",
+        f"{runs.folder}/typo is not the output_dir of a run: there is no config.yaml in it",
+    ]
+
+
 def test_a_run_is_not_compared_with_itself(runs: Runs) -> None:
     base = runs.make("base")
     (runs.folder / "link").symlink_to(base)

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.config.dialect_verl_keys import NOT_READ
 from mock_scheduler.config.dialects import VerlNames, from_areal, from_verl, resolve_dialects
 from mock_scheduler.config.loading import dump_config, load_config
 from mock_scheduler.config.schema import PipelineConfig, RolloutMockConfig
@@ -18,7 +19,8 @@ from mock_scheduler.errors import ConfigError
 
 NAMES = VerlNames(experiment="e", project="p", train_batch_size=8, gen_batch_size=4, n=2)
 FOLDER = "e_p_TrainGBS8__InferGBS4__N2"
-SKIP = "actor_rollout_ref.rollout.skip"
+ROLLOUT = "actor_rollout_ref.rollout"
+SKIP = f"{ROLLOUT}.skip"
 
 # 16 trajectories in groups of 8: two prompts per step.
 BASE = {
@@ -251,9 +253,12 @@ def test_a_url_is_a_folder() -> None:
         ),
         (
             {"skip": {"enable": True, "max_dump_step": 0}},
-            "skip: max_dump_step 0 dumps no step, so that there is nothing",
+            "skip.max_dump_step: is 0: no step is dumped, and there is nothing to skip with; set the number of",
         ),
-        ({"skip": {"rollout": {"enable": True}}}, "skip.rollout: is enabled without steps, and skips only those: list"),
+        (
+            {"skip": {"rollout": {"enable": True}}},
+            "skip.rollout.steps: is empty, and an enabled skip is for these only",
+        ),
         ({"skip": {"rollout": {"steps": [0]}}}, "skip.rollout.steps.0: is 0, should be greater than or equal to 1"),
         ({"skip": {"rollout": {"action": "repeat_last"}}}, "skip.rollout.action: unknown value 'repeat_last'; known "),
         (
@@ -280,6 +285,103 @@ def test_two_generations_at_once_are_refused() -> None:
         "  - actor_rollout_ref.rollout.skip_rollout and actor_rollout_ref.rollout.skip are both on, and each says what "
         "is recorded and replayed; keep one of them"
     )
+
+
+def test_every_problem_of_a_block_is_listed() -> None:
+    """A block that dumped no step hid that its folder was in a Ray session."""
+    block = {"enable": True, "max_dump_step": 0, "dump_dir": "/tmp/ray/session_x/y", "action": "random"}
+    with pytest.raises(ConfigError) as caught:
+        from_verl({"skip": block}, names=NAMES)
+    assert str(caught.value) == (
+        "verl's actor_rollout_ref.rollout has 3 problems:\n"
+        f"  - {SKIP}.dump_dir: '/tmp/ray/session_x/y' is in the folder of a Ray session, which no later run finds "
+        "again; give a path outside /tmp/ray\n"
+        f"  - {SKIP}.max_dump_step: is 0: no step is dumped, and there is nothing to skip with; set the number of "
+        f"steps\n  - {SKIP}.action: unknown value 'random'; known values: cache, repeat, repeat_last"
+    )
+
+
+# verl's other keys
+
+REAL_ROLLOUT = {
+    "name": "vllm",
+    "mode": "async",
+    "temperature": 1.0,
+    "val_kwargs": {"top_k": -1, "n": 1},
+    "skip_tokenizer_init": True,
+    "a_key_of_a_later_release": 1,
+}
+
+
+def test_what_else_verl_has_there_is_not_read_and_is_named(tmp_path: Path) -> None:
+    values = {
+        "actor_rollout_ref": {
+            "actor": {"ppo_epochs": 1},
+            "model": {"path": "x"},
+            "rollout": {**REAL_ROLLOUT, "skip_rollout": True, "skip_dump_dir": "/d"},
+        },
+        "trainer": {"project_name": "p", "nnodes": 1},
+        "data": {"train_batch_size": 6, "val_batch_size": 5},
+    }
+    config = load(tmp_path, values)
+    assert config.rollout_mock.dump_dir == "/d/run_p_TrainGBS6__InferGBS6__N8"
+    assert config.rollout_mock.origin == (
+        "verl's actor_rollout_ref.rollout.skip_rollout became rollout_mock: mode=cache, "
+        "dump_dir=/d/run_p_TrainGBS6__InferGBS6__N8; not read: actor_rollout_ref.actor, model; "
+        "actor_rollout_ref.rollout.a_key_of_a_later_release, mode, name, skip_tokenizer_init, temperature, val_kwargs; "
+        "trainer.nnodes; data.val_batch_size"
+    )
+
+
+def test_what_is_not_read_is_named_where_no_skip_is_on_too(tmp_path: Path) -> None:
+    mock = load(tmp_path, verl({"skip_rollout": False, "name": "vllm"})).rollout_mock
+    assert mock == RolloutMockConfig(origin="no rollout skip of verl's is on; not read: actor_rollout_ref.rollout.name")
+
+
+def test_many_keys_that_are_not_read_are_counted() -> None:
+    origin = from_verl({"skip_rollout": True, **{f"key_{number}": 0 for number in range(15)}}, names=NAMES).origin
+    assert origin.endswith(
+        "; not read: " + ROLLOUT + ".key_0, " + ", ".join(f"key_{n}" for n in range(1, 12)) + ", and 3 more"
+    )
+
+
+@pytest.mark.parametrize(("section", "keys"), NOT_READ.items())
+def test_no_key_that_verl_has_is_taken_for_a_mistake(section: str, keys: frozenset[str], tmp_path: Path) -> None:
+    values: dict[str, object] = {"skip": {}}
+    place = values
+    for name in section.split("."):
+        place = place.setdefault(name, {})  # type: ignore[assignment]
+    place.update(dict.fromkeys(sorted(keys), 1))
+    assert load(tmp_path, values).rollout_mock.origin.startswith(
+        f"no rollout skip of verl's is on; not read: {section}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "nearest"),
+    [
+        (
+            verl({"skip_rolout": True}),
+            f"{ROLLOUT}.skip_rolout: unknown key; nearest known key: {ROLLOUT}.skip_rollout",
+        ),
+        (
+            verl({"skip_dir": "/d"}),
+            f"{ROLLOUT}.skip_dir: unknown key; nearest known key: {ROLLOUT}.skip_dump_dir",
+        ),
+        (
+            {"actor_rollout_ref": {"rolout": {}}},
+            "actor_rollout_ref.rolout: unknown key; nearest known key: actor_rollout_ref.rollout",
+        ),
+        (
+            {"skip": {}, "data": {"train_batchsize": 4}},
+            "data.train_batchsize: unknown key; nearest known key: data.train_batch_size",
+        ),
+    ],
+)
+def test_a_key_that_looks_like_one_that_is_read_is_refused(
+    values: dict[str, object], nearest: str, tmp_path: Path
+) -> None:
+    assert f"\n  - {nearest}; " in refused(tmp_path, values)
 
 
 # verl's folder
@@ -349,6 +451,33 @@ def test_verls_lengths_are_accepted_and_name_nothing(tmp_path: Path) -> None:
 
 
 # In a configuration of ours
+
+
+@pytest.mark.parametrize("name", ["trajectory_debug", "debug", "actor_rollout_ref", "skip"])
+def test_an_empty_section_asks_for_nothing(tmp_path: Path, name: str) -> None:
+    """``trajectory_debug:`` with nothing below it is null in YAML, and was an error in pydantic's words."""
+    assert load(tmp_path, {name: None}) == load(tmp_path, {})
+    assert load(tmp_path, {"actor_rollout_ref": {"rollout": None}, "trainer": None}) == load(tmp_path, {})
+    assert load(tmp_path, verl({"skip": None})) == load(tmp_path, {})
+
+
+@pytest.mark.parametrize("value", [5, [1], "on"])
+def test_a_value_in_place_of_a_section_is_refused(tmp_path: Path, value: object) -> None:
+    assert refused(tmp_path, {"trajectory_debug": value}) == (
+        f"has 1 problem:\n  - trajectory_debug: is {value!r}, should be a section: keys with their values"
+    )
+    assert refused(tmp_path, {"actor_rollout_ref": {"rollout": value}}) == (
+        f"has 1 problem:\n  - actor_rollout_ref.rollout: is {value!r}, should be a section: keys with their values"
+    )
+
+
+def test_home_is_expanded_in_every_dialect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load(tmp_path, {"debug": {"dump_rollout_data": True, "path": "~/d"}}).rollout_mock.dump_dir == (
+        "/home/someone/d"
+    )
+    config = from_verl({"skip_rollout": True, "skip_dump_dir": "~/d"}, names=NAMES)
+    assert config.dump_dir == f"/home/someone/d/{FOLDER}"
 
 
 def test_verls_third_generation_may_stand_at_the_top_level(tmp_path: Path) -> None:

@@ -107,8 +107,64 @@ def test_an_entry_that_can_never_apply_is_named_with_those_that_decide_it() -> N
 
 
 def test_all_keys_that_do_not_go_together_are_listed() -> None:
-    text = refused("rollout_mock={schedule: [{mode: verify}, {mode: real}], missing_step: repeat}")
+    schedule = "[{mode: verify, steps: 0-9}, {mode: real, steps: 2}]"
+    text = refused(f"rollout_mock={{schedule: {schedule}, missing_step: repeat}}")
     assert [line.strip().split(" ")[1] for line in text.splitlines()[1:]] == ["schedule.1", "dump", "missing_step"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "deciders"),
+    [
+        ("[{mode: real, steps: 0-}]", "schedule.0 (real for steps 0-) decides"),
+        (
+            "[{mode: real, steps: 0-4}, {mode: mock, steps: 5-9}, {mode: real, kinds: [val], steps: 10-}, {mode: real, "
+            "steps: 10-}]",
+            "schedule.0 (real for steps 0-4), schedule.1 (mock for steps 5-9), schedule.2 (real for val steps 10-), "
+            "schedule.3 (real for steps 10-) decide",
+        ),
+    ],
+)
+def test_a_mode_that_the_schedule_leaves_nothing_to_decide_is_refused(schedule: str, deciders: str) -> None:
+    override = f"rollout_mock={{enable: true, mode: mock, schedule: {schedule}}}"
+    assert refused(override) == (
+        "rollout_mock: has keys that do not go together:\n"
+        f"    - mode mock can never apply: {deciders} every request; leave the schedule out and set the mode, or give "
+        f"its entries the steps, kinds or schedulers that they are for (given as {override!r})"
+    )
+
+
+def test_a_mode_that_decides_for_any_request_is_legal() -> None:
+    mock_of("rollout_mock.mode=mock", "rollout_mock.schedule=[{mode: real, steps: 1-}]")
+    mock_of("rollout_mock.mode=mock", "rollout_mock.schedule=[{mode: real, kinds: [val]}]")
+    mock_of("rollout_mock.mode=mock", "rollout_mock.schedule=[{mode: real, schedulers: [judge]}]")
+
+
+@pytest.mark.parametrize(
+    ("given", "dump_dir"),
+    [
+        ("~/dumps/v1", "/home/someone/dumps/v1"),
+        ("~", "/home/someone"),
+        ("./~/v1", "./~/v1"),
+        ("a/~", "a/~"),
+        ("S3://Bucket/V1", "s3://Bucket/V1"),
+        ("file:///x", "file:///x"),
+    ],
+)
+def test_home_is_expanded_and_protocols_are_in_lower_case(
+    given: str, dump_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named ``~`` was made in the working directory, and S3:// was an unknown protocol."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert RolloutMockConfig(dump_dir=given).dump_dir == dump_dir
+
+
+def test_a_home_folder_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValidationError) as caught:
+        RolloutMockConfig(dump_dir="~no-such-user/v1")
+    assert (
+        "'~no-such-user/v1' begins with the home folder of '~no-such-user', which is not known here; give the whole "
+        "path, or write ./~no-such-user/v1 for a folder of that name"
+    ) in str(caught.value)
 
 
 ENTRIES = st.builds(

@@ -37,6 +37,7 @@ from pipelines.megatron.weights import iterate_parameters
 from pipelines.micro_batches import MicroBatch, build_micro_batches
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.faults import norm_gradients_not_reduced
+from tests.faults.harness import Fired
 
 ONE_RANK = "tp1"
 VARIANTS = {
@@ -241,11 +242,13 @@ def run_planted_fault(root: Path, layout: str) -> None:
     folder = root / f"{layout}-fault" / "qwen"
     folder.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(config, join_layout(config))
-    norm_gradients_not_reduced.plant()
+    fired = Fired()
+    norm_gradients_not_reduced.plant(fired)
     micro_batches = micro_batches_of(root / ONE_RANK / "qwen" / "rows.safetensors", trainer)
     probe = StepProbe(trainer, folder / "trained", step=0)
     write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
     probe.save()
+    assert fired.count > 0, "the fault never fired"
 
 
 def write_vocab_parallel_errors(root: Path, layout: str) -> None:

@@ -116,7 +116,7 @@ def test_a_cache_continues_the_recording_that_it_found(runs: Path) -> None:
     whole = RecordingReader(str(runs / "recording"))
     assert reader.steps() == {"train": [0, 1, 2, 3]}
     for step in range(STEPS):
-        request = RolloutRequest(global_step=step, batch_size=16)
+        request = RolloutRequest(global_step=step, batch_size=16, policy_version=step)
         assert reader.load_step(request).batch.digest() == whole.load_step(request).batch.digest()
 
 

@@ -14,7 +14,7 @@ from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from mock_scheduler.trajectory import Trajectory
 from tests.proxy.players import Player, batch_of, config, dump, mock, never, request
-from tests.recording.builders import SAMPLING, make_contract, make_row, make_rows
+from tests.recording.builders import SAMPLING, make_contract, make_identity, make_row, make_rows
 
 
 def plays(rows: Sequence[Trajectory], *, group_size: int | None = None) -> type:
@@ -113,13 +113,62 @@ def test_prompts_that_the_pipeline_did_not_ask_for_are_refused_live_and_replayed
         with pytest.raises(BatchError) as caught:
             scheduler.get_batch(request(0, prompt_digests=other))
         assert str(caught.value) == (
-            "train step 0: its prompts are not those of the pipeline: 1 of 4 rows have other prompts, 1 of 4 prompts "
-            f"are absent (first digest {own[3][:16]}…)"
+            "train step 0: its prompts are not those of the pipeline: 1 of 4 asked for are absent, 1 others are there "
+            "(one counted per trajectory; first digest ffffffffffffffff…)"
         )
         scheduler.get_batch(request(0, prompt_digests=tuple(reversed(own))))
     with pytest.raises(RecordingError, match="prompt"):
         mock(tmp_path).get_batch(request(0, prompt_digests=other))
     mock(tmp_path).get_batch(request(0, prompt_digests=tuple(reversed(own))))
+
+
+def turns(num_turns: int) -> type:
+    """Two groups of two trajectories with one prompt each, whose rows are turns."""
+    rows = [
+        replace(make_row(group, env, tokens=(1 + group, 5 + turn, 3, 4)), identity=make_identity(group, env, turn=turn))
+        for group in range(2)
+        for env in range(2)
+        for turn in range(num_turns)
+    ]
+    return plays(rows, group_size=2)
+
+
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_prompts_are_asked_for_once_per_trajectory_or_group_alike_live_and_replayed(
+    tmp_path: Path, num_turns: int
+) -> None:
+    """A live answer was compared row by row, a recorded one by trajectory or group: no request passed both."""
+    make_real = turns(num_turns)
+    batch = make_real().get_batch(request(0))
+    rows = dict(zip(batch.identities, batch.prompt_digests, strict=True))
+    by_trajectory = tuple(digest for identity, digest in rows.items() if identity.turn == 0)
+    by_group = (by_trajectory[0], by_trajectory[2])
+    assert len(set(by_trajectory)) == 2
+    for number, asked in enumerate((by_trajectory, by_group, by_group[::-1])):
+        folder = tmp_path / str(number)
+        with live(folder, make_real) as scheduler:
+            scheduler.get_batch(request(0, prompt_digests=asked))
+        mock(folder, plan=[request(0, prompt_digests=asked)]).get_batch(request(0, prompt_digests=asked))
+    for wrong in ((by_group[0],), (by_group[0], "f" * 64), (*by_trajectory[:3], "f" * 64), (*by_trajectory, "f" * 64)):
+        with pytest.raises(BatchError, match="its prompts are not those of the pipeline"):
+            live(tmp_path / "w", make_real).get_batch(request(0, prompt_digests=wrong))
+        with pytest.raises(RecordingError, match="holds other prompts than the run asks for"):
+            mock(tmp_path / "0").get_batch(request(0, prompt_digests=wrong))
+
+
+def test_a_process_with_a_part_of_the_batch_has_a_part_of_its_prompts(tmp_path: Path) -> None:
+    dump(tmp_path, [0])
+    shard, own = RowShard(index=1, count=2), batch_of(request(0)).prompt_digests
+    mock(tmp_path, shard=shard).get_batch(request(0, prompt_digests=own))
+
+    class Second:
+        def get_batch(self, item: RolloutRequest) -> RolloutBatch:
+            return batch_of(item).select([2, 3])
+
+    scheduler = build_scheduler(RolloutMockConfig(), Second, make_contract(), shard=shard)
+    scheduler.get_batch(request(0, prompt_digests=own))
+    with pytest.raises(BatchError, match="0 of 4 asked for are absent, 1 others are there"):
+        scheduler.get_batch(request(1, prompt_digests=(*batch_of(request(1)).prompt_digests[:3], "f" * 64)))
 
 
 def test_a_recording_of_another_data_cursor_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Asynchronous schedulers and pipelines."""
 
 import asyncio
+import os
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from itertools import product
@@ -11,7 +13,7 @@ import pytest
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RolloutMockConfig
-from mock_scheduler.errors import BatchError, ContractError
+from mock_scheduler.errors import BatchError, ContractError, RecordingError
 from mock_scheduler.proxy import AsyncProxyScheduler, build_async_scheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader, RecordingWriter, StepInfo
 from mock_scheduler.scheduler import RolloutRequest
@@ -29,6 +31,10 @@ from tests.proxy.players import (
     requests,
 )
 from tests.recording.builders import make_contract
+from tests.recording.processes import run_in_child
+
+# Python 3.12 warns of a fork beside threads: the child that is forked here uses none of them.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 T = TypeVar("T")
 
@@ -366,6 +372,107 @@ def test_a_synchronous_proxy_serves_several_threads(tmp_path: Path) -> None:
     assert failures == []
     assert scheduler.ledger.as_dict()["built"]["scheduler"] == 1
     mock(tmp_path, plan=asked)
+
+
+def test_one_proxy_serves_one_event_loop_after_another() -> None:
+    """A lock that two calls had waited for belonged to the first loop: RuntimeError on the second."""
+
+    class Contended(Player):
+        def get_batch(self, item: RolloutRequest) -> RolloutBatch:
+            both.wait(60)
+            return super().get_batch(item)
+
+    scheduler = build_async_scheduler(RolloutMockConfig(), Contended, make_contract())
+    for step in range(3):
+        both = threading.Event()
+
+        async def main(step: int = step, both: threading.Event = both) -> list[RolloutBatch]:
+            calls = [asyncio.ensure_future(scheduler.get_batch(request(step, mode=mode))) for mode in ("train", "val")]
+            while not scheduler.ledger.as_dict()["called"].get("get_batch", 0) > 2 * step:
+                await asyncio.sleep(0)
+            both.set()
+            return await asyncio.gather(*calls)
+
+        expected = [batch_of(request(step, mode=mode)) for mode in ("train", "val")]
+        assert digests(run(main)) == digests(expected)
+
+
+def test_a_cancelled_call_does_not_swallow_the_writers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled ``state_dict`` or ``close`` took the error with it: the next call told of nothing."""
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def fail(writer: RecordingWriter) -> None:
+        begun.set()
+        may_fail.wait(60)
+        flush(writer)
+
+    flush = RecordingWriter.flush
+    monkeypatch.setattr(RecordingWriter, "flush", fail)
+
+    async def main() -> None:
+        scheduler = build_async_scheduler(config(tmp_path, "dump"), Player, make_contract())
+        await scheduler.get_batch(request(0))
+        (tmp_path / "x/train").mkdir(parents=True, exist_ok=True)
+        call = asyncio.ensure_future(scheduler.state_dict())
+        await asyncio.to_thread(begun.wait)
+        call.cancel()
+        await asyncio.sleep(0)
+        may_fail.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        for _ in range(2):
+            with pytest.raises(RecordingError, match="in the way"):
+                await scheduler.state_dict()
+        for _ in range(2):
+            with pytest.raises(RecordingError, match="in the way"):
+                await scheduler.close()
+
+    def refuse(*_arguments: object) -> None:
+        raise RecordingError("something is in the way")
+
+    monkeypatch.setattr(RecordingWriter, "_write", refuse)
+    run(main)
+
+
+def test_a_cancelled_close_does_not_lose_the_writers_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(AsyncPlayer):
+        async def close(self) -> None:
+            closing.set()
+            await asyncio.Event().wait()
+
+    def refuse(*_arguments: object) -> None:
+        raise RecordingError("something is in the way")
+
+    monkeypatch.setattr(RecordingWriter, "_write", refuse)
+    closing = asyncio.Event()
+
+    async def main() -> None:
+        scheduler = build_async_scheduler(config(tmp_path, "dump"), Stuck, make_contract())
+        await scheduler.get_batch(request(0))
+        call = asyncio.ensure_future(scheduler.close())
+        await closing.wait()
+        call.cancel()
+        with pytest.raises(RecordingError, match="in the way"):
+            await call
+        with pytest.raises(RecordingError, match="in the way"):
+            await scheduler.close()
+
+    run(main)
+
+
+def test_a_forked_child_is_told_to_build_its_own_scheduler() -> None:
+    """It waited for ever on an event loop whose thread is its parent's."""
+    scheduler = build_scheduler(RolloutMockConfig(), AsyncPlayer, make_contract())
+    scheduler.get_batch(request(0))
+    answer = run_in_child(lambda: scheduler.get_batch(request(1)))
+    assert re.fullmatch(
+        rf"SchedulerError: the rollout scheduler runs on an event loop of process {os.getpid()}, from which this "
+        r"process \d+ was forked: it cannot be used here\. Build it after forking, in each process that uses it\.",
+        answer,
+    )
+    assert run_in_child(lambda: build_scheduler(RolloutMockConfig(), AsyncPlayer, make_contract()).close()) == "done"
+    assert scheduler.get_batch(request(1)).is_identical(batch_of(request(1)))
+    scheduler.close()
 
 
 def test_a_wrong_answer_is_refused_asynchronously() -> None:

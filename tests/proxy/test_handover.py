@@ -11,10 +11,11 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from mock_scheduler.config.schema import RolloutMockConfig
-from mock_scheduler.errors import ContractError, SchedulerError
+from mock_scheduler.errors import ContractError, RecordingError, SchedulerError, StepNotFoundError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader
+from mock_scheduler.recording.patience import Patience
 from mock_scheduler.scheduler import RolloutRequest
 from tests.proxy.players import Player, batch_of, config, digests, dump, never, play, request, requests
 from tests.recording.builders import make_contract
@@ -354,8 +355,65 @@ def test_only_mocked_and_verified_steps_need_to_be_recorded(tmp_path: Path) -> N
 
 
 def test_a_run_that_is_not_enabled_ignores_the_schedule(tmp_path: Path) -> None:
-    settings = RolloutMockConfig(dump_dir=str(tmp_path / "none"), schedule=[{"mode": "mock"}], mode="real")
+    settings = RolloutMockConfig(
+        dump_dir=str(tmp_path / "none"), schedule=[{"mode": "mock", "steps": "0"}], mode="real"
+    )
     scheduler = build_scheduler(settings, Player, make_contract())
     play(scheduler, [0])
     assert scheduler.ledger.as_dict()["called"]["get_batch"] == 1
     assert not (tmp_path / "none").exists()
+
+
+def test_verify_finds_another_scheduler_state_behind_equal_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the batches were compared: a data loader that stood elsewhere was found at the next difference, or never."""
+    dump(tmp_path, [0])
+
+    def ahead() -> Player:
+        player = Player()
+        player.cursor = 98
+        return player
+
+    with pytest.raises(ContractError) as caught:
+        build_scheduler(config(tmp_path, "verify"), ahead, make_contract()).get_batch(request(0))
+    assert str(caught.value) == (
+        "[Rollout Mock] train step 0 was not played as it is recorded in "
+        f"{tmp_path}/x/train/step_000000.safetensors:\n"
+        'scheduler_state: recorded {"cursor":1}, played {"cursor":99}\n'
+        "rollout_mock.on_difference=warn goes on with what was played."
+    )
+    warned = build_scheduler(config(tmp_path, "verify", on_difference="warn"), ahead, make_contract())
+    assert warned.get_batch(request(0)).is_identical(batch_of(request(0)))
+    assert 'scheduler_state: recorded {"cursor":1}, played {"cursor":99}' in caplog.text
+    assert warned.ledger.as_dict()["recording"] == {"different_steps": 1}
+    with pytest.raises(RecordingError, match="was recorded with policy version 0; the run asks for policy version 5"):
+        build_scheduler(config(tmp_path, "verify"), Player, make_contract()).get_batch(request(0, policy_version=5))
+
+
+def test_a_rank_that_does_not_write_waits_for_the_writers_step_and_says_what_is_missing(tmp_path: Path) -> None:
+    """The recording's manifest was read again at every look; it is opened once, when it is there."""
+    schedule = [{"mode": "cache", "steps": "0"}]
+    settings = config(tmp_path, "mock", missing_step="repeat", schedule=schedule)
+    plan = requests(range(2))
+    writer = build_scheduler(settings, Player, make_contract(), plan=plan)
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            writer.get_batch(plan[0])
+            writer.state_dict()
+
+    def other(timeout_s: float) -> ProxyScheduler:
+        patience = Patience(timeout_s=timeout_s, clock=lambda: sum(pauses), sleep=sleep)
+        scheduler = build_scheduler(settings, Player, make_contract(), plan=plan, is_writer=False, patience=patience)
+        scheduler.get_batch(plan[0])
+        return scheduler
+
+    with pytest.raises(StepNotFoundError, match="Recording not found"):
+        other(0.01).get_batch(plan[1])
+    assert len(pauses) == 1
+    assert other(60.0).get_batch(plan[1]).is_identical(batch_of(plan[0]))
+    assert len(pauses) == 3
+    writer.close()

@@ -21,7 +21,7 @@ from mock_scheduler.errors import (
     StepNotFoundError,
 )
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.proxy import access, build_scheduler
+from mock_scheduler.proxy import build_scheduler, opening
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler
 from tests.proxy.players import (
@@ -72,7 +72,7 @@ def test_a_verification_that_takes_long_says_what_it_did(
     plan = requests(range(3))
     mock(tmp_path, plan=plan)
     assert not any("Verified" in message for message in caplog.messages)
-    monkeypatch.setattr(access, "_SLOW_CHECK_S", -1.0)
+    monkeypatch.setattr(opening, "_SLOW_CHECK_S", -1.0)
     mock(tmp_path, plan=plan)
     mock(tmp_path, plan=plan, is_writer=False)
     (message,) = [message for message in caplog.messages if "Verified" in message]
@@ -304,8 +304,14 @@ def test_planned_steps_that_exist_are_refused_before_any_rollout(tmp_path: Path)
 
 def test_a_dump_goes_on_when_resumed(tmp_path: Path) -> None:
     ledger = Ledger()
-    dump(tmp_path, [0, 1])
-    dump(tmp_path, [1, 2], resume=True, plan=requests([1, 2]), ledger=ledger)
+    with build_scheduler(config(tmp_path, "dump"), Player, make_contract()) as scheduler:
+        scheduler.get_batch(request(0))
+        state = scheduler.state_dict()
+        scheduler.get_batch(request(1))
+    options = {"resume": True, "plan": requests([1, 2]), "ledger": ledger}
+    with build_scheduler(config(tmp_path, "dump"), Player, make_contract(), **options) as scheduler:
+        scheduler.load_state_dict(state)
+        play(scheduler, [1, 2])
     mock(tmp_path, plan=requests(range(3)))
     recording = ledger.as_dict()["recording"]
     assert (recording["present_steps"], recording["recorded_steps"]) == (1, 1)
@@ -377,7 +383,7 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
 
 def test_repeat_gives_the_nearest_step_and_says_so_each_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dump(tmp_path, [2, 4, 5])
-    plan = [request(step, data_cursor=step) for step in (0, 3, 4, 9)]
+    plan = requests((0, 3, 4, 9))
     settings = config(tmp_path, "mock", missing_step="repeat")
     scheduler = build_scheduler(settings, never, make_contract(), plan=plan)
     caplog.clear()
@@ -390,6 +396,58 @@ def test_repeat_gives_the_nearest_step_and_says_so_each_time(tmp_path: Path, cap
     ]
     assert scheduler.ledger.as_dict()["recording"] == {"repeated_steps": 3}
     assert scheduler.state_dict()["last_steps"] == {"train": 9}
+
+
+def test_a_step_that_stands_for_another_may_be_of_another_policy_version_and_cursor(tmp_path: Path) -> None:
+    with build_scheduler(config(tmp_path, "dump"), Player, make_contract()) as scheduler:
+        scheduler.get_batch(request(2, data_cursor={"epoch": 0}))
+    settings, plan = config(tmp_path, "mock", missing_step="repeat"), [request(5, data_cursor={"epoch": 3})]
+    replayed = build_scheduler(settings, never, make_contract(), plan=plan).get_batch(plan[0])
+    assert replayed.is_identical(batch_of(request(2)))
+    own = [request(2, policy_version=7)]
+    with pytest.raises(RecordingError, match="was recorded with policy version 2; the run asks for policy version 7"):
+        build_scheduler(settings, never, make_contract(), plan=own)
+
+
+def test_a_step_of_another_policy_version_is_refused(tmp_path: Path) -> None:
+    """Batches of other weights were trained on as if they were those of this step."""
+    dump(tmp_path, [1])
+    text = (
+        f"[Rollout Mock] {tmp_path}/x/train/step_000001.safetensors was recorded with policy version 1; the run asks "
+        "for policy version 77. Start from the checkpoint of the recording, with as many optimizer updates per step as "
+        "it has, or record again."
+    )
+    for build in (lambda: mock(tmp_path), lambda: build_scheduler(config(tmp_path, "cache"), never, make_contract())):
+        with pytest.raises(RecordingError) as caught:
+            build().get_batch(request(1, policy_version=77))
+        assert str(caught.value) == text
+    with pytest.raises(RecordingError) as caught:
+        mock(tmp_path, plan=[request(1, policy_version=77)])
+    assert str(caught.value) == text
+
+
+def test_a_recording_without_data_cursors_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dump(tmp_path)
+    scheduler = mock(tmp_path)
+    for step in range(3):
+        scheduler.get_batch(request(step, data_cursor={"epoch": step}))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "[Rollout Mock] The recording has no data cursor for train step 0: where the run's data stand is not compared "
+        "with it, here and wherever it has none"
+    ]
+
+
+@pytest.mark.parametrize("steps", [{"train": "x"}, {"train": -3}, {"train": True}, {"train": 1.0}, {"train": "3"}])
+def test_a_state_whose_last_steps_are_no_steps_is_refused(tmp_path: Path, steps: dict[str, object]) -> None:
+    dump(tmp_path, [0])
+    scheduler = mock(tmp_path)
+    with pytest.raises(SchedulerError) as caught:
+        scheduler.load_state_dict({"policy_version": 4, "last_steps": {"val": 2, **steps}, "scheduler": {}})
+    assert str(caught.value) == (
+        f"state of the rollout scheduler cannot be loaded: last_steps has {steps}; expected a step, a whole number of "
+        "at least 0, for each folder"
+    )
+    assert scheduler.state_dict()["policy_version"] == 0
 
 
 @pytest.mark.parametrize("is_writer", [True, False])
@@ -454,15 +512,30 @@ def test_every_mode_has_the_interface_of_a_scheduler_and_keeps_no_batch(tmp_path
         assert batch() is None
 
 
-def test_a_closed_scheduler_gives_nothing_and_closing_again_does_nothing(tmp_path: Path) -> None:
+def test_a_closed_scheduler_refuses_every_call_and_closing_again_does_nothing(tmp_path: Path) -> None:
+    """All but ``get_batch`` still reached the real scheduler, which had been closed."""
     real = Player()
     scheduler = build_scheduler(config(tmp_path, "dump"), lambda: real, make_contract())
     scheduler.get_batch(request(0))
     scheduler.close()
     scheduler.close()
     assert real.calls.count("close") == 1
-    with pytest.raises(SchedulerError, match="train step 1: the scheduler was closed"):
-        scheduler.get_batch(request(1))
+    state = {"mode": "dump", "policy_version": 0, "last_steps": {}, "scheduler": {"cursor": 1}}
+    calls: dict[str, tuple[object, ...]] = {
+        "get_batch": (request(1),),
+        "suspend": (),
+        "resume": (),
+        "update_weights": (1,),
+        "collect_metrics": (),
+        "state_dict": (),
+        "load_state_dict": (state,),
+        "checkpoint_saved": (1,),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(SchedulerError) as caught:
+            getattr(scheduler, name)(*arguments)
+        assert str(caught.value) == f"{name}: the rollout scheduler was closed"
+    assert real.calls[-1] == "close"
 
 
 def test_closing_raises_what_the_real_scheduler_raises_and_still_writes_all(tmp_path: Path) -> None:

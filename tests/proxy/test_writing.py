@@ -1,13 +1,21 @@
 """What dump promises: written in the background, complete before a checkpoint, no error lost; codecs and shards."""
 
+import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import MockSchedulerError, RecordingError, StepNotFoundError
+from mock_scheduler.errors import (
+    MockSchedulerError,
+    RecordingError,
+    SchedulerError,
+    StepExistsError,
+    StepNotFoundError,
+)
 from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RowShard
@@ -59,16 +67,115 @@ def test_an_error_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
     scheduler.get_batch(request(1))
     with pytest.raises(MockSchedulerError, match="step_000001"):
         scheduler.close()
+    with pytest.raises(RecordingError, match=r"Nothing more is recorded.*step_000001"):
+        scheduler.close()
     assert scheduler.ledger.as_dict()["called"]["close"] == 1
-    scheduler.close()
 
 
-def test_retention_is_told_of_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_no_call_that_follows_a_failed_write_claims_or_removes_anything(tmp_path: Path, background: bool) -> None:
+    """The error was forgotten once raised: a checkpoint then claimed a step that is not on disk, retention removed the
+    steps before it, and close told of nothing."""
+    settings = config(tmp_path, "dump", background=background, retention={"keep_last": 1})
+    scheduler = build_scheduler(settings, Player, make_contract())
+    for step in range(3):
+        scheduler.get_batch(request(step))
+    scheduler.state_dict()
+    (tmp_path / "x/train/step_000003.safetensors").write_bytes(b"in the way")
+
+    def go_on() -> None:
+        scheduler.get_batch(request(3))
+        scheduler.state_dict()
+
+    with pytest.raises(StepExistsError):
+        go_on()
+    for _ in range(2):
+        for call in (
+            partial(scheduler.get_batch, request(4)),
+            scheduler.state_dict,
+            partial(scheduler.checkpoint_saved, 2),
+        ):
+            with pytest.raises(RecordingError, match=r"Nothing more is recorded.*step_000003"):
+                call()
+    for _ in range(2):
+        with pytest.raises(RecordingError, match=r"Nothing more is recorded.*step_000003"):
+            scheduler.close()
+    assert sorted(file.name for file in (tmp_path / "x/train").glob("step_*"))[0] == "step_000000.safetensors"
+    assert not (tmp_path / "x/retention.json").exists()
+
+
+def test_a_block_that_ends_with_the_writers_error_raises_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+
+    def run() -> None:
+        with build_scheduler(config(tmp_path, "dump", background=False), Player, make_contract()) as scheduler:
+            scheduler.get_batch(request(0))
+            (tmp_path / "x/train/step_000001.safetensors").write_bytes(b"in the way")
+            scheduler.get_batch(request(1))
+
+    with pytest.raises(StepExistsError, match="step_000001"):
+        run()
+
+
+def test_retention_is_told_of_checkpoints_and_what_it_removes_is_counted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mock_scheduler.rollout_mock")
     settings = config(tmp_path, "dump", retention={"keep_last": 1})
     with build_scheduler(settings, Player, make_contract(), plan=requests(range(4))) as scheduler:
         play(scheduler, range(4))
         scheduler.checkpoint_saved(3)
     assert RecordingReader(str(tmp_path / "x")).steps() == {"train": [3]}
+    assert scheduler.ledger.as_dict()["recording"]["removed_steps"] == 3
+    assert (
+        "[Rollout Mock] Removed 3 recorded steps, which the checkpoint of step 3 makes superfluous "
+        "(rollout_mock.retention): train 0-2"
+    ) in caplog.messages
+
+
+def test_a_cache_that_only_replays_removes_nothing_under_other_readers(tmp_path: Path) -> None:
+    """Another run, whose plan had been checked, then found no step."""
+    dump(tmp_path, range(6))
+    other = mock(tmp_path, plan=requests(range(6)))
+    settings = config(tmp_path, "cache", retention={"keep_last": 2})
+    with build_scheduler(settings, never, make_contract()) as scheduler:
+        play(scheduler, range(4))
+        scheduler.checkpoint_saved(4)
+    assert "removed_steps" not in scheduler.ledger.as_dict()["recording"]
+    assert digests(play(other, range(6))) == digests(map(batch_of, requests(range(6))))
+
+
+def test_a_metric_that_is_no_finite_number_is_left_out_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JSON has none: the first NaN ended the recording."""
+
+    class Empty(Player):
+        def collect_metrics(self) -> dict[str, float]:
+            return {"reward/mean": float("nan"), "time/rollout_s": 0.5, "ratio": float("inf")}
+
+    with build_scheduler(config(tmp_path, "dump"), Empty, make_contract()) as scheduler:
+        play(scheduler, range(2))
+        assert list(scheduler.collect_metrics()) == ["reward/mean", "time/rollout_s", "ratio"]
+    assert RecordingReader(str(tmp_path / "x")).load_step(request(1)).info.metrics == {"time/rollout_s": 0.5}
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sorted(said) == [
+        "[Rollout Mock] Metric 'ratio' is not recorded where it is no finite number, as at train step 0 (inf)",
+        "[Rollout Mock] Metric 'reward/mean' is not recorded where it is no finite number, as at train step 0 (nan)",
+    ]
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    class Named(Player):
+        def collect_metrics(self) -> dict[str, float]:
+            return {"reward": 1.0, "engine": "vllm", "none": None}  # type: ignore[dict-item]
+
+    scheduler = build_scheduler(config(tmp_path, "dump"), Named, make_contract())
+    with scheduler, pytest.raises(SchedulerError) as caught:
+        scheduler.get_batch(request(0))
+    assert str(caught.value) == (
+        "train step 0: collect_metrics gave what is no number: 'engine' is 'vllm'; 'none' is None"
+    )
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The queue beside the training loop: order, memory, errors, the end of the process and forks."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -108,21 +109,93 @@ def test_a_third_job_is_not_made_before_the_first_is_done() -> None:
     queue.close()
 
 
-@pytest.mark.parametrize("call", ["submit", "flush", "close", "check_open"])
-def test_an_error_is_raised_once_as_it_was_by_the_next_call(call: str) -> None:
-    queue, done = JobQueue(is_background=True), []
-    queue.submit(giving(fail))
-    queue._executor.submit(int).result()  # the thread has got past the failed job
-    with pytest.raises(ZeroDivisionError, match="the first error"):
-        queue.submit(giving(lambda: done.append(1))) if call == "submit" else getattr(queue, call)()
-    queue.flush()
-    queue.close()
-    with pytest.raises(RecordingError) as caught:
-        queue.submit(giving(lambda: done.append(1)))
-    assert str(caught.value) == (
-        "[Rollout Mock] Nothing more is recorded, since an earlier write failed: the first error"
-    )
+REPEATED = "[Rollout Mock] Nothing more is recorded, since an earlier write failed: the first error"
+
+
+@pytest.mark.parametrize("is_background", [True, False])
+@pytest.mark.parametrize("call", ["submit", "run", "flush", "close", "check_open"])
+def test_an_error_is_raised_as_it_was_by_the_next_call_and_told_of_by_all_later_ones(
+    call: str, is_background: bool
+) -> None:
+    """It was forgotten once raised: a later flush said that all was on disk, and close that all was well."""
+    queue, done = JobQueue(is_background=is_background), []
+    calls: dict[str, Callable[[], object]] = {
+        "submit": lambda: queue.submit(giving(lambda: done.append(1))),
+        "run": lambda: queue.run(lambda: done.append(1)),
+        "flush": queue.flush,
+        "check_open": queue.check_open,
+        "close": queue.close,
+    }
+    with contextlib.suppress(ZeroDivisionError):
+        queue.submit(giving(fail))
+    if is_background:
+        queue._executor.submit(int).result()  # the thread has got past the failed job
+        with pytest.raises(ZeroDivisionError, match="the first error"):
+            calls[call]()
+    for _ in range(2):
+        for later in calls.values():
+            with pytest.raises(RecordingError) as caught:
+                later()
+            assert str(caught.value) == REPEATED
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert done == []
+
+
+def test_what_a_job_raises_that_is_run_here_is_its_callers_alone() -> None:
+    queue = JobQueue(is_background=True)
+    with pytest.raises(ZeroDivisionError):
+        queue.run(fail)
+    assert queue.run(lambda: 3) == 3
+    queue.close()
+
+
+def test_any_thread_may_give_jobs() -> None:
+    """Two threads that looked at the first job together took two away: IndexError, or an error that was lost."""
+    queue, failures, done = JobQueue(is_background=True), [], []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def give_many() -> None:
+        try:
+            for _ in range(100):
+                queue.submit(giving(lambda: done.append(1)))
+            queue.flush()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=give_many) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    queue.close()
+    assert (failures, len(done)) == ([], 400)
+
+
+def test_jobs_in_place_run_one_at_a_time() -> None:
+    queue, running, most = JobQueue(is_background=False), [], []
+    barrier = threading.Barrier(3)
+
+    def job() -> None:
+        running.append(1)
+        most.append(len(running))
+        running.pop()
+
+    def give_many() -> None:
+        barrier.wait(60)
+        for _ in range(50):
+            queue.submit(giving(job))
+
+    threads = [threading.Thread(target=give_many) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1] * 150
 
 
 def test_what_waited_behind_a_failed_job_is_not_done(caplog: pytest.LogCaptureFixture) -> None:
@@ -137,7 +210,8 @@ def test_what_waited_behind_a_failed_job_is_not_done(caplog: pytest.LogCaptureFi
     gate.may_end.set()
     with pytest.raises(ZeroDivisionError):
         queue.flush()
-    queue.close()
+    with pytest.raises(RecordingError):
+        queue.close()
     assert done == []
     assert [record.getMessage() for record in caplog.records] == [
         "[Rollout Mock] Recording failed; the next call raises this error: the first error",
@@ -167,16 +241,17 @@ def test_a_call_that_waited_for_a_failing_job_raises_its_error_and_makes_nothing
     gate.may_end.set()
     giver.join(60)
     assert ([str(error) for error in caught], made) == (["the first error"], [])
-    queue.close()
+    with pytest.raises(RecordingError):
+        queue.close()
 
 
 def test_a_job_that_fails_in_place_raises_at_once_and_ends_the_queue() -> None:
     queue = JobQueue(is_background=False)
     with pytest.raises(ZeroDivisionError, match="the first error"):
         queue.submit(giving(fail))
-    with pytest.raises(RecordingError, match=r"an earlier write failed: the first error"):
-        queue.submit(giving(fail))
-    queue.close()
+    for _ in range(2):
+        with pytest.raises(RecordingError, match=r"an earlier write failed: the first error"):
+            queue.submit(giving(fail))
 
 
 @pytest.mark.parametrize("is_background", [True, False])

@@ -5,6 +5,7 @@ import hashlib
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -174,13 +175,18 @@ def test_a_dtype_that_this_torch_lacks_is_refused() -> None:
     )
 
 
+FORGED_SAMPLING = {"temperature": "hot", "top_p": 1.0, "top_k": None, "logprobs_mode": "raw"}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"group_size": 2}, "expected group_size 2"),
+        ({"group_size": 2}, "default/group 0/episode 0: 1 of 2 trajectories"),
         ({"group_size": True}, "group_size True"),
         ({"tags": []}, "content is no rollout batch: IndexError"),
-        ({"tags": [1]}, "scheduler_ids and tags must be texts"),
+        ({"tags": [1]}, "tags is \\[1\\]; expected a list of texts"),
+        ({"scheduler_ids": "default"}, "scheduler_ids is 'default'; expected a list of texts"),
+        ({"sampling": FORGED_SAMPLING}, "temperature is 'hot'; expected a finite float or int; top_k is None"),
         ({"meta": 1}, "meta is of type int"),
         ({"num_trajectories": 0}, "1 trajectories; its header says 0"),
         ({"num_rows": 2}, "tensor 'rewards' is torch.float32 \\[1\\], which does not fit 2 rows"),
@@ -201,7 +207,7 @@ def test_content_that_is_no_batch_is_refused_though_its_digests_are_right(
 
 def test_info_of_wrong_types_is_refused() -> None:
     data = rewrite(tiny_step(), lambda document: document["content"]["info"].update(step="0", shard=[0.5, 1]))
-    with pytest.raises(CorruptRecordingError, match=r"info has step '0', shard \[0.5, 1\]"):
+    with pytest.raises(CorruptRecordingError, match=r"step is '0'; expected int; shard is \(0.5, 1\); expected"):
         decode_step(data)
 
 
@@ -269,16 +275,16 @@ def test_a_huge_header_size_is_refused_before_anything_is_allocated() -> None:
 
 def test_what_is_no_json_is_named() -> None:
     for changes, label in (
-        ({"metrics": {"time/rollout_s": float("nan")}}, "metrics 'time/rollout_s' is nan"),
-        ({"scheduler_state": {"a": 1, "b": float("inf")}}, "scheduler_state 'b' is inf"),
-        ({"data_cursor": float("nan")}, "data_cursor is nan"),
+        (
+            {"metrics": {"time/rollout_s": float("nan")}},
+            "metrics.time/rollout_s is nan; expected a finite float or int",
+        ),
+        ({"scheduler_state": {"a": 1, "b": float("inf")}}, "scheduler_state.b is inf; JSON has no NaN and no infinity"),
+        ({"data_cursor": float("nan")}, "data_cursor is nan; JSON has no NaN and no infinity"),
     ):
         with pytest.raises(RecordingError) as caught:
-            encode_step(make_batch(), make_info(3, **changes))
-        # What json says after this differs between Python versions.
-        assert str(caught.value).startswith(
-            f"step 3: {label}, which cannot be recorded: Out of range float values are not JSON compliant"
-        )
+            make_info(3, **changes)
+        assert str(caught.value) == f"info of step 3 has what a file cannot keep: {label}"
 
 
 def test_a_header_over_the_limit_is_refused_when_written() -> None:
@@ -380,3 +386,34 @@ def test_any_rows_of_any_batch_are_those_that_were_written(batch: RolloutBatch, 
     part = step.load(range(start, stop))
     assert part.digest() == batch.select(list(range(start, stop))).digest() or not len(part)
     assert part.identities == batch.identities[start:stop]
+
+
+def test_an_info_that_would_come_back_otherwise_is_refused_when_it_is_made() -> None:
+    """Keys that are numbers came back as texts and tuples as lists; NumPy's numbers ended the writer's thread."""
+    with pytest.raises(RecordingError) as caught:
+        make_info(
+            np.int64(3),
+            policy_version=True,
+            mode="test",
+            metrics={1: 2.0, "a": np.float32(1)},
+            scheduler_state={"cursors": {0: 1}, "rng": (3, (1, 2), None)},
+            data_cursor={"at": (1,)},
+            shard=[0, 1],
+        )
+    assert str(caught.value) == (
+        "info of step 3 has what a file cannot keep: step is np.int64(3); expected int; policy_version is True; "
+        "expected int; mode is 'test'; expected 'train' or 'val'; shard is [0, 1]; expected (index, count); "
+        "metrics: key 1 is int; JSON has text keys only; metrics.a is np.float32(1.0); expected a finite float or int; "
+        "scheduler_state.cursors: key 0 is int; JSON has text keys only; scheduler_state.rng is a tuple, which would "
+        "come back as a list; make it one; data_cursor.at is a tuple, which would come back as a list; make it one"
+    )
+
+
+def test_a_forged_prompt_digest_is_found_by_verification() -> None:
+    """A load believes what the digests of the file cover; the whole check computes it anew."""
+    batch = make_batch(1, 1)
+    object.__setattr__(batch, "prompt_digests", ("0" * 64,))
+    step = open_bytes(encode_step(batch, make_info()).to_bytes())
+    assert step.load().prompt_digests == ("0" * 64,)
+    with pytest.raises(CorruptRecordingError, match=r"prompt_digest is '0{64}'; that of its prompt is"):
+        step.verify()

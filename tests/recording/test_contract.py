@@ -95,7 +95,7 @@ def test_a_field_named_twice_or_no_json_is_refused() -> None:
     field = ContractField(name="seed", value=1, rule=Rule.MUST_MATCH, advice="")
     with pytest.raises(ContractError, match=r"fields named twice: \['seed'\]"):
         Contract([field, field])
-    with pytest.raises(ContractError, match="value of 'exp_name' is no JSON"):
+    with pytest.raises(ContractError, match="value of 'exp_name' is nan; JSON has no NaN"):
         one_field(float("nan"), Rule.MUST_MATCH)
 
 
@@ -291,3 +291,23 @@ def test_a_subset_matches_exactly_where_every_item_was_recorded(recorded: list[i
     contract = one_field(current, Rule.MUST_MATCH, match=Match.SUBSET)
     differences = contract.differences(one_field(recorded, Rule.MUST_MATCH, match=Match.SUBSET))
     assert any(difference.is_blocking for difference in differences) == (not set(current) <= set(recorded))
+
+
+def test_a_value_that_json_would_change_is_refused_and_a_tuple_is_a_list() -> None:
+    """A key that is a number was equal to its text, and a value that is too deep a RecursionError."""
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value, problem in (
+        ({"a": {1: 2}}, "value of 'x'.a: key 1 is int; JSON has text keys only"),
+        (deep, "value of 'x' has more than 100 levels of lists and objects in each other"),
+    ):
+        with pytest.raises(ContractError) as caught:
+            Contract.of({"x": value})
+        assert str(caught.value) == f"contract: {problem}"
+    assert Contract.of({"x": (1, 2)}).differences(Contract.of({"x": [1, 2]})) == []
+
+
+def test_a_mapping_that_became_empty_is_told_by_its_key() -> None:
+    recorded, current = Contract.of({"x": {"a": {"b": 1}}}), Contract.of({"x": {"a": {}}})
+    assert [difference.reason for difference in current.differences(recorded)] == ["added a; removed a.b"]

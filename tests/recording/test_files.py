@@ -11,10 +11,13 @@ from mock_scheduler.recording.paths import (
     find_file,
     find_step,
     format_present,
-    format_steps,
     list_steps,
     locate_steps,
+    parse_folder,
+    parse_step_stem,
+    shard_stem,
     step_name,
+    step_stem,
 )
 from mock_scheduler.scheduler import RowShard
 
@@ -110,6 +113,25 @@ def test_a_scheduler_id_that_is_no_safe_folder_name_is_refused(scheduler_id: str
 
 
 def test_steps_are_shown_as_ranges() -> None:
-    assert format_steps([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert format_present({"train": [0, 1], "val": [3]}) == "train 0-1; val 3"
+    assert format_present({"train": [0, 1], "val": [8, 3, 4]}) == "train 0-1; val 3-4, 8"
     assert format_present({}) == "none"
+
+
+def test_names_are_parsed_as_they_are_built() -> None:
+    assert shard_stem(RowShard(index=3, count=16)) == "shard_00003-of-00016"
+    for step in (0, 999_999, 1_000_000, 10**11):
+        assert parse_step_stem(step_stem(step)) == step
+    for name in (
+        "step_1",
+        "step_0000001",
+        "step_000001.safetensors",
+        "step_٠٠٠٠٠١",
+        "step_000000\n",
+        "step_-00001",
+        "",
+    ):
+        assert parse_step_stem(name) is None
+    assert parse_folder("train") == ("train", "default")
+    assert parse_folder("val.math.v2") == ("val", "math.v2")
+    for folder in ("train.", "train.default", "test", "train.a/b", ".train", "train.-a", "train\n", "VAL"):
+        assert parse_folder(folder) is None

@@ -159,7 +159,8 @@ def test_a_run_ends_after_its_first_step_and_not_at_a_full_disk(
 
     with pytest.raises(RecordingError, match=r"\(average of 1\), and 99 more will be kept\. They need"):
         give_all()
-    writer.close()
+    with pytest.raises(RecordingError, match="Nothing more is recorded, since an earlier write failed"):
+        writer.close()
     assert RecordingReader(str(tmp_path)).steps() == {"train": [0]}
 
 

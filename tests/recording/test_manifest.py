@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import RecordingError, StepNotFoundError
-from mock_scheduler.recording import open_storage
+from mock_scheduler.packages import DISTRIBUTIONS
+from mock_scheduler.recording import manifest, open_storage
 from mock_scheduler.recording.manifest import (
     Manifest,
     collect_provenance,
@@ -74,6 +75,29 @@ def test_a_missing_recording_names_those_nearby(tmp_path: Path) -> None:
         load_manifest(open_storage(str(tmp_path / "nowhere" / "baseline")))
 
 
+def test_the_nearest_five_recordings_are_named_and_nothing_else(tmp_path: Path) -> None:
+    """In /tmp it named every recording that any test had left there, however little it had to do with this one."""
+    for name in ("a", "b", "c", "base_1", "baseline_2", "baseline_1", ".hidden"):
+        save_manifest(open_storage(str(tmp_path / name)), make_manifest())
+    (tmp_path / "baseline_no_recording").mkdir()
+    with pytest.raises(StepNotFoundError) as caught:
+        load_manifest(open_storage(str(tmp_path / "baseline_3")))
+    nearest = ", ".join(f"{tmp_path}/{name}" for name in ("baseline_1", "baseline_2", "base_1", "a", "b"))
+    assert f"\nRecordings nearby: {nearest}, and 1 more\n" in str(caught.value)
+
+
+def test_a_file_in_place_of_the_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "v1"
+    file.touch()
+    for location in (str(file), f"file://{file}"):
+        with pytest.raises(RecordingError) as caught:
+            load_manifest(open_storage(location))
+        assert str(caught.value) == (
+            f"[Rollout Mock] {location} is a file, and a recording is a folder with recording.json in it: give the "
+            "folder as dump_dir"
+        )
+
+
 def test_a_second_manifest_is_refused(tmp_path: Path) -> None:
     save_manifest(open_storage(str(tmp_path)), make_manifest())
     with pytest.raises(RecordingError, match="another run is recording here"):
@@ -84,17 +108,36 @@ def test_provenance_holds_versions_and_the_settings_given() -> None:
     provenance = collect_provenance({"settings": {"NCCL_ALGO": "Ring"}})
     assert provenance["settings"] == {"NCCL_ALGO": "Ring"}
     assert provenance["packages"]["torch"] == importlib.metadata.version("torch")
-    assert set(provenance["packages"]) == {"torch", "megatron-core", "transformer-engine", "safetensors", "numpy"}
+    assert set(provenance["packages"]) == set(DISTRIBUTIONS)
+
+
+def test_provenance_tells_the_callers_code_from_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording said which revision of this library made it, and nothing about the code that trained."""
+    project = tmp_path / "my_project"
+    (project / "scripts").mkdir(parents=True)
+    (project / "train.py").write_text("")
+    monkeypatch.chdir(project / "scripts")
+    library = read_git_revision(Path(manifest.__file__))
+    assert collect_provenance({})["git"] is None
+    git(project, "init", "-q")
+    assert collect_provenance({})["git"] is None
+    git(project, "add", "train.py")
+    git(project, "commit", "-qm", "first")
+    (project / "train.py").write_text("changed")
+    provenance = collect_provenance({})
+    revision = git(project, "rev-parse", "HEAD")
+    assert provenance["git"] == {"root": "my_project", "revision": revision, "is_modified": True}
+    assert provenance["library_git"] == library
 
 
 def test_provenance_that_would_replace_what_was_read_is_refused() -> None:
     with pytest.raises(RecordingError) as caught:
-        collect_provenance({"git": "unknown"})
-    assert str(caught.value) == "provenance: ['git'] are read by the recorder itself: give other names"
+        collect_provenance({"git": "unknown", "library_git": None})
+    assert str(caught.value) == "provenance: ['git', 'library_git'] are read by the recorder itself: give other names"
 
 
 def test_provenance_that_is_no_json_is_refused() -> None:
-    with pytest.raises(RecordingError, match=r"recording.json: provenance is no JSON"):
+    with pytest.raises(RecordingError, match=r"recording.json: provenance.x is inf; JSON has no NaN and no infinity"):
         encode_manifest(Manifest(run_id="r", contract=make_contract(), provenance={"x": float("inf")}))
 
 
@@ -114,7 +157,8 @@ def test_the_revision_is_that_of_the_repository_that_tracks_the_file(tmp_path: P
     git(tmp_path, "add", "module.py")
     git(tmp_path, "commit", "-qm", "first")
     revision = git(tmp_path, "rev-parse", "HEAD")
-    assert read_git_revision(tmp_path / "module.py") == {"revision": revision, "is_modified": False}
+    expected = {"root": tmp_path.name, "revision": revision, "is_modified": False}
+    assert read_git_revision(tmp_path / "module.py") == expected
     assert read_git_revision(installed / "module.py") is None
     (tmp_path / "module.py").write_text("changed")
-    assert read_git_revision(tmp_path / "module.py") == {"revision": revision, "is_modified": True}
+    assert read_git_revision(tmp_path / "module.py") == {**expected, "is_modified": True}

@@ -13,6 +13,7 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
 from mock_scheduler.recording.local_storage import LocalStorage
+from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import (
     RetentionRecord,
     find_removable,
@@ -21,7 +22,7 @@ from mock_scheduler.recording.retention import (
     num_more_kept,
     save_retention,
 )
-from mock_scheduler.recording.sharded_writing import Patience
+from mock_scheduler.recording.sealed import encode_sealed
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 from tests.recording.processes import run_in_child
@@ -267,6 +268,43 @@ def test_removing_a_committed_step_leaves_it_whole_or_absent(tmp_path: Path) -> 
     writers[0].checkpoint_saved(2)
     assert steps_of(tmp_path) == {"train": [2]}
     assert sorted(name for name in os.listdir(tmp_path / "train") if not name.startswith(".lock")) == ["step_000002"]
+
+
+def test_a_writer_that_has_written_nothing_removes_nothing(tmp_path: Path) -> None:
+    """A cache run that only replayed removed steps that another run, whose plan was checked, was still to read."""
+    writer = open_writer(tmp_path, keep(2), run_id="r")
+    submit(writer, range(8))
+    writer.close()
+    before = sorted(os.listdir(tmp_path))
+    joined = open_writer(tmp_path, keep(2), resume=True)
+    assert joined.checkpoint_saved(5) == {}
+    submit(joined, [7])  # is there already
+    assert joined.checkpoint_saved(6) == {}
+    assert (steps_of(tmp_path), sorted(os.listdir(tmp_path))) == ({"train": list(range(8))}, before)
+    submit(joined, [8])
+    assert joined.checkpoint_saved(7) == {"train": list(range(7))}
+    joined.close()
+    assert steps_of(tmp_path) == {"train": [7, 8]}
+
+
+def write_record(folder: Path, document: dict[str, object]) -> None:
+    (folder / "retention.json").write_bytes(encode_sealed(document, format_name="rollout-retention", version=1))
+
+
+@pytest.mark.parametrize("starts", [["x"], [None, 3], "ab", [-5], [1.5], [True], 5])
+def test_start_points_that_are_no_steps_are_corrupt(tmp_path: Path, starts: object) -> None:
+    """They were a TypeError out of the next checkpoint."""
+    write_record(tmp_path, {"start_points": starts, "removed": {}})
+    with pytest.raises(CorruptRecordingError) as caught:
+        note_checkpoint(open_storage(str(tmp_path)), 4, keep(1))
+    assert f"start_points is {starts!r}; expected a list of steps" in str(caught.value)
+
+
+@pytest.mark.parametrize("removed", [{"train": 3}, {"train": ["0-3"]}, {"train": "x"}, ["train"]])
+def test_removed_steps_that_are_none_are_corrupt(tmp_path: Path, removed: object) -> None:
+    write_record(tmp_path, {"start_points": [0], "removed": removed})
+    with pytest.raises(CorruptRecordingError, match=r"retention\.json: content is no retention record"):
+        load_retention(open_storage(str(tmp_path)))
 
 
 def test_checkpoints_of_several_processes_are_all_noted(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -293,3 +293,52 @@ def test_a_package_that_is_absent_is_named_with_how_to_install_it(monkeypatch: p
 def test_chained_urls_are_refused() -> None:
     with pytest.raises(RecordingError, match=re.escape("chained URLs (::) are not supported")):
         open_storage("simplecache://x::s3://bucket/y")
+
+
+def test_what_was_read_stays_when_the_file_is_overwritten_or_truncated(tmp_path: Path) -> None:
+    """A file was mapped: what another process wrote into it in place changed batches that were verified and in the
+    pipeline's hands, and its truncation ended this process with a SIGBUS."""
+    storage = open_storage(str(tmp_path))
+    storage.publish("a", [b"abcdef"])
+    source = storage.open_source("a")
+    read = source.read(1, 5)
+    with open(tmp_path / "a", "r+b") as file:
+        file.write(b"ghijkl")
+        file.truncate(3)
+    assert bytes(read) == b"bcde"
+    with pytest.raises(CorruptRecordingError) as caught:
+        source.read(0, 6)
+    assert str(caught.value) == (
+        f"{tmp_path}/a: it ended at byte 3 while it was read, of 6 when it was opened: another process truncated it. "
+        "Restore it from a copy or record again."
+    )
+
+
+def test_a_file_that_was_removed_can_be_read_by_who_has_it_open(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.publish("a", [b"abcdef"])
+    source = storage.open_source("a")
+    storage.remove("a")
+    assert bytes(source.read(2, 6)) == b"cdef"
+
+
+def test_an_opened_file_is_closed_with_its_source(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.publish("a", [b"abc"])
+    before = os.listdir("/proc/self/fd")
+    sources = [storage.open_source("a") for _ in range(3)]
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 3
+    sources.clear()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe where a step or a sealed file should be blocked the run for ever."""
+    storage = open_storage(str(tmp_path))
+    make(tmp_path / "a")
+    kind = "a pipe" if make is os.mkfifo else "a folder"
+    for read in (lambda: storage.open_source("a"), lambda: storage.read_bytes("a", max_bytes=9)):
+        with pytest.raises(CorruptRecordingError) as caught:
+            read()
+        assert str(caught.value) == f"{tmp_path}/a is {kind}, where a regular file is expected: remove it"

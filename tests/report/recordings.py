@@ -20,7 +20,8 @@ from mock_scheduler.text import format_bytes
 from tests.recording.builders import SAMPLING, make_contract, make_info, make_row
 
 PROVENANCE = {
-    "git": {"revision": "0123456789abcdef", "is_modified": True},
+    "git": {"root": "my_project", "revision": "0123456789abcdef", "is_modified": True},
+    "library_git": {"root": "mock-scheduler", "revision": "fedcba9876543210", "is_modified": False},
     "python": "3.11.9",
     "packages": {"torch": "2.13.0", "megatron-core": "0.16.1", "transformer-engine": None},
     "platform": "Linux-x86_64",
@@ -83,7 +84,7 @@ def inspect(dump_dir: Path, *, steps: str | None = None, width: int = 80) -> tup
 
 def verify(dump_dir: Path, *, steps: str | None = None) -> tuple[int, list[str]]:
     console, text = make_console()
-    code = run_verify(str(dump_dir), steps=steps, console=console)
+    code = run_verify(str(dump_dir), steps=steps, json_path=None, console=console)
     return code, text.getvalue().splitlines()
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from mock_scheduler import cli
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.report.progress_bar import show_progress
-from tests.recording.builders import make_batch, make_contract
+from tests.recording.builders import SAMPLING, make_batch, make_contract, make_row
 from tests.report.recordings import flip_last_byte, inspect, make_odd_batch, make_played, record, size_of
 
 
@@ -30,8 +33,9 @@ def test_inspect_says_what_a_recording_is_and_holds(tmp_path: Path) -> None:
     assert text == (
         f"recording {folder}\n"
         "run id       run-1\n"
-        "made with    git 0123456789ab (modified), python 3.11.9, megatron-core 0.16.1,\n"
-        "             torch 2.13.0, Linux-x86_64\n"
+        "made with    code my_project 0123456789ab (modified), mock-scheduler\n"
+        "             fedcba987654, python 3.11.9, megatron-core 0.16.1, torch 2.13.0,\n"
+        "             Linux-x86_64\n"
         "also holds   vocabulary\n"
         "contract     sequence_length = 64 (must match)\n"
         "             vocab_size = 16 (must match)\n"
@@ -73,7 +77,7 @@ def test_inspect_names_what_is_odd_in_a_recording(tmp_path: Path) -> None:
     code, text = inspect(folder)
     assert code == 0
     assert text[text.index("\n\n") :] == (
-        "\n\nval  steps 0\n"
+        "\n\nval  step 0\n"
         "  stored as       1 file\n"
         f"  size            {size}, {size} per step\n"
         "  rows            3: 3 trajectories in 2 groups\n"
@@ -108,7 +112,7 @@ def test_inspect_shows_the_first_fields_of_a_long_contract(tmp_path: Path) -> No
     """Ten fields that must match are shown before one that may differ, and the rest is counted."""
     contract = make_contract(**{f"field_{number}": number for number in range(10)})
     lines = inspect(record(tmp_path, {}, contract=contract))[1].splitlines()
-    assert lines[5:17] == [
+    assert lines[6:18] == [
         "contract    sequence_length = 64 (must match)",
         "            vocab_size = 16 (must match)",
         *(f"            field_{number} = {number} (must match)" for number in range(8)),
@@ -137,8 +141,56 @@ def test_inspect_shows_the_first_and_last_steps_of_many(tmp_path: Path) -> None:
 def test_inspect_of_some_steps_counts_only_those(tmp_path: Path) -> None:
     folder = record(tmp_path, {step: make_played(0, 1, 0, 1) for step in range(4)})
     text = inspect(folder, steps="1,3-")[1]
-    assert "train  steps 0-3\n" in text
+    assert "train  steps 1, 3 of 0-3\n  stored as  2 files\n" in text
     assert "  rows       8: 8 trajectories in 4 groups of 2\n" in text
+
+
+def test_inspect_of_some_steps_leaves_out_folders_without_them(tmp_path: Path) -> None:
+    folder = record(tmp_path, {step: make_played(0, 1, 0, 1) for step in range(3)})
+    record(folder, {0: make_played(0, 1, 0, 1)}, mode="val")
+    text = inspect(folder, steps="2")[1]
+    assert "\ntrain  step 2 of 0-2\n" in text
+    assert "\nval" not in text
+
+
+def test_inspect_of_steps_that_are_not_there_is_an_error_with_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It described a recording without steps, with exit code 0."""
+    folder = record(tmp_path, {step: make_played(0, 1, 0, 1) for step in range(3)})
+    assert cli.main(["inspect", str(folder), "--steps", "99"]) == 5
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: none of the steps 99 is recorded in {folder}; steps present: train 0-2\n"
+
+
+def test_inspect_draws_no_histogram_of_one_value(tmp_path: Path) -> None:
+    text = inspect(record(tmp_path, {0: make_played(0.5, 0.5)}))[1]
+    assert "\n\n  reward  0.5 in all 2 rows\n\n  response length  mean 2.5" in text
+
+
+def test_inspect_names_no_tags_where_there_are_none_and_cuts_many(tmp_path: Path) -> None:
+    silent = RolloutBatch.from_trajectories([make_row(0, 0, tag="")], sampling=SAMPLING, group_size=None)
+    assert "  tags" not in inspect(record(tmp_path / "v1", {0: silent}))[1]
+    rows = [make_row(0, number, tag=f"t{number:02d}") for number in range(14)]
+    many = RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=None)
+    text = inspect(record(tmp_path / "v2", {0: many}), width=200)[1]
+    listed = ", ".join(f"t{number:02d} 1" for number in range(12))
+    assert re.search(rf"\n  tags +{listed}, and 2 more\n", text)
+
+
+def test_inspect_reads_recordings_of_which_no_repository_or_only_the_librarys_is_known(tmp_path: Path) -> None:
+    def made_with(git: object, library_git: object) -> str:
+        provenance = {"git": git, "library_git": library_git, "python": "3.11"}
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        manifest = Manifest(run_id="r", contract=make_contract(), provenance=provenance)
+        save_manifest(open_storage(str(folder)), manifest)
+        return inspect(folder)[1].splitlines()[2]
+
+    old = {"revision": "0123456789abcdef", "is_modified": False}
+    assert made_with(old, None) == "made with  code 0123456789ab, python 3.11"
+    assert made_with(None, None) == "made with  python 3.11"
+    assert made_with(None, {**old, "root": "x"}) == "made with  mock-scheduler 0123456789ab, python 3.11"
 
 
 def test_inspect_lists_steps_that_cannot_be_read_beside_the_others(tmp_path: Path) -> None:
@@ -169,7 +221,7 @@ def test_inspect_writes_everything_as_json(tmp_path: Path, capsys: pytest.Captur
         "value": 64,
     }
     (train,) = value["folders"]
-    assert (train["present"], train["gaps"], train["forms"]) == ("3-4", "", {"file": 2})
+    assert (train["present"], train["chosen"], train["gaps"], train["forms"]) == ("3-4", "4", "", {"file": 1})
     assert [step["step"] for step in train["steps"]] == [4]
     assert train["steps"][0]["extras"] == {"info": "JSON", "router": "ragged uint8 [n, 4]", "weight": "float32 []"}
     assert train["totals"]["reward"] == train["steps"][0]["reward"]

@@ -107,6 +107,30 @@ def test_turns_that_are_not_told_apart_in_the_tokens_are_listed() -> None:
     )
 
 
+def test_logprobs_that_a_frameworks_batch_lacks_are_not_shown_as_zeros() -> None:
+    """A padded batch without logprobs is recorded with zeros, and says so in its meta: 0.0000 looked like certainty."""
+    row = make_row(rollout_logprobs=(0.0, 0.0), turn_rewards=(1.0,))
+    for absent, expected in (
+        (["rewards", "rollout_logprobs"], "logprobs not recorded"),
+        (["rewards"], "logprob 0.0000 (mean 0.0000)"),
+    ):
+        batch = RolloutBatch.from_trajectories(
+            [row], sampling=SAMPLING, group_size=None, meta={"padded": {"absent": absent}}
+        )
+        text = io.StringIO()
+        print_trajectory(batch, 0, Console(file=text, width=80), where="x", vocabulary=None)
+        assert f"\nturn 0  2 tokens, {expected}, reward " in text.getvalue()
+
+
+def test_no_line_ends_with_spaces_whatever_the_texts_are() -> None:
+    lines = show(make_row(), vocabulary=Vocabulary(texts=dict.fromkeys(range(9), "a \n\n"))).splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_an_empty_tag_leaves_nothing_behind() -> None:
+    assert "\ndefault/group 0/episode 0/env 0/turn 0\n" in show(make_row(tag=""))
+
+
 def test_extras_are_shown_with_dtype_and_values() -> None:
     extras = {
         "info": {"seed": 7},
@@ -130,13 +154,20 @@ def test_markup_in_a_text_is_no_markup() -> None:
 
 @pytest.mark.parametrize(
     ("row", "number"),
-    [("1", 1), ("default/group 0/episode 0/env 2/turn 0", 1), ("default/group 0/episode 0/env 2", 1), ("0", 0)],
+    [
+        ("1", 1),
+        ("-1", 1),
+        ("-2", 0),
+        ("default/group 0/episode 0/env 2/turn 0", 1),
+        ("default/group 0/episode 0/env 2", 1),
+        ("0", 0),
+    ],
 )
 def test_a_row_is_found_by_number_or_identity(row: str, number: int) -> None:
     assert find_row(make_batch([make_row(0, 0), make_row(0, 2)]), row, where="train step 3") == number
 
 
-@pytest.mark.parametrize("row", ["2", "-1", "x", "default/group 0/episode 0/env 1/turn 0"])
+@pytest.mark.parametrize("row", ["2", "-3", "- 1", "x", "default/group 0/episode 0/env 1/turn 0"])
 def test_a_row_that_is_not_there_is_refused_with_those_that_are(row: str) -> None:
     with pytest.raises(RecordingError) as caught:
         find_row(make_batch([make_row(0, 0), make_row(0, 2)]), row, where="v1: train step 3")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler import cli
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.report.recording_commands import run_verify
@@ -52,7 +55,9 @@ def test_verify_names_every_problem_and_not_only_the_first(tmp_path: Path) -> No
     flip_last_byte(train / "step_000005.safetensors.zst")
     code, lines = verify(folder)
     assert code == 5
-    assert lines[0] == f"{folder}: 6 steps, {size_of(train / 'step_000003.safetensors')} whole: 7 problems"
+    assert lines[0] == "note: train has no steps 2, 6-11, between others that are recorded"
+    lines = lines[1:]
+    assert lines[0] == f"{folder}: 7 problems (6 steps read, {size_of(train / 'step_000003.safetensors')} whole):"
     changed = "the file was changed after it was written. Restore it from a copy or record the step again."
     assert [line.removeprefix(f"  - {train}/") for line in lines[1:3]] == [
         f"step_000000.safetensors: tensor 'terminations' does not match its digest: {changed}",
@@ -79,7 +84,7 @@ def test_verify_finds_a_step_of_another_run(tmp_path: Path) -> None:
     assert verify(folder) == (
         5,
         [
-            f"{folder}: 2 steps, {size_of(folder / 'train' / 'step_000000.safetensors')} whole: 1 problem",
+            f"{folder}: 1 problem (2 steps read, {size_of(folder / 'train' / 'step_000000.safetensors')} whole):",
             f"  - [Rollout Mock] {folder}/train/step_000001.safetensors holds another step than its name says: run_id "
             "'run-2' instead of 'run-1'. It was renamed, moved or copied from another recording: restore it or record "
             "again.",
@@ -94,7 +99,7 @@ def test_verify_finds_a_step_that_lies_there_twice_and_goes_on(tmp_path: Path) -
     flip_last_byte(train / "step_000001.safetensors")
     code, lines = verify(folder)
     assert code == 5
-    assert lines[0] == f"{folder}: 1 step, 0 B whole: 2 problems"
+    assert lines[0] == f"{folder}: 2 problems (1 step read, nothing whole):"
     assert lines[1] == (
         f"  - [Rollout Mock] {train}/step_000000.safetensors and {train}/step_000000.safetensors.zst are the same "
         "step: remove all but the one that is meant"
@@ -111,7 +116,10 @@ def test_verify_of_a_changed_small_file_still_reads_the_steps(name: str, tmp_pat
     path.write_bytes(path.read_bytes().replace(b": 1", b": 2", 1))
     code, lines = verify(folder)
     assert code == 5
-    assert lines[0] == f"{folder}: 2 steps, {size_of(folder / 'train' / 'step_000000.safetensors')} whole: 2 problems"
+    assert (
+        lines[0]
+        == f"{folder}: 2 problems (2 steps read, {size_of(folder / 'train' / 'step_000000.safetensors')} whole):"
+    )
     assert lines[1] == (
         f"  - {path}: does not match its digest: it was changed after it was written. Restore it from a copy or record "
         "again."
@@ -136,16 +144,83 @@ def test_verify_notes_what_is_no_step(tmp_path: Path) -> None:
 
 def test_verify_of_nothing_is_no_success(tmp_path: Path) -> None:
     folder = record(tmp_path, {})
-    assert verify(folder) == (5, [f"{folder}: 0 steps, 0 B whole: 1 problem", f"  - {folder} holds no step"])
+    assert verify(folder) == (5, [f"{folder}: 1 problem (no step read):", f"  - {folder} holds no step"])
     record(folder, {0: make_batch()})
     assert verify(folder, steps="3-") == (
         5,
-        [f"{folder}: 0 steps, 0 B whole: 1 problem", f"  - {folder} holds none of the steps 3-"],
+        [
+            f"{folder}: 1 problem (no step read):",
+            f"  - none of the steps 3- is recorded in {folder}; steps present: train 0",
+        ],
     )
+
+
+def test_verify_notes_steps_that_are_missing_between_others(tmp_path: Path) -> None:
+    """It called a recording whole without a word on a step that somebody had deleted; ``every: 2`` leaves gaps too."""
+    folder = record(tmp_path, {step: make_batch(seed=step) for step in (3, 5, 7, 8)})
+    removed = {"train": StepRanges.parse("0-2, 6")}
+    save_retention(open_storage(str(folder)), RetentionRecord(start_points=(0, 3), removed=removed))
+    code, lines = verify(folder)
+    assert (code, lines[:-1]) == (0, ["note: train has no step 4, between others that are recorded"])
+    assert verify(folder, steps="3, 5")[1][0].startswith(f"{folder}: 2 steps, ")
+
+
+@pytest.mark.parametrize(("steps", "gaps"), [((0, 10, 20), None), ((0, 10, 30), "step 20"), ((0, 2), "step 1")])
+def test_steps_that_are_equally_far_apart_have_no_gaps(
+    steps: tuple[int, ...], gaps: str | None, tmp_path: Path
+) -> None:
+    lines = verify(record(tmp_path, {step: make_batch(seed=step) for step in steps}))[1]
+    assert lines[:-1] == ([] if gaps is None else [f"note: train has no {gaps}, between others that are recorded"])
+
+
+@pytest.mark.parametrize("name", ["step_1.safetensors", "step_000001.pt", "step_1", "Step-0001.safetensors.zst.bak"])
+def test_verify_finds_a_file_that_bears_the_number_of_a_step_that_is_not_there(name: str, tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch(), 2: make_batch(seed=2)})
+    train = folder / "train"
+    (train / name).write_bytes(b"x")
+    size = size_of(*train.glob("step_00000[02].safetensors"))
+    assert verify(folder) == (
+        5,
+        [
+            "note: train has no step 1, between others that are recorded",
+            f"{folder}: 1 problem (2 steps read, {size} whole):",
+            f"  - {train}/{name} is named like step 1, which is not recorded, and is not read: a step is "
+            "step_000001.safetensors, step_000001.safetensors.zst or a folder step_000001",
+        ],
+    )
+
+
+def test_verify_only_notes_a_file_beside_the_step_whose_number_it_bears(tmp_path: Path) -> None:
+    folder = record(tmp_path, {0: make_batch()})
+    (folder / "train" / "step_000000.pt").write_bytes(b"x")
+    code, lines = verify(folder)
+    assert (code, lines[0]) == (0, f"note: {folder}/train/step_000000.pt is no recorded step")
+
+
+def test_verify_lists_the_first_of_very_many_problems_and_all_of_them_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = record(tmp_path / "v1", {0: make_batch()})
+    for step in range(1, 54):
+        (folder / "train" / f"step_{step:06d}.pt").touch()
+    for number in range(12):
+        (folder / "train" / f"note_{number:02d}.txt").touch()
+    lines = verify(folder)[1]
+    assert lines[10] == "note: and 2 more (all with --json)"
+    assert lines[11].startswith(f"{folder}: 53 problems (1 step read, ")
+    assert (len(lines), lines[-1]) == (63, "  - and 3 more (all with --json)")
+    assert cli.main(["verify", str(folder), "--json", "-"]) == 5
+    value = json.loads(capsys.readouterr().out)
+    assert (value["format_version"], value["is_whole"], value["num_steps"]) == (1, False, 1)
+    assert (len(value["problems"]), len(value["notes"])) == (53, 12)
+    path = tmp_path / "verify.json"
+    assert cli.main(["verify", str(folder), "--json", str(path)]) == 5
+    assert json.loads(path.read_text(encoding="utf-8")) == value
+    assert capsys.readouterr().out.startswith("note: ")
 
 
 def test_a_recording_at_a_url_is_looked_at_as_one_in_a_folder(tmp_path: Path) -> None:
     folder = record(tmp_path, {0: make_batch()})
     console, text = make_console()
-    assert run_verify(f"file://{folder}", steps=None, console=console) == 0
+    assert run_verify(f"file://{folder}", steps=None, json_path=None, console=console) == 0
     assert text.getvalue().startswith(f"file://{folder}: 1 step, ")

@@ -17,7 +17,7 @@ from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, Tenso
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.json_file import save_result, to_json
-from mock_scheduler.report.terminal import print_report
+from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.trace.files import RankPlace, TraceKey
 from mock_scheduler.trace.reader import ReplicaConflict
 
@@ -147,6 +147,16 @@ def test_the_report_names_verdicts_reasons_tolerance_and_files() -> None:
         "/runs/align.json",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("", 120), ("wide", 120), (None, 120)])
+def test_columns_sets_the_width_where_there_is_no_terminal(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert build_console().width == width
 
 
 def test_the_report_is_plain_text_without_a_terminal() -> None:

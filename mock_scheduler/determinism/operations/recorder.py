@@ -38,6 +38,7 @@ from mock_scheduler.determinism.operations.operators import (
 from mock_scheduler.determinism.operations.program_place import ProgramPlace
 from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
 from mock_scheduler.files import written_aside
+from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.text import shorten
 
 _LONGEST_TEXT = 300
@@ -207,7 +208,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         digest, note = self._digest(name, tensor, facts)
         if is_input and facts is not None and key in self._uninitialised and _may_only_write(facts, name):
             digest, note = None, UNINITIALISED
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         return TensorEntry(
             name=name, dtype=dtype, shape=list(tensor.shape), storage=self._storages[key], digest=digest, note=note
         )

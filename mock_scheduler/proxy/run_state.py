@@ -10,7 +10,7 @@ from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import RolloutRequest
 
 
-class Progress:
+class ProxyState:
     """``mode``: how the last batch came about: ``real``, ``dump``, ``verify``, or ``mock`` for a replayed one."""
 
     def __init__(self, mode: str) -> None:
@@ -36,11 +36,19 @@ class Progress:
     def load(self, state: Mapping[str, JSON]) -> Mapping[str, JSON]:
         """Take over a state of any mode and return the real scheduler's part of it; raises ``SchedulerError``."""
         version, steps, scheduler_state = (state.get(key) for key in ("policy_version", "last_steps", "scheduler"))
+        # type(): True is an int, too.
         if type(version) is not int or not isinstance(steps, Mapping) or not isinstance(scheduler_state, Mapping):
             raise SchedulerError(
                 f"state of the rollout scheduler cannot be loaded: it has {sorted(state)}; expected "
                 "['last_steps', 'mode', 'policy_version', 'scheduler']"
             )
+        last_steps = {str(folder): step for folder, step in steps.items() if type(step) is int and step >= 0}
+        if len(last_steps) != len(steps):
+            wrong = {folder: step for folder, step in steps.items() if folder not in last_steps}
+            raise SchedulerError(
+                f"state of the rollout scheduler cannot be loaded: last_steps has {wrong}; expected a step, a whole "
+                "number of at least 0, for each folder"
+            )
         self.policy_version = version
-        self._last_steps = {folder: int(str(step)) for folder, step in steps.items()}
+        self._last_steps = last_steps
         return scheduler_state

@@ -1,0 +1,72 @@
+"""Batches that the real scheduler gave and the pipeline does not have yet.
+
+Contract: a batch is here from the moment in which the real scheduler returned it until the pipeline gets it, whatever
+fails or is cancelled in between: its scheduler has gone on and would give the next one. What was learned about it on
+the way (its recorded form, metrics, scheduler state) stays with it, so that nothing is asked for or written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import SchedulerError
+from mock_scheduler.proxy.routing import RequestKey, request_key
+from mock_scheduler.scheduler import NativeBatch, RolloutRequest
+
+
+@dataclass(kw_only=True, slots=True)
+class Taken:
+    """One batch, as the real scheduler gave it, and how far its way to the pipeline has come.
+
+    ``batch``: its recorded form, once examined. ``measured`` and ``scheduler_state``: what the real scheduler said
+    right after it, once asked. ``is_submitted``: whether the writer has it.
+    """
+
+    request: RolloutRequest
+    native: NativeBatch
+    batch: RolloutBatch | None = None
+    measured: Mapping[str, object] | None = None
+    scheduler_state: Mapping[str, JSON] | None = None
+    is_submitted: bool = False
+
+
+class TakenBatches:
+    """At most one per step of each kind and scheduler."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[RequestKey, Taken] = {}
+
+    def add(self, request: RolloutRequest, native: NativeBatch) -> None:
+        """The real scheduler answered ``request``."""
+        self._by_step[request_key(request)] = Taken(request=request, native=native)
+
+    def find(self, request: RolloutRequest) -> Taken | None:
+        """The batch that was played for this very request, if any.
+
+        Raises ``SchedulerError`` naming what differs where it was played for another request of the step.
+        """
+        taken = self._by_step.get(request_key(request))
+        if taken is not None and taken.request != request:
+            raise SchedulerError(
+                f"{request.mode} step {request.global_step}: a batch that was played for this step has not reached the "
+                f"pipeline, which now asks for another one: {_differences(taken.request, request)}. Ask as before to "
+                "get it, or load the state of a checkpoint to play the step anew."
+            )
+        return taken
+
+    def drop(self, request: RolloutRequest) -> None:
+        """The pipeline has the batch, or it is not what was asked for."""
+        self._by_step.pop(request_key(request), None)
+
+    def clear(self) -> None:
+        """The run goes on from elsewhere, or ends."""
+        self._by_step.clear()
+
+
+def _differences(played: RolloutRequest, asked: RolloutRequest) -> str:
+    names = [field.name for field in fields(RolloutRequest)]
+    pairs = [(name, getattr(played, name), getattr(asked, name)) for name in names]
+    return "; ".join(f"{name} was {before!r}, now {now!r}" for name, before, now in pairs if before != now)

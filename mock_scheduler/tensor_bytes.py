@@ -1,0 +1,53 @@
+"""A tensor's bytes, the tensor of such bytes, and the names of dtypes: the one place where either is told.
+
+Contract: bit for bit, for every dtype of torch; nothing is converted. What has no bytes of its own is for the callers
+to refuse, by ``has_plain_bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``int32`` for ``torch.int32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+#: Name, as ``int32`` -> dtype, of all that this release of torch has.
+DTYPES: Mapping[str, torch.dtype] = {
+    dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+def has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense and holds values: neither sparse, nested nor quantized, nor on the meta device."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a CPU tensor's values, uint8 ``[num_bytes]``, as a view where it is contiguous."""
+    if tensor.numel() == 0:  # which torch cannot always view as another dtype
+        return torch.empty(0, dtype=torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element of an expanded tensor counts as contiguous whatever its stride, which a view does not accept.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of these bytes, which it shares; the inverse of ``as_bytes``."""
+    if len(content) == 0:  # which torch cannot view as another dtype
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """A tensor as messages name it: ``torch.float32 [2, 3] on cpu``; one that has no plain shape by its layout."""
+    if tensor.is_nested:
+        return f"a nested tensor of {tensor.dtype}"
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{layout}"
