@@ -6,6 +6,8 @@ with ``get_batch`` can stand behind it: what it lacks is answered here, in ``sch
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -13,9 +15,35 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import Mode as Mode
 from mock_scheduler.digests import JSON as JSON
+from mock_scheduler.digests import check_json
 from mock_scheduler.errors import SchedulerError
 
 DEFAULT_SCHEDULER_ID = "default"
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MAX_SHOWN = 80
+
+
+def whole_number(value: object, what: str, *, least: int = 0) -> int:
+    """``value`` as a plain int: an int, or one of NumPy or a tensor of one integer, of at least ``least``.
+
+    Raises ``SchedulerError`` that ``what`` begins, with the value and what was expected; a bool is no number here.
+    """
+    try:
+        # A tensor of bool has an index, too.
+        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        number = None if is_bool else operator.index(value)  # type: ignore[arg-type]  # what has none is refused
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise SchedulerError(f"{what} is {shown(value)}; expected a whole number of at least {least}")
+    return number
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +57,9 @@ class RolloutRequest:
     is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
     trajectory (that of its first row), or one for each group, whose trajectories then all have it. A batch of other
     prompts, live or recorded, is refused. None: not checked.
+
+    Whole numbers may be those of NumPy or torch, and are held as plain ints. Raises ``SchedulerError`` listing every
+    field that is wrong.
     """
 
     global_step: int
@@ -41,12 +72,43 @@ class RolloutRequest:
     prompt_digests: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.global_step < 0 or self.batch_size <= 0:
-            raise SchedulerError(
-                f"request: global_step {self.global_step} must be at least 0, batch_size {self.batch_size} at least 1"
-            )
+        problems: list[str] = []
+        for name, least in (("global_step", 0), ("batch_size", 1), ("policy_version", 0), ("group_size", 1)):
+            value = getattr(self, name)
+            if name == "group_size" and value is None:
+                continue
+            try:
+                object.__setattr__(self, name, whole_number(value, name, least=least))
+            except SchedulerError as error:
+                problems.append(str(error))
         if self.mode not in ("train", "val"):
-            raise SchedulerError(f"request: mode is {self.mode!r}; expected 'train' or 'val'")
+            problems.append(f"mode is {shown(self.mode)}; expected 'train' or 'val'")
+        if not isinstance(self.scheduler_id, str) or not self.scheduler_id:
+            problems.append(f"scheduler_id is {shown(self.scheduler_id)}; expected a text such as 'math'")
+        try:
+            check_json(self.data_cursor, "data_cursor")
+        except ValueError as error:
+            problems.append(str(error))
+        if isinstance(self.prompt_digests, list):
+            object.__setattr__(self, "prompt_digests", tuple(self.prompt_digests))
+        problems += _digest_problems(self.prompt_digests)
+        if problems:
+            raise SchedulerError(f"request: {'; '.join(problems)}")
+
+
+def _digest_problems(digests: object) -> list[str]:
+    expected = "expected SHA-256 digests as in RolloutBatch.prompt_digests: 64 of 0-9 and a-f each"
+    if digests is None:
+        return []
+    if not isinstance(digests, tuple):
+        return [f"prompt_digests is {shown(digests)}; expected a tuple; {expected}"]
+    wrong = [
+        index for index, digest in enumerate(digests) if not isinstance(digest, str) or not _DIGEST.fullmatch(digest)
+    ]
+    if not wrong:
+        return []
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return [f"prompt_digests[{wrong[0]}] is {shown(digests[wrong[0]])}{more}; {expected}"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +119,8 @@ class RowShard:
     count: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "index", whole_number(self.index, "row shard: index", least=-1))
+        object.__setattr__(self, "count", whole_number(self.count, "row shard: count"))
         if not 0 <= self.index < self.count:
             raise SchedulerError(f"row shard: index {self.index} must be at least 0 and less than count {self.count}")
 
@@ -98,10 +162,10 @@ class RolloutScheduler(BatchSource, Protocol):
         """The policy now is version ``policy_version``."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """What the scheduler measured about its last batch."""
+        """What the scheduler measured about its last batch; a real one that returns None has measured nothing."""
 
     def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep, as JSON."""
+        """What a checkpoint must keep, as JSON; a real scheduler that returns None has nothing to keep."""
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
         """Go on from a ``state_dict``."""
@@ -144,8 +208,12 @@ SchedulerMethod: TypeAlias = Callable[..., object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerMethods:
-    """The methods of ``RolloutScheduler`` by name: a real scheduler's ``own``, and ``substitutes`` for all it lacks."""
+    """The methods of ``RolloutScheduler`` by name: a real scheduler's ``own``, and ``substitutes`` for all it lacks.
 
+    ``owner``: its class, for messages.
+    """
+
+    owner: str
     own: Mapping[str, SchedulerMethod]
     substitutes: Mapping[str, SchedulerMethod]
 
@@ -180,6 +248,7 @@ def scheduler_methods(real: object) -> SchedulerMethods:
     }
     own = {name: getattr(real, name) for name in substitutes if hasattr(real, name)}
     return SchedulerMethods(
+        owner=type(real).__name__,
         own={"get_batch": real.get_batch, **own},
         substitutes={name: method for name, method in substitutes.items() if name not in own},
     )

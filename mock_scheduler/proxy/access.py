@@ -75,7 +75,10 @@ class RecordingAccess:
         if self.router.is_own(source):
             if self.writer is not None:
                 self.writer.flush()
-            self._settings.patience.wait_until(lambda: self._is_there(source))  # loading says what is missing
+            self._settings.patience.wait_until(  # loading says what is missing
+                lambda: self._is_there(source),
+                describe=lambda: f"{source.mode} step {source.global_step}, which another process of the run records",
+            )
         return self._open_reader()
 
     def _open_reader(self) -> RecordingReader:
@@ -168,10 +171,21 @@ class RecordingAccess:
         )
         self.writer.submit(batch, info)
 
-    def checkpoint_saved(self, next_step: int) -> None:
-        """Tell the writer, whose retention removes what a checkpoint makes superfluous; raises its errors."""
+    def checkpoint_saved(self, next_step: int, *, last_played: int | None) -> None:
+        """Tell the writer, whose retention removes what a checkpoint makes superfluous; raises its errors.
+
+        ``last_played``: the latest training step that the pipeline got of this scheduler; None where it got none.
+        Raises ``SchedulerError`` where neither it nor what the run's other schedulers recorded reaches ``next_step``.
+        """
         if self.writer is None:
             return
+        if last_played is not None and next_step > last_played + 1:
+            last_played = max(last_played, self.writer.last_train_step())
+            if next_step > last_played + 1:
+                raise SchedulerError(
+                    f"checkpoint_saved: next_step is {next_step}; expected at most {last_played + 1}, the step after "
+                    f"the last one that was played, train step {last_played}: a checkpoint cannot continue later"
+                )
         removed = self.writer.checkpoint_saved(next_step)
         num_removed = sum(map(len, removed.values()))
         if num_removed:
@@ -203,9 +217,9 @@ class RecordingAccess:
             ledger.count("recording", "recorded_bytes", written.size_bytes)
         self._log(
             logging.INFO,
-            "[Rollout Mock] %s step %d: %s (samples=%d, size=%.2fMB)",
+            "[Rollout Mock] %s step %d: %s (samples=%d, size=%s)",
             "Already dumped, and equal," if written.was_present else "Dumped",
-            *(written.step, written.path, written.num_rows, written.size_bytes / 2**20),
+            *(written.step, written.path, written.num_rows, format_megabytes(written.size_bytes)),
         )
 
     def _log(self, level: int, message: str, *values: object) -> None:
@@ -217,3 +231,10 @@ class RecordingAccess:
         if message + key not in self._told:
             self._told.add(message + key)
             self._log(level, message, *values)
+
+
+def format_megabytes(size_bytes: int) -> str:
+    """``12.34MB`` (of 2**20 bytes); with two significant digits where two decimals would not show them."""
+    size = size_bytes / 2**20
+    decimals = 2 if size >= 0.1 or not size_bytes else 1 - math.floor(math.log10(size))
+    return f"{size:.{decimals}f}MB"

@@ -1,17 +1,29 @@
-"""Checks an answer against its request, before it is trained on or recorded."""
+"""What the pipeline gets, and whether it is what was asked for, before it is trained on or recorded."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RolloutMockConfig
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.recording.prompts import compare_prompts, prompts_of
-from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard
 
 _NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the pipeline gets. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
+
+    request: RolloutRequest
+    native: NativeBatch
+    mode: str
+    metrics: Mapping[str, float] | None = None
+    is_replayed: bool = False
 
 
 def share_of(request: RolloutRequest, shard: RowShard | None) -> int:

@@ -11,11 +11,14 @@ from pydantic import ValidationError
 from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.config.schema import RolloutMockConfig
 from mock_scheduler.digests import JSON
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.async_front import AsyncProxyScheduler
 from mock_scheduler.proxy.core import ProxyCore
 from mock_scheduler.proxy.front import ProxyScheduler
+from mock_scheduler.proxy.given import as_contract, as_plan, check_make_real, check_run_id
 from mock_scheduler.proxy.opening import open_access
+from mock_scheduler.proxy.routing import modes_to_prepare
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import Contract
 from mock_scheduler.recording.patience import Patience
@@ -35,12 +38,14 @@ class BuildOptions(TypedDict, total=False):
     ``provenance``: added to that of the recording, for example the determinism settings that were read back.
     ``resume``: a dump goes on in the folder that its earlier part recorded; planned steps that are there must then come
     out equal.
-    ``run_id``: given alike by all schedulers and ranks that record one run together; by default a new one.
-    ``shard``: this process gets, and records, only its own rows of every batch.
+    ``run_id``: given alike by all schedulers and ranks that record one run together, a text of 1 to 128 printable
+    characters; by default a new one.
+    ``shard``: this process gets, and records, only its own rows of every batch; recording with it needs ``run_id``.
     ``codec``: between the framework's batches, which the pipeline gets, and ``RolloutBatch``.
     ``max_row_tokens``: the longest row possible; bounds the disk that a dump may need before its first step.
     ``patience``: how long to wait for other processes of the run that write: for the shards of a step, and for a step
-    that another process records and this one replays; by default 10 minutes.
+    that another process records and this one replays; by default 10 minutes (``Patience(timeout_s=600)``). A wait of
+    more than 5 s says in the log for what, and again every 30 s.
     """
 
     plan: Sequence[RolloutRequest]
@@ -75,7 +80,11 @@ def build_scheduler(
     the requests, and the same ``dump_dir`` and ``run_id``. In mode cache every rank must have built its scheduler
     before any calls ``get_batch``, for example by a barrier: which steps are recorded is listed once, while building.
 
-    Raises ``ConfigError`` listing every problem of ``config``, ``ContractError`` listing every field that breaks its
+    Where the run records, the recording is claimed for it here: a second run in the same ``dump_dir`` is refused before
+    it plays anything.
+
+    Raises ``ConfigError`` listing every problem of ``config``, or where ``make_real`` or ``contract`` is of a wrong
+    kind, ``SchedulerError`` for other options that make no sense, ``ContractError`` listing every field that breaks its
     rule, ``StepNotFoundError`` listing every absent step, ``StepExistsError``, ``CorruptRecordingError``,
     ``RecordingError``.
     """
@@ -106,17 +115,33 @@ def _build_core(
     ledger: Ledger | None,
     options: BuildOptions,
 ) -> ProxyCore:
+    check_make_real(make_real)
+    check_run_id(options.get("run_id"))
+    options["plan"] = as_plan(options.get("plan", ()))
     settings = ProxySettings(
         config=config if isinstance(config, RolloutMockConfig) else read_config(config),
         make_real=make_real,
-        contract=contract if isinstance(contract, Contract) else Contract.of(contract),
+        contract=as_contract(contract),
         ledger=Ledger() if ledger is None else ledger,
         **options,
     )
+    _check_shard(settings)
     core = ProxyCore(settings, open_access(settings))
     if settings.is_logging:
         _log_enabled(settings.config)
     return core
+
+
+def _check_shard(settings: ProxySettings) -> None:
+    """Writers that each made up a run id would record as many runs, of which none has a whole step."""
+    if settings.shard is None or settings.run_id is not None:
+        return
+    recording = modes_to_prepare(settings.config, settings.plan) & {"dump", "cache"}
+    if recording:
+        raise ConfigError(
+            f"shard needs run_id, the same on every rank, where the run records (mode {', '.join(sorted(recording))}): "
+            "give build_scheduler(run_id=...), for example the name of the run, or a uuid that rank 0 sends to all"
+        )
 
 
 def _log_enabled(config: RolloutMockConfig) -> None:

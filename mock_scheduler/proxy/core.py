@@ -7,35 +7,30 @@ real scheduler gave is kept until the pipeline has it. After ``close`` every cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
-from mock_scheduler.proxy.answers import as_rollout_batch, judge_batch
-from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded, Work, is_async
-from mock_scheduler.proxy.held_calls import HeldCalls
-from mock_scheduler.proxy.routing import Outlook, Route, request_key
+from mock_scheduler.proxy.answers import Answer, as_rollout_batch, judge_batch
+from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
+from mock_scheduler.proxy.given import check_request
+from mock_scheduler.proxy.real import RealScheduler
+from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.proxy.taken import Taken, TakenBatches
-from mock_scheduler.scheduler import NativeBatch, RolloutRequest, SchedulerMethod, SchedulerMethods, scheduler_methods
+from mock_scheduler.proxy.told import read_metrics, read_state
+from mock_scheduler.scheduler import (
+    NativeBatch,
+    RolloutRequest,
+    whole_number,
+)
 
 RECORDED_PREFIX = "recorded/"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """What the pipeline gets. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
-
-    native: NativeBatch
-    mode: str
-    metrics: Mapping[str, float] | None = None
-    is_replayed: bool = False
 
 
 class ProxyCore:
@@ -47,29 +42,35 @@ class ProxyCore:
         self._router = access.router
         self.ledger = settings.ledger
         self._run_state = ProxyState(settings.config.effective_mode)
-        self._methods: SchedulerMethods | None = None
-        self._calls = HeldCalls()
-        # The scheduler state that stands, where it is not the real scheduler's own: recorded, or from a checkpoint.
-        self._state: Mapping[str, JSON] | None = None
+        self._real = RealScheduler(settings.make_real, settings.ledger)
         self._is_state_recorded = True
-        self._last: _Answer | None = None
+        self._last: Answer | None = None
         self._taken = TakenBatches()
+        self._recorded: set[RequestKey] = set()
         self._is_closed = False
 
     def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
         """The answer to ``request``."""
         self._refuse_where_closed("get_batch")
+        check_request(request, "get_batch: request")
         # Asked again while the first call is still at work, the second waits for what becomes of it.
         native: NativeBatch = yield Guarded(request_key(request), self._answer(request))
         return native
 
     def _answer(self, request: RolloutRequest) -> Flow[NativeBatch]:
         route = self._router.route(request)
-        answer: _Answer
+        if route.is_recorded and request_key(request) in self._recorded:
+            raise SchedulerError(
+                f"{request.mode} step {request.global_step} was already recorded by this run: get_batch was called "
+                "twice for it"
+            )
+        answer: Answer
         answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
         self._taken.drop(request)
         self._run_state.advance(request, answer.mode)
         self._last = replace(answer, native=None)  # the batch itself is the pipeline's alone
+        if route.is_recorded:
+            self._recorded.add(request_key(request))
         self._router.advance(request)
         if route.mode == "cache":
             self.ledger.count("recording", "cache_misses" if route.is_live else "cache_hits")
@@ -78,9 +79,9 @@ class ProxyCore:
     def suspend(self) -> Flow[None]:
         """Reaches a real scheduler that is generating at once; it must not go on while the weights change."""
         self._refuse_where_closed("suspend")
-        if self._calls.is_running:
-            yield from self._call("suspend")
-            self._calls.is_running = False
+        if self._real.calls.is_running:
+            yield from self._real.call("suspend")
+            self._real.calls.is_running = False
         else:
             yield from self._hold_or_pass("suspend")
 
@@ -92,8 +93,9 @@ class ProxyCore:
     def update_weights(self, policy_version: int) -> Flow[None]:
         """Passed on, held or suppressed; the version counts at once."""
         self._refuse_where_closed("update_weights")
-        yield from self._hold_or_pass("update_weights", policy_version)
-        self._run_state.policy_version = policy_version
+        version = whole_number(policy_version, "update_weights: policy_version")
+        yield from self._hold_or_pass("update_weights", version)
+        self._run_state.policy_version = version
 
     def collect_metrics(self) -> Flow[dict[str, float]]:
         """Metrics of the last batch: recorded ones under ``recorded/``; those of a batch that was recorded, as they
@@ -102,7 +104,8 @@ class ProxyCore:
         if self._last is None:
             return {}
         if self._last.metrics is None:
-            return dict((yield from self._call("collect_metrics")))
+            told = yield from self._real.call("collect_metrics")
+            return read_metrics(told, self._real.owner, self._last.request)
         if self._last.is_replayed:
             self.ledger.count("answered", "collect_metrics")
         return dict(self._last.metrics)
@@ -112,30 +115,35 @@ class ProxyCore:
         self._refuse_where_closed("state_dict")
         if self._access.writer is not None:
             yield Work(self._access.writer.flush)
-        if self._state is None and (self._methods is not None or self._router.outlook is Outlook.LIVE):
-            if self._methods is None:
-                yield from self._prepare(None)
-            return self._run_state.as_state((yield from self._call("state_dict")))
+        if self._real.state is None and (self._real.is_built or self._router.outlook is Outlook.LIVE):
+            if not self._real.is_built:
+                yield from self._real.prepare(None)
+            told = yield from self._real.call("state_dict")
+            last = None if self._last is None else self._last.request
+            return self._run_state.as_state(read_state(told, self._real.owner, last))
         self.ledger.count("answered", "state_dict")
-        return self._run_state.as_state(self._state or {})
+        return self._run_state.as_state(self._real.state or {})
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> Flow[None]:
         """Go on from a state of any mode; the real scheduler has its part before its next answer."""
         self._refuse_where_closed("load_state_dict")
         scheduler_state = self._run_state.load(state)
         self._taken.clear()
+        self._recorded.clear()  # the writer compares what is played again
         if self._router.outlook is Outlook.LIVE and not scheduler_state:
             return  # a run without a real scheduler's state (or one that has none) leaves nothing to load
-        self._state, self._is_state_recorded = dict(scheduler_state), False
+        self._real.state, self._is_state_recorded = dict(scheduler_state), False
         if self._router.outlook is Outlook.LIVE:
-            yield from self._prepare(None)
+            yield from self._real.prepare(None)
         else:
             self.ledger.count("answered", "load_state_dict")
 
     def checkpoint_saved(self, next_step: int) -> Flow[None]:
         """Tell the writer, whose retention removes only what a checkpoint makes superfluous."""
         self._refuse_where_closed("checkpoint_saved")
-        yield Work(lambda: self._access.checkpoint_saved(next_step))
+        step = whole_number(next_step, "checkpoint_saved: next_step")
+        last_played = self._run_state.last_train_step
+        yield Work(lambda: self._access.checkpoint_saved(step, last_played=last_played))
 
     def close_real(self) -> Flow[None]:
         """Close the real scheduler if it was ever built; calls still held are suppressed."""
@@ -143,11 +151,11 @@ class ProxyCore:
             return
         self._is_closed = True
         self._taken.clear()
-        self._suppress_held()
-        if self._methods is None:
+        self._real.suppress_held()
+        if not self._real.is_built:
             self.ledger.count("suppressed", "close")
         else:
-            yield from self._call("close")
+            yield from self._real.call("close")
 
     def close_writer(self) -> Flow[None]:
         """Write what is left; raises what could not be written, every time."""
@@ -158,53 +166,56 @@ class ProxyCore:
         if self._is_closed:
             raise SchedulerError(f"{name}: the rollout scheduler was closed")
 
-    def _replay(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
-        answer: _Answer
+    def _replay(self, request: RolloutRequest, route: Route) -> Flow[Answer]:
+        answer: Answer
         answer, scheduler_state = yield Work(lambda: self._load(request, route))
         self.ledger.count("answered", "get_batch")
-        self._suppress_held()
+        self._real.suppress_held()
         # A validation replayed within live training leaves the data where training has them.
         if request.mode == "train" or self._is_state_recorded:
-            self._state, self._is_state_recorded = scheduler_state, True
+            self._real.state, self._is_state_recorded = scheduler_state, True
         return answer
 
-    def _load(self, request: RolloutRequest, route: Route) -> tuple[_Answer, Mapping[str, JSON]]:
+    def _load(self, request: RolloutRequest, route: Route) -> tuple[Answer, Mapping[str, JSON]]:
         step = self._access.load(request, route)
         self._check(step.batch, request)
         codec = self._settings.codec
         native = step.batch if codec is None else codec.decode(step.batch)
         self._access.log_loaded(request, step)
         metrics = {f"{RECORDED_PREFIX}{name}": value for name, value in step.info.metrics.items()}
-        return _Answer(native=native, mode="mock", metrics=metrics, is_replayed=True), step.info.scheduler_state
+        answer = Answer(request=request, native=native, mode="mock", metrics=metrics, is_replayed=True)
+        return answer, step.info.scheduler_state
 
-    def _play(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
+    def _play(self, request: RolloutRequest, route: Route) -> Flow[Answer]:
         if self._taken.find(request) is None:
-            yield from self._prepare("get_batch")
+            yield from self._real.prepare("get_batch")
         flow = self._play_prepared(request, route)
         # A synchronous scheduler is asked by one caller at a time, so that its metrics are those of its batch.
-        is_guarded = not is_async(self._method("get_batch"))
-        answer: _Answer = (yield Guarded("play", flow)) if is_guarded else (yield from flow)
+        is_guarded = not is_async(self._real.method("get_batch"))
+        answer: Answer = (yield Guarded("play", flow)) if is_guarded else (yield from flow)
         return answer
 
-    def _play_prepared(self, request: RolloutRequest, route: Route) -> Flow[_Answer]:
+    def _play_prepared(self, request: RolloutRequest, route: Route) -> Flow[Answer]:
         taken = self._taken.find(request)
         if taken is None:
-            yield from self._call("get_batch", request, note=partial(self._take, request))
+            yield from self._real.call("get_batch", request, note=partial(self._take, request))
             taken = self._taken.find(request)
         assert taken is not None  # no other call for this step runs beside this one
         if self._settings.codec is not None and not (route.is_recorded or route.is_verified):
-            return _Answer(native=taken.native, mode="real")  # encoded only where it is recorded or compared
+            return Answer(
+                request=request, native=taken.native, mode="real"
+            )  # encoded only where it is recorded or compared
         yield Work(lambda: self._examine(taken))
         if route.is_recorded:
             return (yield from self._record(taken))
         if route.is_verified:
             yield from self._verify(taken, route)
-        return _Answer(native=taken.native, mode="verify" if route.is_verified else "real")
+        return Answer(request=request, native=taken.native, mode="verify" if route.is_verified else "real")
 
     def _take(self, request: RolloutRequest, native: NativeBatch) -> None:
         """The real scheduler gave a batch: from now on it is not lost."""
         self._taken.add(request, native)
-        self._calls.is_running, self._is_state_recorded = True, False
+        self._real.calls.is_running, self._is_state_recorded = True, False
 
     def _examine(self, taken: Taken) -> None:
         """Check that the live answer is a batch that was asked for; one that is not is not kept."""
@@ -227,19 +238,20 @@ class ProxyCore:
         assert state is not None
         yield Work(lambda: self._access.verify(taken.request, route, batch, scheduler_state=state))
 
-    def _record(self, taken: Taken) -> Flow[_Answer]:
+    def _record(self, taken: Taken) -> Flow[Answer]:
         # Asked for once per batch, on every rank: real schedulers may reset their metrics when asked.
         if taken.measured is None:
-            yield from self._call("collect_metrics", note=partial(setattr, taken, "measured"))
+            yield from self._real.call("collect_metrics", note=partial(taken.note_metrics, self._real.owner))
         yield from self._ask_for_state(taken)
-        metrics = _as_numbers(taken)
+        assert taken.measured is not None
+        metrics = dict(taken.measured)
         if self._settings.is_writer and not taken.is_submitted:
             yield Work(lambda: self._submit(taken, metrics))
-        return _Answer(native=taken.native, mode="dump", metrics=metrics)
+        return Answer(request=taken.request, native=taken.native, mode="dump", metrics=metrics)
 
     def _ask_for_state(self, taken: Taken) -> Flow[None]:
         if taken.scheduler_state is None:
-            yield from self._call("state_dict", note=partial(setattr, taken, "scheduler_state"))
+            yield from self._real.call("state_dict", note=partial(taken.note_state, self._real.owner))
 
     def _submit(self, taken: Taken, metrics: Mapping[str, float]) -> None:
         assert taken.batch is not None
@@ -261,61 +273,11 @@ class ProxyCore:
         """
         is_replaying = self._last is not None and self._last.is_replayed
         if self._router.outlook is not Outlook.LIVE or is_replaying:
-            self._calls.hold(name, arguments)
+            self._real.calls.hold(name, arguments)
             if self._router.outlook is Outlook.REPLAYED:
-                self._suppress_held()
+                self._real.suppress_held()
             return
-        yield from self._prepare(name)
-        yield from self._call(name, *arguments)
+        yield from self._real.prepare(name)
+        yield from self._real.call(name, *arguments)
         if name in ("suspend", "resume"):
-            self._calls.is_running = name == "resume"
-
-    def _suppress_held(self) -> None:
-        for name in self._calls.suppress():
-            self.ledger.count("suppressed", name)
-
-    def _prepare(self, coming: str | None) -> Flow[None]:
-        """Have the real scheduler where it would be had it answered all along, before the call ``coming``."""
-        if self._methods is None or self._state is not None or self._calls:
-            yield Guarded("prepare", self._catch_up(coming))
-
-    def _catch_up(self, coming: str | None) -> Flow[None]:
-        if self._methods is None:
-            self._methods = scheduler_methods((yield Build(self._settings.make_real)))
-            self.ledger.count("built", "scheduler")
-        state = self._state
-        if state:
-            yield from self._call("load_state_dict", state)
-        if self._state is state:
-            self._state = None
-        while (call := self._calls.catch_up(coming)) is not None:
-            name, arguments = call
-            yield from self._call(name, *arguments)
-            self._calls.delivered(call)
-
-    def _call(self, name: str, *arguments: object, note: Callable[[Any], None] | None = None) -> Flow[Any]:
-        method = self._method(name)
-        if self._methods is not None and name in self._methods.own:
-            self.ledger.count("called", name)
-        return (yield Call(method, arguments, note))
-
-    def _method(self, name: str) -> SchedulerMethod:
-        assert self._methods is not None  # flows prepare before they call
-        return self._methods[name]
-
-
-def _as_numbers(taken: Taken) -> dict[str, float]:
-    """The metrics of a batch; raises ``SchedulerError`` listing those that are no numbers."""
-    metrics: dict[str, float] = {}
-    wrong: list[str] = []
-    for name, value in (taken.measured or {}).items():
-        try:
-            metrics[name] = float(value)  # type: ignore[arg-type]  # any scalar, as of torch or NumPy
-        except (TypeError, ValueError):
-            wrong.append(f"{name!r} is {value!r}")
-    if wrong:
-        raise SchedulerError(
-            f"{taken.request.mode} step {taken.request.global_step}: collect_metrics gave what is no number: "
-            f"{'; '.join(wrong)}"
-        )
-    return metrics
+            self._real.calls.is_running = name == "resume"

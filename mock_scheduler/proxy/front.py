@@ -42,7 +42,8 @@ class ProxyScheduler:
         ``ContractError`` for one that verification refuses, ``StepNotFoundError`` and ``RecordingError`` as the
         recording does, also for an earlier step that could not be written. What fails after the real scheduler gave its
         batch does not lose it, unless it was a wrong answer: the next call for an equal request gets that batch, and
-        one for the same step that asks for anything else is a ``SchedulerError``.
+        one for the same step that asks for anything else is a ``SchedulerError``. So is one for a step that this run
+        has recorded already, unless a state was loaded meanwhile.
         """
         return self._run(self._core.get_batch(request))
 
@@ -59,11 +60,17 @@ class ProxyScheduler:
         self._run(self._core.update_weights(policy_version))
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics of the last batch; those out of a recording are named ``recorded/…``."""
+        """Metrics of the last batch; those out of a recording are named ``recorded/…``.
+
+        A real scheduler that returns None has none; raises ``SchedulerError`` where it returns what is no number.
+        """
         return self._run(self._core.collect_metrics())
 
     def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep; all that was recorded so far is then on disk."""
+        """What a checkpoint must keep; all that was recorded so far is then on disk.
+
+        A real scheduler that returns None keeps nothing; raises ``SchedulerError`` where it returns no dict.
+        """
         return self._run(self._core.state_dict())
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
@@ -71,7 +78,11 @@ class ProxyScheduler:
         self._run(self._core.load_state_dict(state))
 
     def checkpoint_saved(self, next_step: int) -> None:
-        """A checkpoint from which step ``next_step`` starts is on disk: what it makes superfluous may be removed."""
+        """A checkpoint from which step ``next_step`` starts is on disk: what it makes superfluous may be removed.
+
+        Raises ``SchedulerError`` where ``next_step`` is no step, or later than the one after the last training step
+        that this scheduler gave, or any scheduler of the run has recorded.
+        """
         self._run(self._core.checkpoint_saved(next_step))
 
     def close(self) -> None:

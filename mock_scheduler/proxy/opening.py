@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from mock_scheduler.errors import StepNotFoundError
-from mock_scheduler.proxy.access import RecordingAccess
+from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
 from mock_scheduler.proxy.answers import share_of
 from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key
 from mock_scheduler.proxy.settings import ProxySettings
@@ -89,8 +89,8 @@ def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router
     elapsed_s = time.perf_counter() - started_s
     if settings.is_logging and elapsed_s > _SLOW_CHECK_S:
         logger.info(
-            "[Rollout Mock] Verified %d recorded steps (%.2fMB) in %.1f s",
-            *(len(wanted) + len(stand_ins), size_bytes / 2**20, elapsed_s),
+            "[Rollout Mock] Verified %d recorded steps (%s) in %.1f s",
+            *(len(wanted) + len(stand_ins), format_megabytes(size_bytes), elapsed_s),
         )
 
 

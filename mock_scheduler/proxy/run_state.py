@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.recording.paths import step_folder
+from mock_scheduler.recording.retention import is_train
 from mock_scheduler.scheduler import RolloutRequest
 
 
@@ -23,6 +24,11 @@ class ProxyState:
         self.mode = mode
         self.policy_version = request.policy_version
         self._last_steps[step_folder(request.mode, request.scheduler_id)] = request.global_step
+
+    @property
+    def last_train_step(self) -> int | None:
+        """The latest training step that the pipeline got; None where it got none."""
+        return max((step for folder, step in self._last_steps.items() if is_train(folder)), default=None)
 
     def as_state(self, scheduler_state: Mapping[str, JSON]) -> dict[str, JSON]:
         """The proxy's state, with that of the real scheduler as ``scheduler``."""

@@ -14,6 +14,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.proxy.routing import RequestKey, request_key
+from mock_scheduler.proxy.told import read_metrics, read_state
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 
 
@@ -28,9 +29,17 @@ class Taken:
     request: RolloutRequest
     native: NativeBatch
     batch: RolloutBatch | None = None
-    measured: Mapping[str, object] | None = None
+    measured: Mapping[str, float] | None = None
     scheduler_state: Mapping[str, JSON] | None = None
     is_submitted: bool = False
+
+    def note_metrics(self, owner: str, told: object) -> None:
+        """What ``collect_metrics`` of class ``owner`` returned; raises as ``read_metrics``."""
+        self.measured = read_metrics(told, owner, self.request)
+
+    def note_state(self, owner: str, told: object) -> None:
+        """What ``state_dict`` of class ``owner`` returned; raises as ``read_state``."""
+        self.scheduler_state = read_state(told, owner, self.request)
 
 
 class TakenBatches:

@@ -22,6 +22,7 @@ from mock_scheduler.files import make_folder
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
 LOCK_NAME = ".lock"
+CLAIM_NAME = ".run"
 
 _IS_HELD = {errno.EWOULDBLOCK, errno.EACCES}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -85,6 +86,58 @@ def lock_folder(
             raise RecordingError(_held_text(folder)) from error
         raise
     return FileLock(taken, drops_folder=drops_folder)
+
+
+def claim_folder(folder: Path, run_id: str) -> FileLock | None:
+    """Say that the run ``run_id`` records in ``folder``: several processes of it may at once, and no other run.
+
+    The caller holds the folder's own lock meanwhile (``lock_folder``), so that two runs cannot come at once. None where
+    the file system has no locks. Raises ``RecordingError`` naming the other run, or ``OSError``.
+    """
+    path = folder / CLAIM_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            holder = _share_claim(descriptor, run_id)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                return None
+            raise
+        if not _is_at(descriptor, path):  # its last holder removed it between our opening and locking it
+            os.close(descriptor)
+        elif holder:
+            os.close(descriptor)
+            raise RecordingError(_claimed_text(folder, holder, run_id))
+        else:
+            return FileLock([(path, descriptor)], drops_folder=False)
+
+
+def _share_claim(descriptor: int, run_id: str) -> str:
+    """Hold the claim together with others of the run; returns what another run, which has it, says of itself."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _IS_HELD:
+            raise
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        claimed_by, _, holder = os.pread(descriptor, 1000, 0).decode(errors="replace").partition("\n")
+        if claimed_by == run_id:
+            return ""
+        holder = f"this very {holder}, whose earlier writer was not closed" if holder == _own_text() else holder
+        return f"run id {claimed_by}, {holder}"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{run_id}\n{_own_text()}".encode(), 0)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return ""
+
+
+def _claimed_text(folder: Path, holder: str, run_id: str) -> str:
+    return (
+        f"[Rollout Mock] {folder} is being written by another run ({holder}); this one is run id {run_id}: two runs "
+        "cannot record into one folder. Schedulers or ranks of one run must be given one run_id "
+        "(build_scheduler(run_id=...)); else wait for the other run to end, or set another rollout_mock.dump_dir."
+    )
 
 
 def _take(path: Path, *, is_exclusive: bool, is_patient: bool) -> int:

@@ -26,7 +26,7 @@ from mock_scheduler.files import (
 )
 from mock_scheduler.recording.byte_sources import ByteSource, open_file, open_regular
 from mock_scheduler.recording.compressed import COMPRESSED_ENDING, compress, open_compressed
-from mock_scheduler.recording.file_lock import FileLock, lock_folder
+from mock_scheduler.recording.file_lock import FileLock, claim_folder, lock_folder
 from mock_scheduler.recording.names import check_name
 
 
@@ -150,6 +150,17 @@ class LocalStorage:
             if lock is not None and part is None:
                 remove_leftovers(Path(path))
         return lock
+
+    def claim(self, run_id: str) -> FileLock | None:
+        """Say that this run records here, as ``file_lock.claim_folder`` says."""
+        path = self._inside("")
+        with _as_recording_error(path, "cannot lock"):
+            guard = lock_folder(Path(path), is_patient=True)
+            try:
+                return claim_folder(Path(path), run_id)
+            finally:
+                if guard is not None:
+                    guard.release()
 
     def _inside(self, name: str) -> str:
         """The path of a name; raises ``RecordingError`` where it leads out of the folder."""

@@ -27,7 +27,7 @@ from mock_scheduler.recording.paths import (
     step_stem,
 )
 from mock_scheduler.recording.prompts import compare_prompts
-from mock_scheduler.recording.retention import load_retention
+from mock_scheduler.recording.retention import RetentionRecord, load_retention, replay_starts
 from mock_scheduler.recording.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
@@ -159,6 +159,8 @@ class RecordingReader:
         by_folder: dict[str, list[int]] = {}
         for request in missing:
             by_folder.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
+        record, present = load_retention(self.storage), self.steps()
+        gone = _removed_steps(by_folder, record)
         modes = ", ".join(dict.fromkeys(request.mode for request in missing))
         first = self.storage.path(file_name(request_name(missing[0])))
         if len(missing) == 1:
@@ -166,26 +168,34 @@ class RecordingReader:
         else:
             head = f"{first} (and {len(missing) - 1} more)"
             reason = f"Steps {format_present(by_folder)} were not run in dump mode"
+        if gone == by_folder:
+            starts = ", ".join(map(str, replay_starts(record, present))) or "none"
+            return (
+                f"[Rollout Mock] Mock file not found: {head}\n"
+                "All missing steps were recorded, and then removed as rollout_mock.retention says.\n"
+                f"Steps present: {format_present(present)}\n"
+                f"Steps removed by retention: {format_present(gone)}\n"
+                f"Steps from which a replay can start, with the checkpoint of the recording run: {starts}\n"
+                "Start the replay there, or record again and keep more (rollout_mock.retention.keep_last, pin_steps)."
+            )
+        removed = f"Steps removed by retention: {format_present(gone)}\n" if gone else ""
         return (
             f"[Rollout Mock] Mock file not found: {head}\n"
             "Possible reasons:\n"
             f"  1. {reason}\n"
             f"  2. dump_dir configuration is incorrect: {self.dump_dir}\n"
             f"  3. mode mismatch (current: {modes})\n"
-            f"Steps present: {format_present(self.steps())}\n"
-            f"{self._removed_text(by_folder)}"
+            f"Steps present: {format_present(present)}\n"
+            f"{removed}"
             "Please run in dump mode first to ensure all step data is generated."
         )
 
-    def _removed_text(self, missing: Mapping[str, Sequence[int]]) -> str:
-        """Which of the missing steps were recorded and then removed; empty where none was."""
-        removed = load_retention(self.storage).removed
-        gone = {
-            folder: [step for step in steps if folder in removed and step in removed[folder]]
-            for folder, steps in missing.items()
-        }
-        text = format_present({folder: steps for folder, steps in gone.items() if steps})
-        return "" if text == "none" else f"Steps removed by retention: {text}\n"
+
+def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:
+    """Folder -> those of the missing steps that were recorded and then removed."""
+    removed = record.removed
+    gone = {folder: [step for step in steps if step in removed.get(folder, ())] for folder, steps in missing.items()}
+    return {folder: steps for folder, steps in gone.items() if steps}
 
 
 def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool) -> None:

@@ -8,7 +8,6 @@ removed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,11 +15,11 @@ from typing import Literal
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import RetentionConfig
-from mock_scheduler.errors import MockSchedulerError, RecordingError, StepExistsError
+from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.background import JobQueue
 from mock_scheduler.recording.container import encode_step
-from mock_scheduler.recording.contract import check_contract
 from mock_scheduler.recording.diff import compare_batches
+from mock_scheduler.recording.folder_locks import FolderLocks
 from mock_scheduler.recording.forecast import DiskForecast
 from mock_scheduler.recording.info_differences import info_differences
 from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
@@ -28,18 +27,18 @@ from mock_scheduler.recording.paths import (
     file_name,
     find_file,
     find_step,
-    list_shard_files,
     list_steps,
     step_folder,
     step_name,
 )
 from mock_scheduler.recording.patience import Patience
-from mock_scheduler.recording.retention import load_retention, note_checkpoint, num_more_kept
+from mock_scheduler.recording.refusals import check_addition, exists_text, other_run_text
+from mock_scheduler.recording.retention import is_train, load_retention, note_checkpoint, num_more_kept
 from mock_scheduler.recording.sharded_writing import commit_when_complete
 from mock_scheduler.recording.snapshot import copy_batch, copy_info
 from mock_scheduler.recording.step_file import StepFile
 from mock_scheduler.recording.step_info import StepInfo
-from mock_scheduler.recording.storage import Lock, Storage, locked
+from mock_scheduler.recording.storage import Storage, locked
 from mock_scheduler.scheduler import Mode, RowShard
 
 _NUM_ROWS_SHOWN = 10
@@ -81,30 +80,6 @@ class WrittenStep:
     num_rows: int
     size_bytes: int
     was_present: bool = False
-
-
-class FolderLocks:
-    """The locks that one writer holds, on the folders into which it writes."""
-
-    def __init__(self, storage: Storage, shard: RowShard | None) -> None:
-        self._storage = storage
-        self._part = None if shard is None else f"shard_{shard.index:05d}-of-{shard.count:05d}"
-        self._locks: dict[str, Lock | None] = {}
-        self._process_id = os.getpid()
-
-    def take(self, folder: str) -> None:
-        """Lock a folder such as ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
-        if self._process_id != os.getpid():  # a forked child: the locks are its parent's
-            self._locks, self._process_id = {}, os.getpid()
-        if folder not in self._locks:
-            self._locks[folder] = self._storage.lock(folder, part=self._part)
-
-    def release(self) -> None:
-        """Give all back."""
-        while self._locks:
-            _, lock = self._locks.popitem()
-            if lock is not None:
-                lock.release()
 
 
 class RecordingWriter:
@@ -179,6 +154,12 @@ class RecordingWriter:
             return {}
         return note_checkpoint(self._storage, next_step, retention)
 
+    def last_train_step(self) -> int:
+        """The latest training step that is on disk, of any scheduler; -1 where none is. Flushes first."""
+        self._jobs.flush()
+        found = list_steps(self._storage)
+        return max((step for folder, steps in found.items() if is_train(folder) for step in steps), default=-1)
+
     def close(self) -> None:
         """Flush, and end the right to write here; a second call only raises again. Raises as ``flush``."""
         try:
@@ -252,8 +233,8 @@ class RecordingWriter:
                 raise
             recorded = load_manifest(self._storage)
             if recorded.run_id != self.run_id:
-                raise
-            check_contract(recorded.contract, self._manifest.contract, "error", source=self.dump_dir)
+                raise RecordingError(other_run_text(self._storage, recorded.run_id, self.run_id)) from error
+            check_addition(self._storage, recorded.contract, self._manifest.contract)
         self._is_manifest_there = True
 
     def _count_kept(self, num_remaining: int) -> int:
@@ -262,25 +243,6 @@ class RecordingWriter:
             return num_remaining
         record = load_retention(self._storage)
         return num_more_kept(list_steps(self._storage), num_remaining, record=record, retention=retention)
-
-
-def exists_text(storage: Storage, names: list[str]) -> str:
-    """The message for steps (as in ``paths.find_step``) that are there and are not overwritten."""
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return (
-        f"[Rollout Mock] Step file exists and is not overwritten: {storage.path(names[0])}{more} "
-        f"({_describe_owner(storage, names[0])}). "
-        "Set another rollout_mock.dump_dir, or remove the recording if it is not needed."
-    )
-
-
-def _describe_owner(storage: Storage, name: str) -> str:
-    shards = [f"{name}/{shard}" for shard in list_shard_files(storage, name)]
-    name = shards[0] if shards else name
-    try:
-        return f"run id {StepFile.open(storage.open_source(name), name=storage.path(name)).info.run_id}"
-    except (MockSchedulerError, FileNotFoundError) as error:
-        return f"run id cannot be read: {error}"
 
 
 def _ignore(_written: WrittenStep) -> None:

@@ -174,6 +174,10 @@ class FsspecStorage:
         """None: object stores have no locks; creation of what does not exist is what keeps writers apart."""
         del folder, part, is_patient
 
+    def claim(self, run_id: str) -> None:
+        """None, as there are no locks."""
+        del run_id
+
     @property
     def _files(self) -> fsspec.AbstractFileSystem:
         """fsspec's file system, made anew in a forked child, where a client's threads do not exist."""

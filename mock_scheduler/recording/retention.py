@@ -15,7 +15,7 @@ from mock_scheduler.config.schema import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import CorruptRecordingError
-from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps
+from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
 from mock_scheduler.recording.sealed import encode_sealed, load_sealed
 from mock_scheduler.recording.storage import Storage, locked
 
@@ -81,7 +81,7 @@ def find_removable(
     """
     if retention.keep_last is None:
         return {}
-    trained = {step for folder, found in steps.items() if _is_train(folder) for step in found}
+    trained = {step for folder, found in steps.items() if is_train(folder) for step in found}
     fitting = [start for start in start_points if sum(step >= start for step in trained) >= retention.keep_last]
     cut = max(fitting, default=0)
     pinned = StepRanges(()) if retention.pin_steps is None else retention.pin_steps
@@ -115,6 +115,16 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
     return removable
 
 
+def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
+    """Steps that a saved checkpoint continues with and from which on nothing was removed and a train step is present.
+
+    ``steps``: those present, per folder. Steps that were recorded again after their removal do not count.
+    """
+    removed = [last for gone in record.removed.values() for first, last in gone.ranges if last is not None]
+    latest = max((step for folder, found in steps.items() if is_train(folder) for step in found), default=-1)
+    return [start for start in record.start_points if max(removed, default=-1) < start <= latest]
+
+
 def num_more_kept(
     steps: Mapping[str, Sequence[int]], num_remaining: int, *, record: RetentionRecord, retention: RetentionConfig
 ) -> int:
@@ -131,5 +141,7 @@ def num_more_kept(
     return min(num_remaining, max(0, retention.keep_last + 2 * distance - num_present))
 
 
-def _is_train(folder: str) -> bool:
-    return folder.split(".", 1)[0] == "train"
+def is_train(folder: str) -> bool:
+    """Whether training steps lie in a folder of this name."""
+    parsed = parse_folder(folder)
+    return parsed is not None and parsed[0] == "train"

@@ -8,19 +8,16 @@ training a collective lies between).
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording.paths import commit_name, list_shard_files
+from mock_scheduler.recording.paths import commit_name, list_shard_files, parse_step_stem
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.shards import commit_shards, missing_shards
 from mock_scheduler.recording.storage import Storage
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
-
-_STEP_FOLDER = re.compile(r"step_([0-9]{6,12})")
 
 
 def commit_when_complete(storage: Storage, step: str, *, count: int, patience: Patience) -> int:
@@ -28,7 +25,9 @@ def commit_when_complete(storage: Storage, step: str, *, count: int, patience: P
 
     Returns the stored bytes of the step. Raises ``RecordingError`` listing the shards that did not come.
     """
-    if not patience.wait_until(lambda: not missing_shards(storage, step, count=count)):
+    if not patience.wait_until(
+        lambda: not missing_shards(storage, step, count=count), describe=lambda: _awaited(storage, step, count)
+    ):
         missing = missing_shards(storage, step, count=count)
         raise RecordingError(
             f"[Rollout Mock] {storage.path(step)} is not committed: after {patience.timeout_s:g} s "
@@ -39,12 +38,19 @@ def commit_when_complete(storage: Storage, step: str, *, count: int, patience: P
     return storage.size_on_disk(step)
 
 
+def _awaited(storage: Storage, step: str, count: int) -> str:
+    missing = missing_shards(storage, step, count=count)
+    folder, _, stem = step.rpartition("/")
+    shards = f"shard{'s'[: len(missing) > 1]} {StepRanges.of(missing)}"
+    return f"{shards} of {count} (counted from 0) of {folder} step {parse_step_stem(stem)}"
+
+
 def clear_uncommitted(storage: Storage, folders: Iterable[str]) -> None:
     """Remove, in these folders (such as ``train``), the shards of steps that an ended run did not commit."""
     for folder in folders:
         for name in storage.list_names(folder):
             step = f"{folder}/{name}"
-            if _STEP_FOLDER.fullmatch(name) and not storage.exists(commit_name(step)):
+            if parse_step_stem(name) is not None and not storage.exists(commit_name(step)):
                 shards = list_shard_files(storage, step)
                 logger.info(
                     "[Rollout Mock] %s was not committed when an earlier run ended: its %d shards are removed and the "

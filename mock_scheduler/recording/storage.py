@@ -75,6 +75,11 @@ class Storage(Protocol):
         ``Lock.release`` or with the process, however it ends. None where locks do not exist (remote).
         """
 
+    def claim(self, run_id: str) -> Lock | None:
+        """Say that this run records here: its processes may at once, and no other run's; raises ``RecordingError``
+        naming the other one. It ends as a lock does. None where locks do not exist (remote).
+        """
+
 
 class Lock(Protocol):
     """A right to write that is held."""

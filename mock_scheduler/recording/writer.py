@@ -1,6 +1,6 @@
 """Opens a recording to be written: everything that can be refused is refused here, before any rollout.
 
-Contract: makes no more than the folder and, for planned steps, the locks.
+Contract: makes no more than the folder, the claim that keeps other runs out and, for planned steps, the locks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import RecordingError, StepExistsError
-from mock_scheduler.recording.contract import Contract, check_contract
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.folder_locks import FolderLocks
 from mock_scheduler.recording.forecast import DiskForecast
 from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest
 from mock_scheduler.recording.paths import (
@@ -20,10 +21,10 @@ from mock_scheduler.recording.paths import (
     locate_steps,
     step_folder,
 )
-from mock_scheduler.recording.recording_writer import FolderLocks, exists_text
 from mock_scheduler.recording.recording_writer import RecordingWriter as RecordingWriter
 from mock_scheduler.recording.recording_writer import WriterOptions as WriterOptions
 from mock_scheduler.recording.recording_writer import WrittenStep as WrittenStep
+from mock_scheduler.recording.refusals import check_addition, exists_text, other_run_text
 from mock_scheduler.recording.sharded_writing import clear_uncommitted
 from mock_scheduler.recording.storage import Storage, open_storage
 from mock_scheduler.scheduler import RolloutRequest
@@ -51,7 +52,7 @@ def open_recording(
     adds to it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
 
     Raises ``StepExistsError`` naming the steps, ``ContractError`` or ``RecordingError``; so it does where another
-    process writes the planned steps' folders.
+    run records here, or another process writes the planned steps' folders.
     """
     storage = open_storage(dump_dir)
     located = {folder: locate_steps(storage, folder) for folder in list_folders(storage)}
@@ -62,7 +63,7 @@ def open_recording(
         raise StepExistsError(exists_text(storage, existing))
     manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)
     if manifest is not None:
-        check_contract(manifest.contract, contract, "error", source=dump_dir)
+        check_addition(storage, manifest.contract, contract)
     storage.check_writable()
     if max_row_tokens is not None:
         forecast = DiskForecast(storage, num_planned=len(plan), on_low_disk="warn")
@@ -74,10 +75,11 @@ def open_recording(
             provenance=collect_provenance(provenance),
         )
     folders = sorted({folder for folder, _ in planned}) or (list(located) if resume else [])
-    locks = FolderLocks(storage, options.shard)
+    locks = FolderLocks(storage, options.shard, run_id=manifest.run_id)
     try:
         for folder in folders:
             locks.take(folder)
+        locks.claim()
         if resume and options.is_committer:
             clear_uncommitted(storage, folders)
     except BaseException:
@@ -100,14 +102,12 @@ def _find_manifest(
         return None
     manifest = load_manifest(storage)
     if run_id is not None and run_id != manifest.run_id:
-        raise RecordingError(
-            f"[Rollout Mock] {storage.location} holds the recording of run id {manifest.run_id}; this run is {run_id}. "
-            "Set another rollout_mock.dump_dir, or remove the folder if it is not needed."
-        )
+        raise RecordingError(other_run_text(storage, manifest.run_id, run_id))
     if run_id is None and not resume:
         raise RecordingError(
             f"[Rollout Mock] {storage.location} already holds a recording (run id {manifest.run_id}; steps: "
             f"{format_present(present)}). Set another rollout_mock.dump_dir, resume the run that "
-            "recorded it, or remove the folder if it is not needed."
+            "recorded it, give all schedulers or ranks of one run one run_id (build_scheduler(run_id=...)), or remove "
+            "the folder if it is not needed."
         )
     return manifest

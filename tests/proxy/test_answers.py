@@ -69,7 +69,7 @@ def test_groups_that_are_not_whole_are_refused_and_reported_where_told(
     rows = make_rows(2, 3)
     cut = plays([rows[0], rows[1], rows[2], rows[4]])
     with pytest.raises(BatchError) as caught:
-        live(tmp_path, cut).get_batch(request(0, group_size=3))
+        live(tmp_path / "refused", cut).get_batch(request(0, group_size=3))
     assert str(caught.value) == (
         "train step 0: 1 groups are not whole (group_size 3): default/group 1/episode 0: 1 of 3 trajectories; "
         "rollout_mock.on_partial_groups=report accepts them"
@@ -149,9 +149,10 @@ def test_prompts_are_asked_for_once_per_trajectory_or_group_alike_live_and_repla
         with live(folder, make_real) as scheduler:
             scheduler.get_batch(request(0, prompt_digests=asked))
         mock(folder, plan=[request(0, prompt_digests=asked)]).get_batch(request(0, prompt_digests=asked))
-    for wrong in ((by_group[0],), (by_group[0], "f" * 64), (*by_trajectory[:3], "f" * 64), (*by_trajectory, "f" * 64)):
+    others = ((by_group[0],), (by_group[0], "f" * 64), (*by_trajectory[:3], "f" * 64), (*by_trajectory, "f" * 64))
+    for number, wrong in enumerate(others):
         with pytest.raises(BatchError, match="its prompts are not those of the pipeline"):
-            live(tmp_path / "w", make_real).get_batch(request(0, prompt_digests=wrong))
+            live(tmp_path / f"wrong-{number}", make_real).get_batch(request(0, prompt_digests=wrong))
         with pytest.raises(RecordingError, match="holds other prompts than the run asks for"):
             mock(tmp_path / "0").get_batch(request(0, prompt_digests=wrong))
 
@@ -195,7 +196,12 @@ def test_all_problems_of_an_answer_are_listed(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_dealt_to_the_shards_is_refused_before_any_rollout(tmp_path: Path) -> None:
     with pytest.raises(SchedulerError) as caught:
         build_scheduler(
-            config(tmp_path, "dump"), never, make_contract(), plan=[request(0)], shard=RowShard(index=0, count=3)
+            config(tmp_path, "dump"),
+            never,
+            make_contract(),
+            plan=[request(0)],
+            shard=RowShard(index=0, count=3),
+            run_id="r",
         )
     assert str(caught.value) == (
         "train step 0: 4 trajectories cannot be dealt to 3 row shards: give a batch_size that is a multiple of 3"

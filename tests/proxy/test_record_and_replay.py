@@ -76,7 +76,7 @@ def test_a_verification_that_takes_long_says_what_it_did(
     mock(tmp_path, plan=plan)
     mock(tmp_path, plan=plan, is_writer=False)
     (message,) = [message for message in caplog.messages if "Verified" in message]
-    assert re.fullmatch(r"\[Rollout Mock\] Verified 3 recorded steps \(0\.\d\dMB\) in 0\.\d s", message)
+    assert re.fullmatch(r"\[Rollout Mock\] Verified 3 recorded steps \(0\.0\d\dMB\) in 0\.\d s", message)
 
 
 def test_log_lines_are_those_of_the_guide(
@@ -89,9 +89,10 @@ def test_log_lines_are_those_of_the_guide(
         with build_scheduler(settings, make_real, make_contract(), plan=requests([0])) as scheduler:
             scheduler.get_batch(request(0))
     size = os.path.getsize("x/train/step_000000.safetensors") / 2**20
+    assert 0.001 < size < 0.01
     assert [message for message in caplog.messages if "disk" not in message] == [
         "[Rollout Mock] Rollout Mock enabled: mode=dump, dir=./x",
-        f"[Rollout Mock] Dumped step 0: ./x/train/step_000000.safetensors (samples=4, size={size:.2f}MB)",
+        f"[Rollout Mock] Dumped step 0: ./x/train/step_000000.safetensors (samples=4, size={size:.4f}MB)",
         "[Rollout Mock] Rollout Mock enabled: mode=mock, dir=./x",
         "[Rollout Mock] Loaded step 0: ./x/train/step_000000.safetensors (samples=4)",
     ]

@@ -174,7 +174,8 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
     with scheduler, pytest.raises(SchedulerError) as caught:
         scheduler.get_batch(request(0))
     assert str(caught.value) == (
-        "train step 0: collect_metrics gave what is no number: 'engine' is 'vllm'; 'none' is None"
+        "train step 0: Named.collect_metrics gave what is no number: 'engine' is 'vllm'; 'none' is None; expected a "
+        "dict of names and numbers"
     )
 
 

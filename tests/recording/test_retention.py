@@ -20,6 +20,7 @@ from mock_scheduler.recording.retention import (
     load_retention,
     note_checkpoint,
     num_more_kept,
+    replay_starts,
     save_retention,
 )
 from mock_scheduler.recording.sealed import encode_sealed
@@ -144,14 +145,40 @@ def test_a_saved_checkpoint_removes_what_is_not_kept_and_the_reader_says_so(tmp_
         RecordingReader(str(tmp_path)).check_plan([request(step) for step in range(40)])
     assert str(caught.value) == (
         f"[Rollout Mock] Mock file not found: {tmp_path}/train/step_000000.safetensors (and 19 more)\n"
+        "All missing steps were recorded, and then removed as rollout_mock.retention says.\n"
+        "Steps present: train 20-39; val 20\n"
+        "Steps removed by retention: train 0-19\n"
+        "Steps from which a replay can start, with the checkpoint of the recording run: 20\n"
+        "Start the replay there, or record again and keep more (rollout_mock.retention.keep_last, pin_steps)."
+    )
+    with pytest.raises(StepNotFoundError) as caught:  # step 40 was never there: the usual reasons count
+        RecordingReader(str(tmp_path)).check_plan([request(step) for step in (19, 40)])
+    assert str(caught.value) == (
+        f"[Rollout Mock] Mock file not found: {tmp_path}/train/step_000019.safetensors (and 1 more)\n"
         "Possible reasons:\n"
-        "  1. Steps train 0-19 were not run in dump mode\n"
+        "  1. Steps train 19, 40 were not run in dump mode\n"
         f"  2. dump_dir configuration is incorrect: {tmp_path}\n"
         "  3. mode mismatch (current: train)\n"
         "Steps present: train 20-39; val 20\n"
-        "Steps removed by retention: train 0-19\n"
+        "Steps removed by retention: train 19\n"
         "Please run in dump mode first to ensure all step data is generated."
     )
+
+
+@pytest.mark.parametrize(
+    ("starts", "present", "expected"),
+    [
+        ((0, 4, 8), {"train": [4, 5, 6, 7, 8]}, [4, 8]),
+        ((0, 3, 8), {"train": [4, 5, 6, 7, 8]}, [8]),  # 3 itself is gone
+        ((0, 4, 9), {"train": [4, 5, 6, 7, 8], "val": [9]}, [4]),  # nothing to train with from 9 on
+        ((0,), {}, []),
+    ],
+)
+def test_a_replay_starts_where_nothing_is_missing_after_it(
+    starts: tuple[int, ...], present: dict[str, list[int]], expected: list[int]
+) -> None:
+    record = RetentionRecord(start_points=starts, removed={"train": StepRanges.parse("0-3")})
+    assert replay_starts(record, present) == expected
 
 
 def test_a_checkpoint_waits_for_the_steps_before_it(tmp_path: Path) -> None:
@@ -275,12 +302,12 @@ def test_a_writer_that_has_written_nothing_removes_nothing(tmp_path: Path) -> No
     writer = open_writer(tmp_path, keep(2), run_id="r")
     submit(writer, range(8))
     writer.close()
-    before = sorted(os.listdir(tmp_path))
+    before = open_storage(str(tmp_path)).list_names("")
     joined = open_writer(tmp_path, keep(2), resume=True)
     assert joined.checkpoint_saved(5) == {}
     submit(joined, [7])  # is there already
     assert joined.checkpoint_saved(6) == {}
-    assert (steps_of(tmp_path), sorted(os.listdir(tmp_path))) == ({"train": list(range(8))}, before)
+    assert (steps_of(tmp_path), open_storage(str(tmp_path)).list_names("")) == ({"train": list(range(8))}, before)
     submit(joined, [8])
     assert joined.checkpoint_saved(7) == {"train": list(range(7))}
     joined.close()

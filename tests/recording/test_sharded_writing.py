@@ -69,7 +69,9 @@ def test_shards_of_a_step_are_committed_when_all_are_there(tmp_path: Path, compr
     assert part.is_identical(shard_of(make_batch(), 1))
 
 
-def test_a_step_whose_shards_do_not_come_is_not_there_and_they_are_named(tmp_path: Path) -> None:
+def test_a_step_whose_shards_do_not_come_is_not_there_and_they_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     writers = [open_writer(tmp_path, run_id="r", options=shard_options(i, count=4)) for i in range(4)]
     writers[2].submit(shard_of(make_batch(), 2, 4), make_info(0, run_id="r"))
     with pytest.raises(RecordingError) as caught:
@@ -79,6 +81,10 @@ def test_a_step_whose_shards_do_not_come_is_not_there_and_they_are_named(tmp_pat
         "Their ranks have ended, do not record this step, or write elsewhere: see their logs."
     )
     assert RecordingReader(str(tmp_path)).steps() == {}
+    assert len(caplog.messages) == 20  # after 5 s, and then every 30 s of 600
+    assert caplog.messages[0] == (
+        "[Rollout Mock] Waiting for shards 1, 3 of 4 (counted from 0) of train step 0, for at most 600 s (5 s so far)"
+    )
 
 
 def test_waiting_for_shards_does_not_hold_up_the_training_loop(tmp_path: Path) -> None:

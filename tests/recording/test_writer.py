@@ -1,6 +1,7 @@
 """Recording a run: opening, joining, resuming, what is never overwritten, and the steps beside the training loop."""
 
 import os
+import socket
 import threading
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.columns import Ragged
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepExistsError
 from mock_scheduler.recording import RecordingReader, WriterOptions, WrittenStep
+from mock_scheduler.recording.local_storage import LocalStorage
 from tests.recording.builders import SAMPLING, make_batch, make_contract, make_info, make_rows
 from tests.recording.processes import run_in_child
 from tests.recording.recordings import files_of, loaded, open_writer, plan, record, request, write
@@ -94,7 +96,8 @@ def test_a_second_dump_into_a_folder_is_refused_unless_resumed(tmp_path: Path) -
         open_writer(tmp_path)
     assert str(caught.value) == (
         f"[Rollout Mock] {tmp_path} already holds a recording (run id {writer.run_id}; steps: train 0-1). "
-        "Set another rollout_mock.dump_dir, resume the run that recorded it, or remove the folder if it is not needed."
+        "Set another rollout_mock.dump_dir, resume the run that recorded it, give all schedulers or ranks of one run "
+        "one run_id (build_scheduler(run_id=...)), or remove the folder if it is not needed."
     )
     assert record(tmp_path, [2], resume=True).run_id == writer.run_id
     assert RecordingReader(str(tmp_path)).check_plan(plan(0, 1, 2)) > 0
@@ -125,18 +128,52 @@ def test_schedulers_of_one_run_share_a_recording(tmp_path: Path) -> None:
     assert reader.manifest.run_id == "run-7"
 
 
-def test_another_run_is_refused_when_it_opens_and_when_both_began_at_once(tmp_path: Path) -> None:
+def test_another_run_is_refused_when_it_opens_and_where_there_are_no_locks_when_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStorage, "claim", lambda storage, run_id: None)
     late = open_writer(tmp_path, run_id="run-2")
     record(tmp_path, run_id="run-1")
+    text = (
+        f"[Rollout Mock] {tmp_path} holds the recording of run id run-1; this run is run-2. Schedulers or ranks of one "
+        "run must be given one run_id (build_scheduler(run_id=...)); else set another rollout_mock.dump_dir, or remove "
+        "the folder if it is not needed."
+    )
     with pytest.raises(RecordingError) as caught:
         open_writer(tmp_path, run_id="run-2", resume=True)
-    assert str(caught.value) == (
-        f"[Rollout Mock] {tmp_path} holds the recording of run id run-1; this run is run-2. "
-        "Set another rollout_mock.dump_dir, or remove the folder if it is not needed."
-    )
-    with pytest.raises(RecordingError, match=r"recording.json exists: another run is recording here"):
+    assert str(caught.value) == text
+    with pytest.raises(RecordingError) as caught:
         write(late, [1])
+    assert str(caught.value) == text
     assert RecordingReader(str(tmp_path)).steps() == {"train": [0]}
+
+
+def test_a_second_run_is_refused_before_either_has_written_anything(tmp_path: Path) -> None:
+    """The manifest came with the first step: the second run played a whole batch before it was refused."""
+    first = open_writer(tmp_path, run_id="run-1")
+    own = open_writer(tmp_path, run_id="run-1")  # another scheduler of the run
+    child = (
+        f"RecordingError: [Rollout Mock] {tmp_path} is being written by another run (run id run-1, process "
+        f"{os.getpid()} on {socket.gethostname()}); this one is run id run-2: two runs cannot record into one folder. "
+        "Schedulers or ranks of one run must be given one run_id (build_scheduler(run_id=...)); else wait for the "
+        "other run to end, or set another rollout_mock.dump_dir."
+    )
+    for writer in (first, own):
+        assert run_in_child(lambda: open_writer(tmp_path, run_id="run-2")) == child
+        with pytest.raises(RecordingError, match=r"this very process .* whose earlier writer was not closed"):
+            open_writer(tmp_path, run_id="run-2", resume=True)
+        writer.close()
+    assert os.listdir(tmp_path) == []
+    assert record(tmp_path, run_id="run-2").run_id == "run-2"
+    assert sorted(os.listdir(tmp_path)) == ["recording.json", "train"]
+
+
+def test_a_claim_that_a_killed_process_left_means_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".run").write_text("run-1\nprocess 1 on elsewhere")
+    writer = open_writer(tmp_path, run_id="run-2")
+    assert (tmp_path / ".run").read_text() == f"run-2\nprocess {os.getpid()} on {socket.gethostname()}"
+    writer.close()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -154,8 +191,12 @@ def test_one_run_with_two_contracts_is_refused(tmp_path: Path, is_early: bool) -
 
 def test_resuming_needs_an_equal_contract(tmp_path: Path) -> None:
     record(tmp_path)
-    with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65"):
+    with pytest.raises(ContractError, match="sequence_length: recorded 64, current 65") as caught:
         open_writer(tmp_path, resume=True, contract=make_contract(sequence_length=65))
+    assert str(caught.value).endswith(
+        "\nA run that adds steps to a recording must have its contract: rollout_mock.on_mismatch=warn does not apply "
+        "there. Set another rollout_mock.dump_dir to record a recording of this run's own."
+    )
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
