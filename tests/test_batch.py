@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory, compute_prompt_digest
-from mock_scheduler.columns import JsonColumn, Ragged, RowValue, TensorColumn
+from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue, TensorColumn
+from mock_scheduler.batch.trajectory import build_identities, count_groups, partial_group_problems
 from mock_scheduler.errors import BatchError
-from mock_scheduler.trajectory import build_identities, count_groups, partial_group_problems
 from tests.batches import SAMPLING, make_batch, make_row, make_rows
 
 

@@ -6,9 +6,9 @@ import hashlib
 import torch
 
 from mock_scheduler.adapters.padded import VERL, PaddedCodec
+from mock_scheduler.batch.trajectory import SamplingParams
 from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.trajectory import SamplingParams
 
 PROMPT, RESPONSE = 6, 10  # widths
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")

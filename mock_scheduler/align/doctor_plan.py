@@ -16,7 +16,7 @@ from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launcher import DEFAULT_ENTRY
 from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.reader import RecordingReader
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.text import count_of
 
 FOLDER = "doctor"

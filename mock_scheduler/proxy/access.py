@@ -22,9 +22,9 @@ from mock_scheduler.recording import (
     StepInfo,
     WrittenStep,
 )
-from mock_scheduler.recording.diff import compare_batches
-from mock_scheduler.recording.info_differences import info_differences
+from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.writing.info_differences import info_differences
 from mock_scheduler.scheduler import RolloutRequest
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")

@@ -1,14 +1,14 @@
 """Recordings of rollouts: the step file, the manifest with its contract, writing and reading."""
 
-from mock_scheduler.recording.container import EncodedStep, decode_step, encode_step
 from mock_scheduler.recording.contract import Contract, ContractField, Difference, Rule, check_contract
 from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest, save_manifest
-from mock_scheduler.recording.open_step import OpenStep
-from mock_scheduler.recording.reader import RecordedStep, RecordingReader
-from mock_scheduler.recording.step_file import StepFile
-from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.reading.open_step import OpenStep
+from mock_scheduler.recording.reading.reader import RecordedStep, RecordingReader
+from mock_scheduler.recording.step.container import EncodedStep, decode_step, encode_step
+from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import ByteSource, Storage, open_storage
-from mock_scheduler.recording.writer import RecordingWriter, WriterOptions, WrittenStep, open_recording
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, WrittenStep, open_recording
 
 __all__ = [
     "ByteSource",

@@ -23,10 +23,10 @@ from mock_scheduler.recording.paths import (
     find_file,
     list_shard_files,
 )
-from mock_scheduler.recording.row_keys import count_trajectories, group_problems, overlap_problems
 from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
-from mock_scheduler.recording.step_file import StepFile
-from mock_scheduler.recording.step_info import StepInfo
+from mock_scheduler.recording.step.row_keys import count_trajectories, group_problems, overlap_problems
+from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RowShard
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mock_scheduler.recording.histogram import Bar
+from mock_scheduler.recording.inspection.histogram import Bar
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST_WIDTH = 4

@@ -16,12 +16,12 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
 from mock_scheduler.files import encode_json, save_json
-from mock_scheduler.recording.browse import StepPlace, list_recording, open_place
-from mock_scheduler.recording.comparison import compare_recordings
-from mock_scheduler.recording.description import describe_recording
+from mock_scheduler.recording.inspection.comparison import compare_recordings
+from mock_scheduler.recording.inspection.description import describe_recording
+from mock_scheduler.recording.inspection.verification import verify_recording
 from mock_scheduler.recording.paths import format_present, step_folder
-from mock_scheduler.recording.reader import RecordingReader
-from mock_scheduler.recording.verification import verify_recording
+from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.json_file import dataclass_to_json
 from mock_scheduler.report.progress_bar import show_progress
 from mock_scheduler.report.recording_diff import differences_to_json, print_differences

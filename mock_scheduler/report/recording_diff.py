@@ -10,8 +10,13 @@ from rich.text import Text
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.recording.comparison import NAMES, ContractDifference, RecordingDifferences, StepDifference
-from mock_scheduler.recording.diff_fields import FieldDifference
+from mock_scheduler.recording.inspection.comparison import (
+    NAMES,
+    ContractDifference,
+    RecordingDifferences,
+    StepDifference,
+)
+from mock_scheduler.recording.inspection.diff_fields import FieldDifference
 from mock_scheduler.report.text import print_wrapped
 from mock_scheduler.text import count_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.recording.verification import VerifyResult
+from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.report.text import cut
 from mock_scheduler.text import count_of, format_bytes
 

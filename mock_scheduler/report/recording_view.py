@@ -10,12 +10,12 @@ from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
-from mock_scheduler.recording.browse import name_steps
 from mock_scheduler.recording.contract import Rule
-from mock_scheduler.recording.description import FolderDescription, RecordingDescription
-from mock_scheduler.recording.histogram import Bar, Spread
+from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
+from mock_scheduler.recording.inspection.histogram import Bar, Spread
+from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.recording.matching import Match, show
-from mock_scheduler.recording.statistics import RecordingTotals, Staleness, StepStatistics
+from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.bars import draw_bars
 from mock_scheduler.report.columns import TextColumn, lay_out
 from mock_scheduler.report.text import cut, print_labelled, print_wrapped

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.recording.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
 
 
 def gather_rows(batch: RolloutBatch | None, info: StepInfo, ranks: RankGroup) -> RolloutBatch:

@@ -15,7 +15,7 @@ from mock_scheduler.config.schema import EnvManagerConfig, GeneratingArgs, Pipel
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.container import StepInfo
+from mock_scheduler.recording.step.container import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer

@@ -7,7 +7,7 @@ import torch
 
 from mock_scheduler.adapters.padded import AREAL, ROLL_AGENTIC, ROLL_RLVR, VERL, PaddedCodec
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, compute_prompt_digest
-from mock_scheduler.columns import JsonColumn, Ragged, TensorColumn
+from mock_scheduler.batch.columns import JsonColumn, Ragged, TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import BatchCodec
 from tests.adapters.padded_cases import REQUEST, SAMPLING, assert_same, codec

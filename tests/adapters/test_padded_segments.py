@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.adapters.padded_segments import PATCHED, Rule, SegmentReader, TokenFields, write_segment
+from mock_scheduler.adapters.padded.segments import PATCHED, Rule, SegmentReader, TokenFields, write_segment
 from mock_scheduler.errors import BatchError
 
 MASK = np.array([False, False, True, True, False, True, True, True, False, True, True, True])

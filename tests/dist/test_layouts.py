@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.recording.container import decode_step
+from mock_scheduler.recording.step.container import decode_step
 from mock_scheduler.trace.files import TraceKey
 from mock_scheduler.trace.reader import open_trace
 from pipelines.megatron.weights import canonical_initial_weight

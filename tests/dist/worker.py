@@ -23,7 +23,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.trace.files import TraceEntry, save_rank_trace
 from pipelines.environments.registry import build_tokenizer

@@ -13,7 +13,7 @@ from tests.faults.harness import Fired, run_with_fault
 def plant(fired: Fired) -> None:
     """Refuse to store step 1, fail at its training, and say when the real scheduler is closed."""
     from mock_scheduler.errors import RecordingError
-    from mock_scheduler.recording.local_storage import LocalStorage
+    from mock_scheduler.recording.storage.local import LocalStorage
     from pipelines.megatron.trainer import PolicyTrainer
     from pipelines.rollout.scheduler import AgenticRolloutScheduler
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.columns import Ragged
-from mock_scheduler.recording.byte_sources import MemorySource
-from mock_scheduler.recording.container import encode_step
-from mock_scheduler.recording.step_file import StepFile
+from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.recording.step.container import encode_step
+from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.storage.byte_sources import MemorySource
 from tests.recording.builders import SAMPLING, make_info, make_row, make_rows
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording.background import MAX_HELD, JobQueue
+from mock_scheduler.recording.writing.background import MAX_HELD, JobQueue
 from tests.recording.processes import run_in_child
 
 # Python 3.12 warns of a fork beside threads, of which torch and earlier tests may have left some: ours need none.
@@ -282,7 +282,7 @@ def test_closing_joins_the_thread() -> None:
 
 
 def start_script(text: str) -> "subprocess.Popen[str]":
-    head = "import sys, threading\nfrom mock_scheduler.recording.background import JobQueue\n"
+    head = "import sys, threading\nfrom mock_scheduler.recording.writing.background import JobQueue\n"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", head + text], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

@@ -11,8 +11,8 @@ import zstandard
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording import RecordingReader, WriterOptions
-from mock_scheduler.recording.compressed import open_compressed
 from mock_scheduler.recording.storage import Storage, open_storage
+from mock_scheduler.recording.storage.compressed import open_compressed
 from tests.recording.recordings import record, request
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Termination, Trajectory
-from mock_scheduler.columns import Ragged
-from mock_scheduler.recording.diff import BatchDifferences, compare_batches
+from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.recording.inspection.diff import BatchDifferences, compare_batches
 from tests.recording.builders import SAMPLING, make_identity, make_row
 
 ROW = "default/group 0/episode 0/env 1/turn 0"

@@ -8,8 +8,8 @@ import pytest
 
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording
-from mock_scheduler.recording.forecast import DiskForecast, format_bytes
-from mock_scheduler.recording.local_storage import LocalStorage
+from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.recording.writing.forecast import DiskForecast, format_bytes
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.container import decode_step, encode_step
 from mock_scheduler.recording.manifest import Manifest, decode_manifest, encode_manifest
 from mock_scheduler.recording.shards import Commit, ShardEntry, decode_commit, encode_commit
+from mock_scheduler.recording.step.container import decode_step, encode_step
 from tests.recording.builders import make_contract, make_info
 from tests.recording.step_bytes import join_header, join_text, make_large_batch, rewrite, split_header, tiny_step
 
@@ -240,7 +240,7 @@ def test_the_mutations_find_a_header_that_is_not_checked(monkeypatch: pytest.Mon
     with pytest.raises(CorruptRecordingError, match="header is not in canonical form"):
         decode_step(changed)
     monkeypatch.setattr(
-        "mock_scheduler.recording.header._render_header",
+        "mock_scheduler.recording.step.header._render_header",
         lambda _metadata, _entries: changed[8 : len(changed) - len(tensors)],
     )
     assert decode_step(changed)[1] == make_info()

@@ -12,7 +12,6 @@ from mock_scheduler.config.schema import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
-from mock_scheduler.recording.local_storage import LocalStorage
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import (
     RetentionRecord,
@@ -24,6 +23,7 @@ from mock_scheduler.recording.retention import (
     save_retention,
 )
 from mock_scheduler.recording.sealed import encode_sealed
+from mock_scheduler.recording.storage.local import LocalStorage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 from tests.recording.processes import run_in_child

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Termination
-from mock_scheduler.columns import Ragged
-from mock_scheduler.recording.histogram import Bar, NumberCounts, Spread
-from mock_scheduler.recording.statistics import (
+from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
+from mock_scheduler.recording.inspection.statistics import (
     RecordingStatistics,
     RecordingTotals,
     Staleness,

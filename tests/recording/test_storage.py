@@ -12,8 +12,8 @@ import torch
 from fsspec.registry import known_implementations
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.local_storage import LocalStorage
 from mock_scheduler.recording.storage import Storage, open_storage
+from mock_scheduler.recording.storage.local import LocalStorage
 
 PIECES = [b"abc", bytearray(b"def"), memoryview(b"ghi"), b""]
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch, Termination
-from mock_scheduler.columns import Ragged
+from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.recording import Contract, WriterOptions, open_recording
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage

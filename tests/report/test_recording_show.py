@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.columns import Ragged
+from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.report.recording_show import find_row, print_trajectory
 from mock_scheduler.report.vocabulary import Vocabulary

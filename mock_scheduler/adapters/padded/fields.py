@@ -1,0 +1,193 @@
+"""The fields of a framework's batch, sorted by how they are kept: framed tensors, dense ones, values per row, meta.
+
+Contract: nothing is dropped. A field that has not one entry per row, or that cannot be kept bit for bit, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from mock_scheduler.adapters.padded.layout import Frame, PaddedLayout
+from mock_scheduler.adapters.padded.segments import Lanes
+from mock_scheduler.batch.checks import MAX_LISTED_PROBLEMS
+from mock_scheduler.errors import BatchError
+from mock_scheduler.tensor_bytes import as_bytes, has_plain_bytes, shape_text
+
+Native: TypeAlias = "Mapping[str, object]"
+
+#: Bytes of a value -> the unsigned integer that holds its bits.
+LANE_DTYPES: Mapping[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeFields:
+    """A framework's batch of ``num_rows`` rows. ``widths``: columns of each frame, 0 where the layout has none.
+
+    ``framed``: tensors ``[B, width of their frame, …]``, or ``[B, …, width]`` where their second dimension is no
+    frame's (position ids of several axes, ``[B, 3, width]``); ``dense``: other tensors ``[B, …]``; ``rows``: fields
+    with one Python value per row; ``meta``: what is said of the whole batch, ``None`` where the field is absent.
+    ``arrays``: the tensors that are NumPy arrays in the framework's batch.
+    """
+
+    num_rows: int
+    widths: Mapping[Frame, int]
+    framed: Mapping[str, tuple[torch.Tensor, Frame]]
+    dense: Mapping[str, torch.Tensor]
+    rows: Mapping[str, Sequence[object]]
+    meta: Mapping[str, object] | None
+    arrays: frozenset[str]
+
+
+def sort_fields(native: Native, layout: PaddedLayout) -> NativeFields:
+    """Sort the fields of a batch; raises ``BatchError`` with all fields that cannot be kept."""
+    _check_required(native, layout)
+    tensors = {name: tensor for name, value in native.items() if (tensor := _as_tensor(value)) is not None}
+    num_rows, widths = len(tensors[layout.tokens]), _measure_widths(tensors, layout)
+    framed, dense, problems = {}, {}, []
+    for name, tensor in tensors.items():
+        problems += _tensor_problems(name, tensor, num_rows)
+        frame = _find_frame(name, tensor, layout, widths) if tensor.dim() >= 2 else None
+        if frame is None:
+            dense[name] = tensor
+            continue
+        framed[name] = (tensor, frame)
+        if widths[frame] not in ((tensor.shape[1],) if name in layout.roles else (tensor.shape[1], tensor.shape[-1])):
+            problems.append(
+                f"{name!r} has {tensor.shape[1]} columns; expected {widths[frame]}, as {frame.value} tensors have "
+                f"where {layout.tokens!r} has {widths[Frame.FULL]}"
+            )
+    others = {name: value for name, value in native.items() if name not in tensors and name != layout.meta}
+    for name, value in others.items():
+        problems += _rows_problems(name, value, num_rows, layout)
+    meta = native.get(layout.meta)
+    if layout.meta in native and not isinstance(meta, Mapping):
+        problems.append(f"{layout.meta!r} is of type {type(meta).__name__}; expected a dict")
+    raise_problems(problems, layout)
+    return NativeFields(
+        num_rows=num_rows,
+        widths=widths,
+        framed=framed,
+        dense=dense,
+        rows=cast("Mapping[str, Sequence[object]]", others),
+        meta=cast("Mapping[str, object] | None", meta),
+        arrays=frozenset(name for name in tensors if isinstance(native[name], np.ndarray)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FramedShape:
+    """The dimensions of a framed tensor ``[B, *leading, width, *tail]``, of which ``leading`` or ``tail`` is empty."""
+
+    leading: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, width: int) -> FramedShape:
+        """That of a tensor whose frame has this width."""
+        if tensor.shape[1] == width:
+            return cls(leading=(), tail=tuple(tensor.shape[2:]))
+        return cls(leading=tuple(tensor.shape[1:-1]), tail=())
+
+    @property
+    def num_lines(self) -> int:
+        """Stretches of ``width`` columns that one row has."""
+        return math.prod(self.leading)
+
+    def lanes_per_column(self, dtype: torch.dtype) -> int:
+        """How many lanes one column has; a value of 16 bytes is two."""
+        return math.prod(self.tail) * (2 if dtype.itemsize == 16 else 1)
+
+
+def as_lanes(tensor: torch.Tensor, num_lines: int) -> Lanes:
+    """The bit patterns of a tensor ``[B, …]`` as unsigned integers ``[B, num_lines, lanes]``."""
+    content = as_bytes(tensor).numpy().view(LANE_DTYPES[min(tensor.dtype.itemsize, 8)])
+    num_lanes = len(tensor) * num_lines
+    return content.reshape(len(tensor), num_lines, len(content) // num_lanes if num_lanes else 0)
+
+
+def _check_required(native: Native, layout: PaddedLayout) -> None:
+    problems = [f"field name {name!r} is no text" for name in native if type(name) is not str]
+    for name in layout.required:
+        value = native.get(name)
+        if not isinstance(value, torch.Tensor):
+            problems.append(f"{name!r} is {'absent' if value is None else type(value).__name__}; expected a tensor")
+        elif value.dim() != 2:
+            problems.append(f"{name!r} has shape {list(value.shape)}; expected [rows, columns]")
+    if problems:
+        problems.append(f"fields found: {', '.join(sorted(map(repr, native)))}")
+    raise_problems(problems, layout)
+
+
+def _as_tensor(value: object) -> torch.Tensor | None:
+    """The tensor, on the CPU, of a tensor or an array of numbers; ``None`` for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if has_plain_bytes(value) else value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative and value.ndim:
+        if value.dtype.itemsize > 8 and value.dtype != np.complex128:
+            return None
+        can_share = value.flags.writeable and min(value.strides) >= 0  # else torch refuses it
+        return torch.from_numpy(value if can_share else value.copy())
+    return None
+
+
+def _measure_widths(tensors: Mapping[str, torch.Tensor], layout: PaddedLayout) -> dict[Frame, int]:
+    full = tensors[layout.tokens].shape[1]
+    known: dict[Frame, int] = {
+        frame: tensors[name].shape[1]
+        for name, frame in layout.frames.items()
+        if frame in (Frame.PROMPT, Frame.RESPONSE) and name in tensors and tensors[name].dim() >= 2
+    }
+    if Frame.PROMPT not in known and Frame.RESPONSE not in known:
+        known = {Frame.PROMPT: 0, Frame.RESPONSE: 0}
+    known.setdefault(Frame.RESPONSE, full - known.get(Frame.PROMPT, 0))
+    known.setdefault(Frame.PROMPT, full - known[Frame.RESPONSE])
+    return {Frame.FULL: full, Frame.SHIFTED: max(full - 1, 0), **known}
+
+
+def _find_frame(name: str, tensor: torch.Tensor, layout: PaddedLayout, widths: Mapping[Frame, int]) -> Frame | None:
+    """The frame of a tensor of two dimensions or more; ``None`` where it is kept as it is.
+
+    A field that plays a role, and a known one of two dimensions, has its frame whatever its size, which is then told.
+    """
+    known = layout.frames.get(name)
+    if known is not None and (name in layout.roles or tensor.dim() == 2):
+        return known
+    order = (Frame.FULL, Frame.SHIFTED, Frame.RESPONSE, Frame.PROMPT) if known is None else (known,)
+    # Last comes the last dimension: what has several values per token mostly has them behind it.
+    sizes = (tensor.shape[1],) if name in layout.roles else (tensor.shape[1], tensor.shape[-1])
+    return next((frame for size in sizes for frame in order if widths[frame] == size > 0), None)
+
+
+def _tensor_problems(name: str, tensor: torch.Tensor, num_rows: int) -> list[str]:
+    if not has_plain_bytes(tensor):
+        return [f"{name!r} is {shape_text(tensor)}; expected a dense tensor of values"]
+    if tensor.dim() == 0 or len(tensor) != num_rows:
+        return [f"{name!r} has shape {list(tensor.shape)}; expected {num_rows} rows"]
+    return []
+
+
+def _rows_problems(name: str, value: object, num_rows: int, layout: PaddedLayout) -> list[str]:
+    is_rows = type(value) in (list, tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    if not is_rows:
+        return [
+            f"{name!r} is of type {type(value).__name__}; expected a tensor, an array or a list with one entry per row "
+            f"(what concerns the whole batch belongs in {layout.meta!r})"
+        ]
+    found = len(cast("Sequence[object]", value))
+    return [] if found == num_rows else [f"{name!r} has {found} entries; expected {num_rows} rows"]
+
+
+def raise_problems(problems: list[str], layout: PaddedLayout, remedy: str = "") -> None:
+    """Raise one ``BatchError`` that lists the problems, the first 20 where there are more, and says what to do."""
+    if problems:
+        lines = [f"\n  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
+        if len(problems) > MAX_LISTED_PROBLEMS:
+            lines.append(f"\n  and {len(problems) - MAX_LISTED_PROBLEMS} more")
+        lines.append(f"\n{remedy}" if remedy else "")
+        raise BatchError(f"batch of layout {layout.name!r} cannot be recorded:{''.join(lines)}")

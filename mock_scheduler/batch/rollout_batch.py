@@ -1,0 +1,388 @@
+"""The rollout batch: typed, immutable and jagged, with its rows in identity order whatever their arrival order.
+
+Contract: a ``RolloutBatch`` that exists is consistent. Its constructor checks it against the rules of
+``checks`` and lists what is wrong in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
+are on the CPU and must not be written to. Named extras go with the rows, ``meta`` with the whole, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.batch.checks import (
+    TENSOR_FIELDS,
+    content_problems,
+    dtype_problems,
+    extras_problems,
+    identity_problems,
+    meta_problems,
+    prompt_problems,
+    raise_problems,
+    scalar_problems,
+    size_problems,
+)
+from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
+from mock_scheduler.batch.row_checks import extra_name_problems, row_problems
+from mock_scheduler.batch.rows import (
+    compute_offsets,
+    compute_prompt_digests,
+    compute_row_digests,
+    join_extras,
+    join_rows,
+)
+from mock_scheduler.batch.trajectory import (
+    GroupKey,
+    SampleIdentity,
+    SamplingParams,
+    Termination,
+    Trajectory,
+    count_groups,
+    partial_group_problems,
+    sampling_as_json,
+)
+from mock_scheduler.digests import JSON, canonical_json, compute_json_digest, compute_tensor_digest
+from mock_scheduler.errors import BatchError
+
+#: Extras whose names start with this say which row it is, as its identity does, and not what is in it.
+IDENTITY_EXTRAS = "identity/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PaddedBatch:
+    """A batch padded on the right: ``tokens`` int64, ``response_mask`` bool and ``rollout_logprobs`` float32, all
+    ``[B, length]`` (logprobs 0 where the mask is False); ``lengths`` int64 ``[B]``."""
+
+    tokens: torch.Tensor
+    response_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RolloutBatch:
+    """B rows in strictly increasing identity order; row i is ``tokens[row_offsets[i]:row_offsets[i + 1]]``.
+
+    ``tokens`` int32 and ``response_mask`` bool ``[sum T]``; ``rollout_logprobs`` float32 ``[sum R]``, on response
+    tokens only, in token order; ``turn_rewards`` float32 and ``policy_versions`` int32 ``[sum K]``, row i from
+    ``turn_offsets[i]``; ``row_offsets``, ``turn_offsets`` int64 ``[B + 1]``; ``rewards`` float32 ``[B]``, the stored
+    total of the row; ``terminations`` uint8 ``[B]`` of ``Termination``; ``prompt_lengths`` int32 ``[B]``;
+    ``prompt_digests`` SHA-256 (hex) of the prompt tokens as little-endian int32. ``group_size`` is the number of
+    trajectories of every group; ``None`` means that groups need not be whole. ``extras``: further columns by name, in
+    the order of their names, one entry per row; they may hold NaN and infinities. ``meta``: JSON values of the whole
+    batch by name.
+    """
+
+    identities: tuple[SampleIdentity, ...]
+    tokens: torch.Tensor
+    row_offsets: torch.Tensor
+    response_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    turn_offsets: torch.Tensor
+    turn_rewards: torch.Tensor
+    policy_versions: torch.Tensor
+    rewards: torch.Tensor
+    terminations: torch.Tensor
+    prompt_lengths: torch.Tensor
+    prompt_digests: tuple[str, ...]
+    tags: tuple[str, ...]
+    sampling: SamplingParams
+    group_size: int | None
+    extras: Mapping[str, Column] = field(default_factory=dict)
+    meta: Mapping[str, JSON] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        arrays = self._check(is_new=True)
+        expected = compute_prompt_digests(arrays["tokens"], arrays["row_offsets"], arrays["prompt_lengths"])
+        raise_problems(prompt_problems(self.prompt_digests, expected, self.identities))
+
+    @classmethod
+    def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
+        """The batch of these fields, all of them, which are known to be consistent."""
+        batch = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(batch, name, value)
+        return batch
+
+    @classmethod
+    def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
+        """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
+        from JSON: all else is checked. For a batch that was just made from rows, or read from a step file, whose own
+        digests say that these are the ones which were written."""
+        batch = cls._unchecked(**fields)
+        batch._check(is_new=False)
+        return batch
+
+    def _check(self, *, is_new: bool) -> dict[str, npt.NDArray[Any]]:
+        """Raise ``BatchError`` unless the fields are consistent; returns the core tensors as arrays."""
+        raise_problems(scalar_problems(self.tags, self.group_size) + (meta_problems(self.meta) if is_new else []))
+        object.__setattr__(self, "extras", dict(sorted(self.extras.items())))
+        object.__setattr__(self, "meta", dict(sorted(self.meta.items())))
+        # Each check indexes with what those before it have shown to be sound.
+        tensors = self.tensors()
+        raise_problems(dtype_problems(tensors))
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
+        problems = size_problems(arrays, sizes, num_rows=len(self))
+        raise_problems(problems + extras_problems(self.extras, len(self), checks_json=is_new))
+        raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
+        return arrays
+
+    @classmethod
+    def from_trajectories(
+        cls,
+        rows: Iterable[Trajectory],
+        *,
+        sampling: SamplingParams,
+        group_size: int | None,
+        meta: Mapping[str, JSON] | None = None,
+    ) -> RolloutBatch:
+        """The batch of these rows, in identity order; the tensors are copied.
+
+        ``group_size`` is the number of trajectories that every (scheduler, group, episode) must have; ``None`` skips
+        that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
+        logprobs or turns that do not fit the row, extras that not all rows have, a wrong dtype, a NaN or infinity.
+        """
+        ordered = sorted(rows, key=lambda row: row.identity)
+        identities = tuple(row.identity for row in ordered)
+        meta = {} if meta is None else meta
+        raise_problems(scalar_problems((), group_size))
+        problems_by_row = [row_problems(row) for row in ordered]
+        problems = (
+            meta_problems(meta)
+            + [problem for found in problems_by_row for problem in found]
+            + extra_name_problems(ordered)
+        )
+        columns, column_problems = join_extras(ordered) if not problems else ({}, [])
+        if problems or column_problems:
+            sound = [row for row, found in zip(ordered, problems_by_row, strict=True) if not found]
+            arrays = {name: tensor.numpy() for name, tensor in join_rows(sound).items()}
+            problems += column_problems + content_problems(arrays, [row.identity for row in sound])
+            raise_problems(problems + identity_problems(identities, group_size))
+        core = join_rows(ordered)
+        tokens, row_offsets, prompt_lengths = (
+            core[name].numpy() for name in ("tokens", "row_offsets", "prompt_lengths")
+        )
+        return cls._restored(
+            identities=identities,
+            prompt_digests=compute_prompt_digests(tokens, row_offsets, prompt_lengths),
+            tags=tuple(row.tag for row in ordered),
+            sampling=sampling,
+            group_size=group_size,
+            extras=columns,
+            meta=meta,
+            **core,
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """One batch of all rows, sorted and checked anew.
+
+        Raises ``BatchError`` where sampling, group size or meta differ, or as ``from_trajectories``.
+        """
+        if not batches:
+            raise BatchError("concat: no batches were given")
+        first = batches[0]
+        for index, batch in enumerate(batches):
+            if (batch.sampling, batch.group_size) != (first.sampling, first.group_size):
+                raise BatchError(
+                    f"concat: batch {index} has {batch.sampling} and group_size {batch.group_size}, "
+                    f"batch 0 has {first.sampling} and group_size {first.group_size}"
+                )
+            if canonical_json(batch.meta) != canonical_json(first.meta):
+                raise BatchError(f"concat: batch {index} has meta {batch.meta}, batch 0 has {first.meta}")
+        rows = [row for batch in batches for row in batch.rows()]
+        if not rows:
+            return first
+        return cls.from_trajectories(rows, sampling=first.sampling, group_size=first.group_size, meta=first.meta)
+
+    def __len__(self) -> int:
+        return len(self.identities)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens per row, int64 ``[B]``."""
+        return self.row_offsets.diff()
+
+    @property
+    def response_offsets(self) -> torch.Tensor:
+        """Where each row's logprobs start, int64 ``[B + 1]``."""
+        # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
+        counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
+        return torch.from_numpy(counts[self.row_offsets.numpy()])
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """Response tokens per row, int64 ``[B]``."""
+        return self.response_offsets.diff()
+
+    @property
+    def group_index(self) -> torch.Tensor:
+        """int64 ``[B]``: 0 to ``num_groups`` - 1 in row order; equal where (scheduler, group, episode) are equal."""
+        keys = [identity.group_key for identity in self.identities]
+        index = {key: position for position, key in enumerate(dict.fromkeys(keys))}
+        return torch.tensor([index[key] for key in keys], dtype=torch.int64)
+
+    @property
+    def group_sizes(self) -> Counter[GroupKey]:
+        """Number of trajectories of each group, by ``SampleIdentity.group_key``, in row order."""
+        return count_groups(identity.trajectory_key for identity in self.identities)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of different (scheduler, group, episode)."""
+        return len(self.group_sizes)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Number of trajectories; fewer than rows where a row is a turn."""
+        return self.group_sizes.total()
+
+    @property
+    def num_rows_without_response(self) -> int:
+        """Rows in which the policy sampled nothing, for example since the first prompt was too long."""
+        return int((self.response_lengths == 0).sum())
+
+    @property
+    def num_duplicate_rows(self) -> int:
+        """Rows whose content, identity aside, is that of an earlier row."""
+        return len(self.duplicate_rows())
+
+    def duplicate_rows(self) -> list[tuple[SampleIdentity, SampleIdentity]]:
+        """Rows whose content is that of an earlier row, each with the first such row, in row order.
+
+        The content is everything but the identity and the extras whose names start with ``identity/``.
+        """
+        compared = {name: column for name, column in self.extras.items() if not name.startswith(IDENTITY_EXTRAS)}
+        digests = compute_row_digests({**self._core_columns(), **compared}, self.tags)
+        firsts: dict[bytes, SampleIdentity] = {}
+        pairs = [(row, firsts.setdefault(digest, row)) for row, digest in zip(self.identities, digests, strict=True)]
+        return [(row, first) for row, first in pairs if row != first]
+
+    def partial_groups(self, group_size: int) -> list[str]:
+        """The groups that have not ``group_size`` trajectories, as in ``default/group 1/episode 0: 7 of 8
+        trajectories``."""
+        return partial_group_problems(self.group_sizes, group_size)
+
+    def rows(self) -> list[Trajectory]:
+        """The rows one by one, as views of this batch; ``from_trajectories`` of them gives this batch again."""
+        lengths, turns = self.lengths.tolist(), self.turn_offsets.diff().tolist()
+        tokens, response_mask = torch.split(self.tokens, lengths), torch.split(self.response_mask, lengths)
+        rollout_logprobs = torch.split(self.rollout_logprobs, self.response_lengths.tolist())
+        turn_rewards, policy_versions = torch.split(self.turn_rewards, turns), torch.split(self.policy_versions, turns)
+        terminations, prompt_lengths = self.terminations.tolist(), self.prompt_lengths.tolist()
+        rewards, columns = self.rewards.tolist(), {name: column.rows() for name, column in self.extras.items()}
+        return [
+            Trajectory(
+                identity=identity,
+                tokens=tokens[i],
+                response_mask=response_mask[i],
+                rollout_logprobs=rollout_logprobs[i],
+                turn_rewards=turn_rewards[i],
+                policy_versions=policy_versions[i],
+                termination=Termination(terminations[i]),
+                prompt_length=prompt_lengths[i],
+                tag=self.tags[i],
+                reward=rewards[i],
+                extras={name: values[i] for name, values in columns.items()},
+            )
+            for i, identity in enumerate(self.identities)
+        ]
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """The batch of copies of these row numbers, which must be strictly increasing; groups need not be whole.
+
+        Raises ``BatchError`` for other orders: the rows of a batch stay in identity order.
+        """
+        if any(later <= earlier for earlier, later in pairwise(rows)) or not all(0 <= r < len(self) for r in rows):
+            raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
+        core = {name: column.select(rows).values for name, column in self._core_columns().items()}
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return RolloutBatch._unchecked(
+            identities=tuple(self.identities[r] for r in rows),
+            row_offsets=compute_offsets(self.lengths[chosen]),
+            turn_offsets=compute_offsets(self.turn_offsets.diff()[chosen]),
+            prompt_digests=tuple(self.prompt_digests[r] for r in rows),
+            tags=tuple(self.tags[r] for r in rows),
+            sampling=self.sampling,
+            group_size=None,
+            extras={name: column.select(rows) for name, column in self.extras.items()},
+            meta=self.meta,
+            **core,
+        )
+
+    def copy(self) -> RolloutBatch:
+        """An equal batch with its own memory."""
+        return RolloutBatch._unchecked(
+            identities=self.identities,
+            prompt_digests=self.prompt_digests,
+            tags=self.tags,
+            sampling=self.sampling,
+            group_size=self.group_size,
+            extras={name: column.copy() for name, column in self.extras.items()},
+            meta={name: copy_json(value) for name, value in self.meta.items()},
+            **{name: tensor.clone() for name, tensor in self.tensors().items()},
+        )
+
+    def _core_columns(self) -> dict[str, TensorColumn]:
+        """Every core tensor that is no offsets, as a column."""
+        offsets = {
+            "tokens": self.row_offsets,
+            "response_mask": self.row_offsets,
+            "rollout_logprobs": self.response_offsets,
+            "turn_rewards": self.turn_offsets,
+            "policy_versions": self.turn_offsets,
+            "rewards": None,
+            "terminations": None,
+            "prompt_lengths": None,
+        }
+        tensors = self.tensors()
+        return {name: TensorColumn(values=tensors[name], offsets=bounds) for name, bounds in offsets.items()}
+
+    def digest(self) -> str:
+        """SHA-256 (hex) over the whole content; equal exactly where every bit of two batches is equal."""
+        values: JSON = {
+            "identities": [[identity.scheduler_id, *identity.numbers] for identity in self.identities],
+            "prompt_digests": self.prompt_digests,
+            "tags": self.tags,
+            "sampling": sampling_as_json(self.sampling),
+            "group_size": self.group_size,
+            "tensors": {name: compute_tensor_digest(tensor) for name, tensor in self.tensors().items()},
+            "extras": {name: column.digest() for name, column in self.extras.items()},
+            "meta": self.meta,
+        }
+        return compute_json_digest(values)
+
+    def is_identical(self, other: RolloutBatch) -> bool:
+        """True where every bit of the content is equal: -0.0 is not 0.0, and no tolerance is applied."""
+        return self.digest() == other.digest()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The core tensors by name, without the extras, in the order of ``TENSOR_FIELDS``."""
+        # The names are those of this class's own fields: this looks nothing up that may be absent.
+        return {name: getattr(self, name) for name in TENSOR_FIELDS}
+
+    def pad(self, length: int, pad_id: int = 0) -> PaddedBatch:
+        """Rows padded on the right with ``pad_id`` to ``length``; raises ``BatchError`` naming rows that are longer."""
+        too_long = [
+            f"{identity}: {size} tokens"
+            for identity, size in zip(self.identities, self.lengths.tolist(), strict=True)
+            if size > length
+        ]
+        if too_long:
+            raise BatchError(f"pad: {len(too_long)} rows are longer than {length}: {'; '.join(too_long)}")
+        inside = torch.arange(length) < self.lengths[:, None]
+        tokens = torch.full(inside.shape, pad_id, dtype=torch.int64)
+        tokens[inside] = self.tokens.long()
+        mask = torch.zeros(inside.shape, dtype=torch.bool)
+        mask[inside] = self.response_mask
+        rollout_logprobs = torch.zeros(inside.shape, dtype=torch.float32)
+        rollout_logprobs[mask] = self.rollout_logprobs
+        return PaddedBatch(tokens=tokens, response_mask=mask, rollout_logprobs=rollout_logprobs, lengths=self.lengths)

@@ -1,0 +1,96 @@
+"""From rows to the columns of a batch, and what of them makes two rows alike.
+
+Contract: values are copied bit for bit and in the order given; nothing is checked here but that extras are of one kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.batch.columns import Column, TensorColumn, build_column
+from mock_scheduler.batch.trajectory import Trajectory
+from mock_scheduler.digests import canonical_json
+from mock_scheduler.errors import BatchError
+
+
+def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """The core tensors of a batch of these rows, one after another."""
+    return {
+        "tokens": _join([row.tokens for row in rows], torch.int32),
+        "row_offsets": compute_offsets([len(row.tokens) for row in rows]),
+        "response_mask": _join([row.response_mask for row in rows], torch.bool),
+        "rollout_logprobs": _join([row.rollout_logprobs for row in rows], torch.float32),
+        "turn_offsets": compute_offsets([len(row.turn_rewards) for row in rows]),
+        "turn_rewards": _join([row.turn_rewards for row in rows], torch.float32),
+        "policy_versions": _join([row.policy_versions for row in rows], torch.int32),
+        "rewards": torch.tensor([_total_reward(row) for row in rows], dtype=torch.float32),
+        "terminations": torch.tensor([row.termination for row in rows], dtype=torch.uint8),
+        "prompt_lengths": torch.tensor([row.prompt_length for row in rows], dtype=torch.int32),
+    }
+
+
+def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str]]:
+    """The columns of the rows' extras, and what is wrong with those that cannot be built; all rows have the same."""
+    columns, problems = {}, []
+    for name in rows[0].extras if rows else ():
+        try:
+            columns[name] = build_column(name, [row.extras[name] for row in rows])
+        except BatchError as error:
+            problems.append(str(error))
+    return columns, problems
+
+
+def compute_prompt_digest(prompt: torch.Tensor) -> str:
+    """SHA-256 (hex) of a prompt's tokens, int32 ``[n]``, as ``RolloutBatch.prompt_digests`` has them."""
+    return hashlib.sha256(prompt.numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def compute_prompt_digests(
+    tokens: npt.NDArray[np.int32], row_offsets: npt.NDArray[np.int64], prompt_lengths: npt.NDArray[Any]
+) -> tuple[str, ...]:
+    """``compute_prompt_digest`` of every row of a batch."""
+    content, starts = memoryview(tokens.astype("<i4").tobytes()), row_offsets[:-1]
+    bounds = zip((4 * starts).tolist(), (4 * (starts + prompt_lengths)).tolist(), strict=True)
+    return tuple([hashlib.sha256(content[start:stop]).hexdigest() for start, stop in bounds])
+
+
+def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """Where parts of these sizes start and end, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
+    offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    torch.cumsum(torch.as_tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
+    return offsets
+
+
+def compute_row_digests(columns: Mapping[str, Column], tags: Sequence[str]) -> list[bytes]:
+    """SHA-256 of each row's part of these columns and its tag; sizes come first, so that no two rows read alike."""
+    tensors = [column.row_bytes() for column in columns.values() if isinstance(column, TensorColumn)]
+    texts = [column.items for column in columns.values() if not isinstance(column, TensorColumn)]
+    digests = []
+    for index, tag in enumerate(tags):
+        parts = [content[bounds[index] : bounds[index + 1]] for content, bounds in tensors]
+        head = [tag, *(len(part) for part in parts), *(items[index] for items in texts)]
+        digest = hashlib.sha256(canonical_json(head).encode())
+        for part in parts:
+            digest.update(part.data)
+        digests.append(digest.digest())
+    return digests
+
+
+def _join(pieces: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)
+
+
+def _total_reward(row: Trajectory) -> float:
+    if row.reward is not None:
+        return float(row.reward)
+    # fsum is correctly rounded, so the total does not depend on the order of the turns. It refuses inf - inf; what is
+    # not finite is found among the turns' rewards.
+    rewards = row.turn_rewards.tolist()
+    return math.fsum(rewards) if all(map(math.isfinite, rewards)) else math.nan

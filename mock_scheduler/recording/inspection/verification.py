@@ -1,0 +1,123 @@
+"""Reads all of a recording and lists everything in it that is not as it was written.
+
+Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
+matches its digests, holds a batch, and is the step of the run that its name and the manifest say, and where nothing is
+named like a step that is not there. That steps are missing between others is noted: they may never have been recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.browse import FolderListing, StepPlace, list_recording, name_steps, open_place
+from mock_scheduler.recording.reading.open_step import open_step
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.retention import load_retention
+from mock_scheduler.recording.shards import load_commit, open_shard
+from mock_scheduler.recording.storage import Storage, open_storage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyResult:
+    """``num_bytes``: what was read and found whole, as stored; ``notes``: what is odd and no problem."""
+
+    location: str
+    num_steps: int
+    num_bytes: int
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_recording(
+    dump_dir: str, steps: StepRanges | None = None, *, on_step: Callable[[int, int], None] | None = None
+) -> VerifyResult:
+    """Verify the chosen steps (``None``: all) and the files beside them.
+
+    ``on_step`` is called with how many steps are done, of how many. Raises ``StepNotFoundError`` where there is no
+    recording, and ``RecordingError`` where the location itself cannot be read.
+    """
+    storage = open_storage(dump_dir)
+    reader, problems = _open_reader(dump_dir)
+    removed, retention_problems = _load_removed(storage)
+    problems += retention_problems
+    listings = list_recording(storage)
+    problems += [problem for listing in listings for problem in (*listing.problems, *listing.misnamed)]
+    places = [place for listing in listings for place in listing.chosen(steps)]
+    num_bytes = 0
+    for number, place in enumerate(places, start=1):
+        found = list(_step_problems(storage, reader, place))
+        num_bytes += 0 if found else storage.size_on_disk(place.name)
+        problems += found
+        if on_step is not None:
+            on_step(number, len(places))
+    if not places and not problems:
+        present = {listing.folder: list(listing.places) for listing in listings if listing.places}
+        problems.append(
+            f"{dump_dir} holds no step"
+            if steps is None
+            else f"none of the steps {steps} is recorded in {dump_dir}; steps present: {format_present(present)}"
+        )
+    return VerifyResult(
+        location=dump_dir,
+        num_steps=len(places),
+        num_bytes=num_bytes,
+        problems=tuple(problems),
+        notes=tuple(note for listing in listings for note in _notes(listing, removed, is_whole=steps is None)),
+    )
+
+
+def _open_reader(dump_dir: str) -> tuple[RecordingReader | None, list[str]]:
+    """The reader, or why the manifest cannot be read: the steps are verified by themselves then."""
+    try:
+        return RecordingReader(dump_dir), []
+    except StepNotFoundError:
+        raise
+    except MockSchedulerError as error:
+        return None, [str(error)]
+
+
+def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]]:
+    """The steps that retention removed, by folder, or why its file cannot be read."""
+    try:
+        return load_retention(storage).removed, []
+    except MockSchedulerError as error:
+        return {}, [str(error)]
+
+
+def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whole: bool) -> Iterator[str]:
+    """What lies there and is no step and, where all steps are verified (``is_whole``), which are not there."""
+    yield from listing.ignored
+    gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
+    if is_whole and gaps.ranges:
+        yield f"{listing.folder} has no {name_steps(gaps)}, between others that are recorded"
+
+
+def _step_problems(storage: Storage, reader: RecordingReader | None, place: StepPlace) -> Iterator[str]:
+    try:
+        opened = open_step(storage, place.name) if reader is None else open_place(reader, place)
+        opened.verify()
+    except MockSchedulerError as error:
+        by_shard = list(_shard_problems(storage, place)) if place.form == "shards" else []
+        yield from by_shard or [str(error)]
+
+
+def _shard_problems(storage: Storage, place: StepPlace) -> Iterator[str]:
+    """The error of every damaged shard; none where the commit file itself cannot be read."""
+    try:
+        commit = load_commit(storage, place.name)
+    except MockSchedulerError:
+        return
+    for index in range(len(commit.shards)):
+        try:
+            open_shard(storage, place.name, commit, index=index).verify()
+        except MockSchedulerError as error:
+            yield str(error)

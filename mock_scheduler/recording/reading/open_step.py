@@ -1,0 +1,165 @@
+"""A recorded step that is open: all of its rows, or one process's part of them, whatever its form.
+
+Contract: rows come in identity order whether one file holds them or several. A step that was recorded in as many shards
+as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
+group may be cut too. Files of shards are opened when they are needed, and just their needed rows are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
+from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
+from mock_scheduler.recording.shards import Commit, load_commit, open_shard
+from mock_scheduler.recording.step.row_keys import count_trajectories
+from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.storage import Storage
+from mock_scheduler.scheduler import RowShard
+
+
+class OpenStep:
+    """One recorded step, made by ``open_step``. ``path``: its file or folder, for messages."""
+
+    def __init__(self, *, path: str, parts: Sequence[Callable[[], StepFile]], commit: Commit | None) -> None:
+        self.path = path
+        self._parts = parts
+        self._commit = commit
+        self._files: dict[int, StepFile] = {}
+
+    @property
+    def info(self) -> StepInfo:
+        """What the step says about itself; of a sharded one, what shard 0 does."""
+        return self._file(0).info if self._commit is None else self._commit.info
+
+    @property
+    def digest(self) -> str:
+        """Stands for all that the step holds: equal exactly where two steps are."""
+        return self._file(0).digest if self._commit is None else " ".join(s.digest for s in self._commit.shards)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole step."""
+        return self._file(0).num_rows if self._commit is None else self._commit.num_rows
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of the whole step; fewer than rows where a row is a turn."""
+        return self._file(0).num_trajectories if self._commit is None else self._commit.num_trajectories
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that were read so far, of all its files."""
+        return sum(file.num_bytes_read for file in self._files.values())
+
+    def info_of(self, shard: RowShard | None) -> StepInfo:
+        """What one process's part says about itself where it was recorded as such; else that of the step."""
+        if shard is None or not self.is_recorded_as(shard):
+            return self.info
+        return replace(self._file(shard.index).info, shard=None)
+
+    def is_recorded_as(self, shard: RowShard | None) -> bool:
+        """Whether one process recorded just the rows of ``shard`` (None: all of them)."""
+        return (None if self._commit is None else len(self._commit.shards)) == (None if shard is None else shard.count)
+
+    def load(self, shard: RowShard | None = None, *, verify: bool = True) -> RolloutBatch:
+        """The whole step, or the part of one of ``shard.count`` processes; raises as ``StepFile.load``.
+
+        Raises ``RecordingError`` where the trajectories cannot be shared equally.
+        """
+        if shard is None:
+            return self._load_rows(range(self.num_rows), verify=verify)
+        if self.is_recorded_as(shard):
+            return self._file(shard.index).load(verify=verify)
+        return self._load_rows(self._rows_of(shard), verify=verify)
+
+    def verify(self) -> None:
+        """Read every file, check every digest and that they hold a batch; raises as ``load``."""
+        for index in range(len(self._parts)):
+            self._file(index).verify()
+        if self._commit is not None:
+            found = (len(self._order), count_trajectories(key for key, _ in self._order))
+            if found != (self._commit.num_rows, self._commit.num_trajectories):
+                raise CorruptRecordingError(
+                    f"{self.path}: its shards hold {found[0]} rows of {found[1]} trajectories; its commit says "
+                    f"{self._commit.num_rows} of {self._commit.num_trajectories}"
+                )
+
+    def prompt_digests(self) -> dict[TrajectoryKey, str]:
+        """Trajectory -> digest of its prompt (of its first row), in identity order."""
+        files = [self._file(index).read_keys() for index in range(len(self._parts))]
+        prompts = sorted(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
+        first: dict[TrajectoryKey, str] = {}
+        for key, digest in prompts:
+            first.setdefault(key[:4], digest)
+        return first
+
+    @cached_property
+    def _order(self) -> list[tuple[RowKey, int]]:
+        """Every row's key and the part that holds it, in identity order."""
+        files = [self._file(index).read_keys() for index in range(len(self._parts))]
+        return sorted((key, index) for index, rows in enumerate(files) for key in rows.keys)
+
+    def _file(self, index: int) -> StepFile:
+        if index not in self._files:
+            self._files[index] = self._parts[index]()
+        return self._files[index]
+
+    def _rows_of(self, shard: RowShard) -> range:
+        if self.num_trajectories % shard.count:
+            raise RecordingError(
+                f"[Rollout Mock] {self.path} holds {self.num_trajectories} trajectories, which {shard.count} processes "
+                "cannot share equally. Use a number of processes that divides it, or record again."
+            )
+        starts = [*self._trajectory_starts(), self.num_rows]
+        size = self.num_trajectories // shard.count
+        return range(starts[shard.index * size], starts[(shard.index + 1) * size])
+
+    def _trajectory_starts(self) -> list[int]:
+        if self.num_trajectories == self.num_rows:
+            return list(range(self.num_rows))
+        if self._commit is None:
+            return self._file(0).trajectory_starts()
+        keys = [key[:4] for key, _ in self._order]
+        return [row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]]
+
+    def _load_rows(self, rows: range, *, verify: bool) -> RolloutBatch:
+        if self._commit is None:
+            return self._file(0).load(rows, verify=verify)
+        before = [0] * len(self._parts)
+        inside = [0] * len(self._parts)
+        for row, (_, index) in enumerate(self._order[: rows.stop]):
+            (before if row < rows.start else inside)[index] += 1
+        # A part's rows are sorted too, so those inside the range are contiguous in it.
+        wanted = {i: range(before[i], before[i] + inside[i]) for i in range(len(self._parts)) if inside[i]} or {
+            0: range(0)
+        }
+        batches = [self._file(index).load(part, verify=verify) for index, part in wanted.items()]
+        group_size = self._commit.group_size if self._has_whole_groups(rows) else None
+        try:
+            return replace(RolloutBatch.concat([replace(b, group_size=None) for b in batches]), group_size=group_size)
+        except BatchError as error:
+            raise CorruptRecordingError(f"{self.path}: its shards are no rollout batch: {error}") from error
+
+    def _has_whole_groups(self, rows: range) -> bool:
+        """Whether no group is cut at either end of these rows."""
+        ends = [end for end in (rows.start, rows.stop) if 0 < end < self.num_rows]
+        return all(self._order[end][0][:3] != self._order[end - 1][0][:3] for end in ends)
+
+
+def open_step(storage: Storage, name: str) -> OpenStep:
+    """Open the step that lies at ``name``, as ``paths.find_step`` gives it, and check its headers.
+
+    Raises ``CorruptRecordingError``, or ``RecordingError`` where another version wrote it.
+    """
+    path = storage.path(name)
+    if name.endswith((".safetensors", ".zst")):
+        file = StepFile.open(storage.open_source(name), name=path)
+        return OpenStep(path=path, parts=[lambda: file], commit=None)
+    commit = load_commit(storage, name)
+    parts = [lambda i=index: open_shard(storage, name, commit, index=i) for index in range(len(commit.shards))]
+    return OpenStep(path=path, parts=parts, commit=commit)

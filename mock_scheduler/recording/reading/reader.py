@@ -1,0 +1,235 @@
+"""Reads a recording; any number of processes may read at once, without communication.
+
+Contract: nothing is invented. A step that is absent, damaged, misplaced, of another run or other than the one asked for
+is an error that names it. The first load of rows verifies every digest of theirs; later loads of them by the same
+reader verify the header only. What a check of the plan verified is verified again by the first load, since a training
+may lie between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.digests import canonical_json
+from mock_scheduler.errors import RecordingError, StepNotFoundError
+from mock_scheduler.recording.manifest import load_manifest
+from mock_scheduler.recording.paths import (
+    file_name,
+    find_step,
+    format_present,
+    list_steps,
+    locate_steps,
+    request_name,
+    step_folder,
+    step_stem,
+)
+from mock_scheduler.recording.reading.open_step import OpenStep, open_step
+from mock_scheduler.recording.reading.prompts import compare_prompts
+from mock_scheduler.recording.retention import RetentionRecord, load_retention, replay_starts
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.scheduler import RolloutRequest, RowShard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedStep:
+    """A step, or one process's part of it, as read.
+
+    ``is_as_recorded``: one process recorded these very rows, so that ``info.scheduler_state`` is its scheduler's.
+    """
+
+    path: str
+    batch: RolloutBatch
+    info: StepInfo
+    is_as_recorded: bool = True
+
+
+class RecordingReader:
+    """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none."""
+
+    def __init__(self, dump_dir: str) -> None:
+        self.dump_dir = dump_dir
+        self.storage = open_storage(dump_dir)
+        self.manifest = load_manifest(self.storage)
+        self._verified: set[tuple[str, str, RowShard | None]] = set()
+
+    def steps(self) -> dict[str, list[int]]:
+        """Folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
+        return list_steps(self.storage)
+
+    def has_step(self, request: RolloutRequest) -> bool:
+        """Whether the step that answers ``request`` is recorded."""
+        return find_step(self.storage, request_name(request)) is not None
+
+    def open_step(self, request: RolloutRequest) -> OpenStep:
+        """Open the step that answers ``request``, of which number, mode, scheduler and run are checked.
+
+        Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
+        damaged header, ``RecordingError`` where the file holds another step than its name says.
+        """
+        name = find_step(self.storage, request_name(request))
+        if name is None:
+            raise StepNotFoundError(self._missing_text([request]))
+        return self._open(name, request)
+
+    def load_step(
+        self, request: RolloutRequest, *, shard: RowShard | None = None, is_stand_in: bool = False
+    ) -> RecordedStep:
+        """The recorded answer to ``request``, or one process's part of it; its tensors are private views.
+
+        ``is_stand_in``: it stands for another step, so that it may be of another policy version and data cursor.
+        Raises as ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of
+        trajectories or other prompts, or was recorded with another policy version or at another data cursor.
+        """
+        step = self.open_step(request)
+        _check_answer(step, request, is_stand_in=is_stand_in)
+        key = (step.path, step.digest, shard)
+        batch = step.load(shard, verify=key not in self._verified)
+        self._verified.add(key)
+        return RecordedStep(
+            path=step.path, batch=batch, info=step.info_of(shard), is_as_recorded=step.is_recorded_as(shard)
+        )
+
+    def check_plan(
+        self,
+        plan: Sequence[RolloutRequest],
+        *,
+        stand_ins: Sequence[RolloutRequest] = (),
+        verify: bool = False,
+        shard: RowShard | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Check that every step that will be asked for is there, and by its header whole and the one asked for.
+
+        ``stand_ins``: further steps, which stand for others, as in ``load_step``.
+        ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
+        how many of how many are checked. Returns the number of bytes that were read. Raises ``StepNotFoundError``
+        listing all that are absent, and else as ``load_step``.
+        """
+        requests = [*plan, *stand_ins]
+        names = self._locate(requests)
+        missing = [request for request in requests if request_name(request) not in names]
+        if missing:
+            raise StepNotFoundError(self._missing_text(missing))
+        num_bytes = 0
+        for num_checked, request in enumerate(requests, start=1):
+            step = self._open(names[request_name(request)], request)
+            _check_answer(step, request, is_stand_in=num_checked > len(plan))
+            if verify and shard is None:
+                step.verify()
+            elif verify:
+                step.load(shard)
+            num_bytes += step.num_bytes_read
+            if progress is not None:
+                progress(num_checked, len(requests))
+        return num_bytes
+
+    def _locate(self, plan: Sequence[RolloutRequest]) -> dict[str, str]:
+        """Step, as in ``request_name`` -> where it lies; with one listing per folder, however long the plan."""
+        folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in plan)
+        present = self.storage.list_names("")
+        located = {folder: locate_steps(self.storage, folder) for folder in folders if folder in present}
+        return {
+            f"{folder}/{step_stem(step)}": name for folder, steps in located.items() for step, name in steps.items()
+        }
+
+    def _open(self, name: str, request: RolloutRequest) -> OpenStep:
+        try:
+            step = open_step(self.storage, name)
+        except FileNotFoundError as error:  # removed since it was found
+            raise StepNotFoundError(self._missing_text([request])) from error
+        info = step.info
+        values = (
+            ("step", info.step, request.global_step),
+            ("mode", info.mode, request.mode),
+            ("scheduler_id", info.scheduler_id, request.scheduler_id),
+            ("run_id", info.run_id, self.manifest.run_id),
+        )
+        wrong = [f"{name} {found!r} instead of {expected!r}" for name, found, expected in values if found != expected]
+        if wrong:
+            raise RecordingError(
+                f"[Rollout Mock] {step.path} holds another step than its name says: {', '.join(wrong)}. "
+                "It was renamed, moved or copied from another recording: restore it or record again."
+            )
+        return step
+
+    def _missing_text(self, missing: Sequence[RolloutRequest]) -> str:
+        by_folder: dict[str, list[int]] = {}
+        for request in missing:
+            by_folder.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
+        record, present = load_retention(self.storage), self.steps()
+        gone = _removed_steps(by_folder, record)
+        modes = ", ".join(dict.fromkeys(request.mode for request in missing))
+        first = self.storage.path(file_name(request_name(missing[0])))
+        if len(missing) == 1:
+            head, reason = first, f"Step {missing[0].global_step} was not run in dump mode"
+        else:
+            head = f"{first} (and {len(missing) - 1} more)"
+            reason = f"Steps {format_present(by_folder)} were not run in dump mode"
+        if gone == by_folder:
+            starts = ", ".join(map(str, replay_starts(record, present))) or "none"
+            return (
+                f"[Rollout Mock] Mock file not found: {head}\n"
+                "All missing steps were recorded, and then removed as rollout_mock.retention says.\n"
+                f"Steps present: {format_present(present)}\n"
+                f"Steps removed by retention: {format_present(gone)}\n"
+                f"Steps from which a replay can start, with the checkpoint of the recording run: {starts}\n"
+                "Start the replay there, or record again and keep more (rollout_mock.retention.keep_last, pin_steps)."
+            )
+        removed = f"Steps removed by retention: {format_present(gone)}\n" if gone else ""
+        return (
+            f"[Rollout Mock] Mock file not found: {head}\n"
+            "Possible reasons:\n"
+            f"  1. {reason}\n"
+            f"  2. dump_dir configuration is incorrect: {self.dump_dir}\n"
+            f"  3. mode mismatch (current: {modes})\n"
+            f"Steps present: {format_present(present)}\n"
+            f"{removed}"
+            "Please run in dump mode first to ensure all step data is generated."
+        )
+
+
+def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:
+    """Folder -> those of the missing steps that were recorded and then removed."""
+    removed = record.removed
+    gone = {folder: [step for step in steps if step in removed.get(folder, ())] for folder, steps in missing.items()}
+    return {folder: steps for folder, steps in gone.items() if steps}
+
+
+def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool) -> None:
+    """Refuse a step of another size, policy version, data cursor or other prompts than the run asks for."""
+    if step.num_trajectories != request.batch_size:
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} holds {step.num_trajectories} trajectories; the run asks for "
+            f"{request.batch_size}. Use the batch size of the recording, or record again."
+        )
+    if not is_stand_in:
+        _check_progress(step, request)
+    prompts = None if request.prompt_digests is None else compare_prompts(step.prompt_digests(), request)
+    if prompts is not None:
+        example = f" (the first: {prompts.example})" if prompts.absent else ""
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} holds other prompts than the run asks for: {prompts.absent.total()} of "
+            f"{prompts.num_asked} asked for are not recorded{example}, {prompts.not_asked.total()} recorded ones are "
+            "not asked for. Use the data, their order and the tokenizer of the recording, or record again."
+        )
+
+
+def _check_progress(step: OpenStep, request: RolloutRequest) -> None:
+    """Refuse a step that was played when the weights or the data stood elsewhere than in the run."""
+    version = step.info.policy_version
+    if version != request.policy_version:
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} was recorded with policy version {version}; the run asks for policy version "
+            f"{request.policy_version}. Start from the checkpoint of the recording, with as many optimizer updates per "
+            "step as it has, or record again."
+        )
+    recorded = step.info.data_cursor
+    if None not in (recorded, request.data_cursor) and canonical_json(recorded) != canonical_json(request.data_cursor):
+        raise RecordingError(
+            f"[Rollout Mock] {step.path} was recorded at data cursor {canonical_json(recorded)}; the run is at "
+            f"{canonical_json(request.data_cursor)}. Start from the checkpoint and data order of the recording, or "
+            "record again."
+        )

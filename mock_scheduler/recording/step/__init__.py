@@ -1,0 +1,1 @@
+"""One step as a file: its header, its tensors in verified blocks, and the batch that they hold."""

@@ -1,0 +1,249 @@
+"""Which tensors hold a batch, and a batch, or some rows of one, from those.
+
+Contract: a column is *dense* (entry i is row i's) or *ragged* (row i's entries lie between the offsets i and i + 1 of
+an offsets tensor ``[B + 1]``). So rows ``start`` to ``stop`` are one range of every tensor. Strings are indices into
+tables of the content; JSON columns are canonical JSON text, ragged; extras are ``extras/{name}``, their offsets
+``extras/{name}#offsets``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
+from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
+from mock_scheduler.batch.trajectory import build_identities
+from mock_scheduler.digests import JSON, canonical_json
+from mock_scheduler.recording.step.row_keys import RowKeys
+
+_DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "rewards": (torch.float32, ()),
+    "terminations": (torch.uint8, ()),
+    "prompt_lengths": (torch.int32, ()),
+    "prompt_digests": (torch.uint8, (32,)),
+    "identities": (torch.int64, (4,)),
+    "scheduler_index": (torch.int32, ()),
+    "tag_index": (torch.int32, ()),
+}
+_RAGGED: Mapping[str, tuple[torch.dtype, str]] = {
+    "tokens": (torch.int32, "row_offsets"),
+    "response_mask": (torch.bool, "row_offsets"),
+    "rollout_logprobs": (torch.float32, "response_offsets"),
+    "turn_rewards": (torch.float32, "turn_offsets"),
+    "policy_versions": (torch.int32, "turn_offsets"),
+}
+#: The tensors that say which row is which: enough to order rows and to tell trajectories and groups.
+IDENTITY_TENSORS = ("identities", "scheduler_index")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLayout:
+    """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: those tensors' names;
+    ``extra_values``: those of extras' values, which are of any dtype, as no others are."""
+
+    num_rows: int
+    num_trajectories: int
+    columns: Mapping[str, str | None]
+    offsets: tuple[str, ...]
+    extra_values: frozenset[str]
+
+
+def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    """The batch as tensors, which share its memory, and as JSON for the rest; ``unpack_batch`` is the inverse."""
+    scheduler_ids = sorted({identity.scheduler_id for identity in batch.identities})
+    tag_names = sorted(set(batch.tags))
+    scheduler_index = {name: index for index, name in enumerate(scheduler_ids)}
+    tag_index = {name: index for index, name in enumerate(tag_names)}
+    digests = np.frombuffer(bytearray.fromhex("".join(batch.prompt_digests)), dtype=np.uint8)
+    tensors = batch.tensors()
+    tensors |= {
+        "response_offsets": torch.from_numpy(_response_offsets(batch.row_offsets.numpy(), batch.response_mask.numpy())),
+        "identities": torch.tensor([i.numbers for i in batch.identities], dtype=torch.int64).reshape(len(batch), 4),
+        "scheduler_index": torch.tensor([scheduler_index[i.scheduler_id] for i in batch.identities], dtype=torch.int32),
+        "tag_index": torch.tensor([tag_index[tag] for tag in batch.tags], dtype=torch.int32),
+        "prompt_digests": torch.from_numpy(digests).reshape(len(batch), 32),
+    }
+    extras: dict[str, JSON] = {}
+    for name, column in batch.extras.items():
+        extras[name] = _pack_extra(name, column, tensors)
+    content: dict[str, JSON] = {
+        "num_rows": len(batch),
+        "num_trajectories": batch.num_trajectories,
+        "scheduler_ids": scheduler_ids,
+        "tags": tag_names,
+        "sampling": sampling_as_json(batch.sampling),
+        "group_size": batch.group_size,
+        "extras": extras,
+        "meta": batch.meta,
+    }
+    return tensors, content
+
+
+def _pack_extra(name: str, column: Column, tensors: dict[str, torch.Tensor]) -> str:
+    """Adds the column's tensors and returns its kind: ``dense``, ``ragged`` or ``json``."""
+    if isinstance(column, TensorColumn):
+        tensors[f"extras/{name}"] = column.values
+        if column.offsets is None:
+            return "dense"
+        tensors[f"extras/{name}#offsets"] = column.offsets
+        return "ragged"
+    texts = [canonical_json(item).encode("ascii") for item in column.items]
+    tensors[f"extras/{name}"] = torch.from_numpy(np.frombuffer(bytearray(b"".join(texts)), dtype=np.uint8))
+    sizes = np.array([0, *(len(text) for text in texts)], dtype=np.int64)
+    tensors[f"extras/{name}#offsets"] = torch.from_numpy(sizes.cumsum())
+    return "json"
+
+
+def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> StepLayout:
+    """Check that the tensors (name -> dtype and shape) are those of the content's rows.
+
+    Raises ``ValueError`` listing every tensor that is absent, unknown, or of another dtype or shape, and ``KeyError``
+    or ``TypeError`` where the content is none.
+    """
+    _check_content(content)
+    num_rows, num_trajectories, extras = content["num_rows"], content["num_trajectories"], content["extras"]
+    columns: dict[str, str | None] = {**dict.fromkeys(_DENSE), **{name: _RAGGED[name][1] for name in _RAGGED}}
+    for name, kind in extras.items():
+        if kind not in ("dense", "ragged", "json"):
+            raise ValueError(f"extra {name!r} is of kind {kind!r}")
+        columns[f"extras/{name}"] = None if kind == "dense" else f"extras/{name}#offsets"
+    offsets = tuple(dict.fromkeys(name for name in columns.values() if name is not None))
+    layout = StepLayout(
+        num_rows=num_rows,
+        num_trajectories=num_trajectories,
+        columns=columns,
+        offsets=offsets,
+        extra_values=frozenset(f"extras/{name}" for name, kind in extras.items() if kind != "json"),
+    )
+    problems = _layout_problems(layout, kinds)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return layout
+
+
+def _check_content(content: Mapping[str, Any]) -> None:
+    num_rows, num_trajectories = content["num_rows"], content["num_trajectories"]
+    if type(num_rows) is not int or type(num_trajectories) is not int or not 0 <= num_trajectories <= num_rows:
+        raise ValueError(f"{num_rows!r} rows of {num_trajectories!r} trajectories")
+    for name in ("scheduler_ids", "tags"):
+        texts = content[name]
+        if not isinstance(texts, list) or not all(type(text) is str for text in texts):
+            raise ValueError(f"{name} is {texts!r}; expected a list of texts")
+    if type(content["group_size"]) not in (int, type(None)):
+        raise ValueError(f"group_size {content['group_size']!r}")
+    for name in ("extras", "meta", "sampling"):
+        if not isinstance(content[name], dict):
+            raise ValueError(f"{name} is of type {type(content[name]).__name__}")
+    SamplingParams(**content["sampling"])
+
+
+def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
+    expected = {*layout.columns, *layout.offsets}
+    problems = [f"tensor {name!r} is missing" for name in sorted(expected - set(kinds))]
+    problems += [f"tensor {name!r} is not expected" for name in sorted(set(kinds) - expected)]
+    for name, (dtype, shape) in kinds.items():
+        if name in layout.offsets:
+            is_right = (dtype, shape) == (torch.int64, (layout.num_rows + 1,))
+        elif name in _DENSE:
+            is_right = (dtype, shape) == (_DENSE[name][0], (layout.num_rows, *_DENSE[name][1]))
+        elif name in _RAGGED:
+            is_right = dtype == _RAGGED[name][0] and len(shape) == 1
+        else:
+            is_right = len(shape) >= 1 and (layout.columns.get(name) is not None or shape[0] == layout.num_rows)
+            if is_right and name not in layout.extra_values:  # the text of a JSON column
+                is_right = dtype == torch.uint8 and len(shape) == 1
+        if not is_right:
+            problems.append(f"tensor {name!r} is {dtype} {list(shape)}, which does not fit {layout.num_rows} rows")
+    return problems
+
+
+def unpack_batch(
+    arrays: Mapping[str, npt.NDArray[Any]],
+    extra_values: Mapping[str, torch.Tensor],
+    content: Mapping[str, Any],
+    *,
+    group_size: int | None,
+) -> RolloutBatch:
+    """The batch of these rows: columns and offsets of the same rows, the offsets beginning at 0; it shares memory with
+    them. ``extra_values``: those tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
+
+    Raises ``BatchError``, ``KeyError``, ``IndexError``, ``TypeError``, ``ValueError`` or ``RuntimeError`` where they
+    are no batch.
+    """
+    tags = content["tags"]
+    core = {name: _as_tensor(arrays[name]) for name in TENSOR_FIELDS}
+    batch = RolloutBatch._restored(
+        identities=_unpack_identities(arrays, content["scheduler_ids"]),
+        prompt_digests=_unpack_digests(arrays["prompt_digests"]),
+        tags=tuple([tags[index] for index in arrays["tag_index"].tolist()]),
+        sampling=SamplingParams(**content["sampling"]),
+        group_size=group_size,
+        extras={name: _unpack_extra(name, kind, arrays, extra_values) for name, kind in content["extras"].items()},
+        meta=content["meta"],
+        **core,
+    )
+    # The batch derives these from the mask, while a load of some rows relies on them.
+    if not np.array_equal(
+        _response_offsets(arrays["row_offsets"], arrays["response_mask"]), arrays["response_offsets"]
+    ):
+        raise ValueError("response_offsets are not those of response_mask")
+    return batch
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The tensor ``[n]`` of an array, which it shares; an empty one has strides that torch can work with."""
+    tensor = torch.from_numpy(array)
+    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
+
+
+def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Where each row's logprobs start; no row is empty, as ``reduceat`` needs."""
+    offsets = np.zeros(len(row_offsets), dtype=np.int64)
+    if len(row_offsets) > 1:
+        # As bytes and in small integers where a row's sum fits, which NumPy adds up several times faster.
+        sums = np.int32 if len(mask) < 2**31 else np.int64
+        np.add.reduceat(mask.view(np.uint8), row_offsets[:-1], dtype=sums).cumsum(dtype=np.int64, out=offsets[1:])
+    return offsets
+
+
+def unpack_keys(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> RowKeys:
+    """Which rows these are; raises as ``unpack_batch``."""
+    numbers, indices = arrays["identities"].tolist(), arrays["scheduler_index"].tolist()
+    return RowKeys(
+        keys=tuple([(scheduler_ids[index], *row) for index, row in zip(indices, numbers, strict=True)]),
+        prompt_digests=_unpack_digests(arrays["prompt_digests"]),
+    )
+
+
+def _unpack_digests(digests: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+    """The rows of a uint8 ``[B, 32]`` as hex."""
+    return tuple(digests.tobytes().hex(" ", 32).split())
+
+
+def _unpack_extra(
+    name: str, kind: str, arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, torch.Tensor]
+) -> Column:
+    if kind == "dense":
+        return TensorColumn(values=values[f"extras/{name}"])
+    offsets = arrays[f"extras/{name}#offsets"]
+    if kind == "ragged":
+        return TensorColumn(values=values[f"extras/{name}"], offsets=torch.from_numpy(offsets))
+    text, bounds = arrays[f"extras/{name}"].tobytes(), offsets.tolist()
+    # All rows in one go: a call per row would cost more than reading the rest of the step.
+    items = json.loads(b"[" + b",".join([text[a:b] for a, b in pairwise(bounds)]) + b"]")
+    if len(items) != len(bounds) - 1:
+        raise ValueError(f"extra {name!r}: a row is not one JSON value")
+    return JsonColumn(items=tuple(items))
+
+
+def _unpack_identities(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> tuple[SampleIdentity, ...]:
+    chosen = [scheduler_ids[index] for index in arrays["scheduler_index"].tolist()]
+    return build_identities(chosen, arrays["identities"])

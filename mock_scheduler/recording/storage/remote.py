@@ -1,0 +1,294 @@
+"""A recording in an object store (or another file system) that fsspec reaches by URL.
+
+Contract: that of ``storage.Storage``. A file is one object, written by one request that the store refuses where the
+name is taken (S3: ``If-None-Match``), so it is whole or absent and several writers do not mix. Only stores that can do
+this are written to; any that fsspec knows can be read. Endpoint and credentials come from the user's environment
+(``AWS_ENDPOINT_URL``, fsspec's own configuration).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import fsspec
+
+from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.files import Buffer
+from mock_scheduler.recording.storage.byte_sources import ByteSource, check_range
+from mock_scheduler.recording.storage.compressed import (
+    COMPRESSED_ENDING,
+    MAX_DECOMPRESSED_BYTES,
+    compress,
+    open_compressed,
+)
+from mock_scheduler.recording.storage.names import check_name
+
+#: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
+
+_EXTRAS = {"s3": "mock-scheduler[s3]", "s3a": "mock-scheduler[s3]", "gs": "gcsfs", "gcs": "gcsfs"}
+#: Errors of the client libraries that are no OSError; a library that is not loaded cannot have raised any.
+_CLIENT_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("gcsfs.retry", "HttpError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+_NUM_ATTEMPTS = 5  # of a write that the store refuses because another one to the same name is going on
+
+
+class FsspecStorage:
+    """The location of an fsspec URL; opening it connects to nothing. Raises ``RecordingError`` as ``open_storage``."""
+
+    def __init__(self, location: str) -> None:
+        self._location = location.rstrip("/")
+        self._protocol = location.split("://", 1)[0].lower()
+        self._process_id = os.getpid()
+        self._connected = self._connect()
+
+    @property
+    def location(self) -> str:
+        """As the user spelled it."""
+        return self._location
+
+    def path(self, name: str) -> str:
+        """The URL of a file."""
+        return f"{self._location}/{name}" if name else self._location
+
+    def exists(self, name: str) -> bool:
+        """Whether an object, or any below this name, is there."""
+        with self._translated(name, "cannot read"):
+            return bool(self._files.exists(self._url(name)))
+
+    def list_names(self, folder: str) -> list[str]:
+        """Names directly below a folder, sorted, without hidden ones, as the store has them now."""
+        url = self._url(folder)
+        with self._translated(folder, "cannot list"):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(url, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        own = self._files._strip_protocol(url).strip("/")
+        inside = [path.strip("/").removeprefix(own).strip("/") for path in found if path.strip("/") != own]
+        return sorted(name for name in inside if name and "/" not in name and not name.startswith("."))
+
+    def open_source(self, name: str) -> ByteSource:
+        """An object, read by range; decompressed in memory where it ends in ``.zst``."""
+        url = self._url(name)
+        with self._translated(name, "cannot read"):
+            source = _ObjectSource(self, name, size_bytes=self._size(url))
+            if not name.endswith(COMPRESSED_ENDING):
+                return source
+            if source.size_bytes > MAX_DECOMPRESSED_BYTES:
+                raise CorruptRecordingError(f"{url}: {source.size_bytes} bytes are over the limit of a compressed file")
+            return open_compressed(source.read(0, source.size_bytes), path=url)
+
+    def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
+        """A small object as a whole."""
+        url = self._url(name)
+        with self._translated(name, "cannot read"):
+            if self._size(url) > max_bytes:
+                raise CorruptRecordingError(f"{url}: over the limit of {max_bytes} bytes: not a file of a recording")
+            return bytes(self._files.cat_file(url))
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Bytes of an object, writable; raises ``CorruptRecordingError`` where it has fewer."""
+        url = self._url(name)
+        with self._translated(name, "cannot read"):
+            data = self._files.cat_file(url, start=start, end=stop) if stop > start else b""
+        if len(data) != stop - start:
+            raise CorruptRecordingError(f"{url}: {len(data)} of {stop - start} bytes could be read: it was changed")
+        return memoryview(bytearray(data))
+
+    def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
+        """Write a new object, compressed where its name ends in ``.zst``; returns its stored size."""
+        url = self._url(name)
+        data = compress(pieces) if name.endswith(COMPRESSED_ENDING) else b"".join(pieces)
+        with self._translated(name, "cannot write", size_bytes=len(data)):
+            try:
+                # Asked first, so that a large object is not sent in vain; the store's own refusal is what decides.
+                if self._files.exists(url):
+                    raise FileExistsError(url)
+                self._create(url, data)
+            except FileExistsError:
+                if not self._holds(url, data):
+                    raise
+        return len(data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write an object in place of an older one."""
+        with self._translated(name, "cannot write", size_bytes=len(data)):
+            self._files.pipe_file(self._url(name), data)
+
+    def remove(self, name: str) -> None:
+        """Remove an object, or all below a folder in the order of their names; nothing happens where it is absent."""
+        url = self._url(name)
+        with self._translated(name, "cannot remove"):
+            for path in self._objects(url):
+                self._files.rm_file(path)
+            self._files.invalidate_cache()
+
+    def size_on_disk(self, name: str) -> int:
+        """Bytes of an object, or of all below a folder."""
+        url = self._url(name)
+        with self._translated(name, "cannot read"):
+            sizes = self._objects(url)
+        if not sizes:
+            raise FileNotFoundError(f"{url} is absent")
+        return sum(sizes.values())
+
+    def check_writable(self) -> None:
+        """Write a small object, try to write it again, and remove it; raises where the store lets any of it go wrong.
+
+        Most of all where it writes over an object that must only be created: two runs would overwrite each other.
+        """
+        if self._protocol not in OBJECT_STORES:
+            raise RecordingError(
+                f"cannot record in {self._location}: {self._protocol}:// does not make files whole and only where the "
+                f"name is free. Record into a local folder or one of {', '.join(f'{p}://' for p in OBJECT_STORES)}, "
+                "and copy it."
+            )
+        name = f".probe.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        url = self._url(name)
+        with self._translated("", "cannot record in"):
+            self._create(url, b"first")
+            try:
+                self._create(url, b"second")
+            except FileExistsError:
+                return
+            finally:
+                self._files.rm_file(url)
+        raise RecordingError(
+            f"cannot record in {self._location}: the store overwrites an object that was only to be created "
+            "(S3: it ignores If-None-Match), so two runs could overwrite each other's steps. Use a store or a release "
+            "that supports it, or record into a local folder and copy it."
+        )
+
+    def free_bytes(self) -> int | None:
+        """None: an object store has no such bound."""
+        return None
+
+    def lock(self, folder: str, *, part: str | None = None, is_patient: bool = False) -> None:
+        """None: object stores have no locks; creation of what does not exist is what keeps writers apart."""
+        del folder, part, is_patient
+
+    def claim(self, run_id: str) -> None:
+        """None, as there are no locks."""
+        del run_id
+
+    @property
+    def _files(self) -> fsspec.AbstractFileSystem:
+        """fsspec's file system, made anew in a forked child, where a client's threads do not exist."""
+        if self._process_id != os.getpid():
+            self._process_id, self._connected = os.getpid(), self._connect()
+        return self._connected
+
+    def _connect(self) -> fsspec.AbstractFileSystem:
+        if "::" in self._location:
+            raise RecordingError(f"{self._location}: chained URLs (::) are not supported; name the place itself")
+        try:
+            return fsspec.filesystem(self._protocol, use_listings_cache=False)
+        except ImportError as error:
+            raise RecordingError(
+                f"{self._location} needs a package that is not installed ({error}): "
+                f"pip install '{_EXTRAS.get(self._protocol, self._protocol)}'"
+            ) from error
+        except ValueError as error:
+            raise RecordingError(
+                f"{self._location}: {error}. Use a local folder, or a protocol of fsspec such as s3://, gs:// or abfs://"
+            ) from error
+
+    def _url(self, name: str) -> str:
+        check_name(name, location=self._location)
+        return self.path(name)
+
+    def _size(self, url: str) -> int:
+        info = self._files.info(url)
+        if info["type"] != "file":
+            raise FileNotFoundError(f"{url} is a folder")
+        return int(info["size"])
+
+    def _objects(self, url: str) -> dict[str, int]:
+        """The object of this name, or those below it, in the order of their names, with their sizes."""
+        self._files.invalidate_cache()
+        found = self._files.find(url, detail=True)
+        return {path: int(info["size"]) for path, info in sorted(found.items())}
+
+    def _create(self, url: str, data: bytes) -> None:
+        """Write an object; raises ``FileExistsError`` where there is one."""
+        for attempt in range(_NUM_ATTEMPTS):
+            try:
+                self._files.pipe_file(url, data, mode="create")
+            except OSError as error:
+                code = _client_code(error)
+                if code in ("PreconditionFailed", "412"):
+                    raise FileExistsError(url) from error
+                if code != "ConditionalRequestConflict" or attempt + 1 == _NUM_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _holds(self, url: str, data: bytes) -> bool:
+        try:
+            return self._size(url) == len(data) and self._files.cat_file(url) == data
+        except FileNotFoundError:  # another writer's, which has been removed meanwhile
+            return False
+
+    @contextmanager
+    def _translated(self, name: str, what: str, *, size_bytes: int | None = None) -> Iterator[None]:
+        """Turns what the client raises into ``RecordingError``; an absent or taken name keeps its plain error."""
+        try:
+            yield
+        except RecordingError:
+            raise
+        except (FileNotFoundError, FileExistsError) as error:
+            if _client_code(error) != "NoSuchBucket":
+                raise
+            raise self._error(error, name, what, size_bytes) from error
+        except _client_errors() as error:
+            raise self._error(error, name, what, size_bytes) from error
+
+    def _error(self, error: Exception, name: str, what: str, size_bytes: int | None) -> RecordingError:
+        size = "" if size_bytes is None else f" ({size_bytes} bytes)"
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return RecordingError(
+            f"{what} {self.path(name)}{size}: {reason}. Check the bucket, the credentials and the endpoint "
+            "(AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
+        )
+
+
+class _ObjectSource:
+    """An object, each range of which is one request."""
+
+    def __init__(self, storage: FsspecStorage, name: str, *, size_bytes: int) -> None:
+        self._storage = storage
+        self._name = name
+        self._size_bytes = size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Size when it was opened."""
+        return self._size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``, fetched now."""
+        check_range(start, stop, self._size_bytes, path=self._storage.path(self._name))
+        return self._storage.read_range(self._name, start, stop)
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    loaded = [(sys.modules[module], name) for module, name in _CLIENT_ERRORS if module in sys.modules]
+    return (OSError, *(getattr(module, name) for module, name in loaded))
+
+
+def _client_code(error: BaseException) -> str | None:
+    """The code in the store's answer, for example ``PreconditionFailed``, where botocore tells it."""
+    response = getattr(error.__cause__, "response", None)
+    return response["Error"].get("Code") if isinstance(response, dict) and "Error" in response else None
