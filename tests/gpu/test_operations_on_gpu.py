@@ -55,3 +55,20 @@ def test_an_atomic_sum_is_caught_by_its_output(tmp_path: Path) -> None:
     sums = [record for record in (*first, *second) if record.operator == "aten.index_add_.default"]
     assert len({tuple(tensor.digest for tensor in record.inputs) for record in sums}) == 1
     assert len({record.outputs[0].digest for record in sums}) > 1
+
+
+def test_a_communication_over_nccl_is_recorded(tmp_path: Path) -> None:
+    """NCCL gives no work handle for a call that is not asynchronous: waiting for it ended the doctor's replay."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        header = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={})
+        with record_operations(tmp_path / "run", header, modules={}):
+            values = torch.arange(4.0, device="cuda")
+            torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(values, async_op=True).wait()
+            values.sum().item()
+    finally:
+        torch.distributed.destroy_process_group()
+    operators = [record.operator for record in find_operation_logs(tmp_path / "run")[0][0].records()]
+    assert operators.count("c10d.allreduce_.default") == 2

@@ -291,4 +291,7 @@ def _wait(result: Any) -> None:  # noqa: ANN401 - whatever the communication ret
     """Wait for a communication whose caller waits for it next."""
     work = result[-1] if isinstance(result, tuple) else result
     if isinstance(work, torch.ScriptObject):
-        Work.unbox(work).wait()
+        # None: NCCL gives no work where the caller is not asynchronous; the stream keeps the order (torch 2.11).
+        handle = Work.unbox(work)
+        if handle is not None:
+            handle.wait()
