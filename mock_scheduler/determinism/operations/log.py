@@ -91,6 +91,11 @@ class OperationRecord:
         """Tensors with a digest, read or written."""
         return sum(tensor.digest is not None for tensor in (*self.inputs, *self.outputs))
 
+    @property
+    def is_computation(self) -> bool:
+        """Whether it read, made or sent anything; a view, which only names memory, did not."""
+        return bool(self.num_digests or self.values or self.group is not None or self.completes is not None)
+
     def describe(self) -> str:
         """``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
         what = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
