@@ -213,6 +213,7 @@ def _check_candidates(config: PipelineConfig) -> None:
 
 
 def _check_free(where: str, overrides: Sequence[str], taken: tuple[str, ...]) -> None:
-    clashes = [key for key in taken if key in override_keys(overrides)]
+    keys = override_keys(overrides)
+    clashes = [key for key in taken if key in keys]
     if clashes:
         raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")

@@ -29,6 +29,7 @@ from mock_scheduler.batch.trajectory import (
 from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import BatchError
 from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
+from mock_scheduler.text import count_of
 
 #: Name -> (dtype, number of dimensions) of every tensor of a batch.
 TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
@@ -67,7 +68,7 @@ def raise_problems(problems: Sequence[str]) -> None:
     lines = [f"\n  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
     if len(problems) > MAX_LISTED_PROBLEMS:
         lines.append(f"\n  and {len(problems) - MAX_LISTED_PROBLEMS} more")
-    raise BatchError(f"rollout batch has {len(problems)} problem{'s'[: len(problems) > 1]}:{''.join(lines)}")
+    raise BatchError(f"rollout batch has {count_of(len(problems), 'problem')}:{''.join(lines)}")
 
 
 def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:

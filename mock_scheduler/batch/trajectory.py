@@ -81,11 +81,6 @@ class SampleIdentity:
         """What the rows of one trajectory share."""
         return self.scheduler_id, self.group_id, self.episode_id, self.env_id
 
-    @property
-    def row_key(self) -> RowKey:
-        """The identity as a plain key."""
-        return self.scheduler_id, *self.numbers
-
     def __str__(self) -> str:
         return f"{self.scheduler_id}/group {self.group_id}/episode {self.episode_id}/env {self.env_id}/turn {self.turn}"
 

@@ -17,6 +17,7 @@ from mock_scheduler.digests import JSON, canonical_json, check_json
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.matching import Comparison, check_value, compare_values, show
 from mock_scheduler.recording.matching import Match as Match
+from mock_scheduler.text import count_of
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
@@ -151,7 +152,7 @@ def check_contract(
     blocking = [difference for difference in differences if difference.is_blocking]
     if blocking:
         lines = "".join(f"\n  {difference.describe()}" for difference in blocking)
-        count = f"{len(blocking)} field{'s'[: len(blocking) > 1]}"
+        count = count_of(len(blocking), "field")
         message = f"[Rollout Mock] This run breaks the contract of {source} in {count}:{lines}"
         if on_mismatch == "error":
             raise ContractError(message)

@@ -110,6 +110,16 @@ def test_what_holds_no_meaning_has_no_digest(tmp_path: Path) -> None:
     assert {each.storage for each in (*empty.outputs, *fill.outputs, *view.outputs)} == {0}
 
 
+@pytest.mark.parametrize(("beta", "num_inputs"), [(0.0, 2), (1.0, 3)])
+def test_what_a_zero_factor_ignores_is_no_input(tmp_path: Path, beta: float, num_inputs: int) -> None:
+    """Attention gives baddbmm unwritten memory with beta 0; its bits were named as the first difference of two runs."""
+    buffer, left, right = torch.full((1, 2, 2), 7.0), torch.ones(1, 2, 3), torch.ones(1, 3, 2)
+    with record_operations(tmp_path, HEADER, modules={}):
+        torch.baddbmm(buffer, left, right, beta=beta)
+    (record,) = (record for record in records_of(tmp_path) if record.operator == "aten.baddbmm.default")
+    assert (len(record.inputs), len(record.outputs)) == (num_inputs, 1)
+
+
 def test_what_is_returned_as_a_number_is_written(tmp_path: Path) -> None:
     with record_operations(tmp_path, HEADER, modules={}):
         torch.full((), 0.1, dtype=torch.float64).item()

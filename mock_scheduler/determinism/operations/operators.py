@@ -14,7 +14,6 @@ import torch
 from torch._ops import HigherOrderOperator
 
 UNINITIALISED = "uninitialised"
-SCRATCH = "scratch"
 
 _ALLOCATORS = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "empty_quantized", "new_empty", "new_empty_strided"}
@@ -64,6 +63,15 @@ class OperatorFacts:
         if not self.arguments:
             return {f"argument{position}": value for position, value in enumerate(args)} | dict(kwargs)
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+    def unread(self, bound: Mapping[str, Any]) -> frozenset[str]:
+        """Arguments whose content this call does not read.
+
+        ``addmm`` and its kin ignore ``self`` where ``beta`` is 0 (torch documentation); Megatron's attention gives
+        memory there that nothing has written.
+        """
+        is_ignored = "beta" in self.arguments and bound.get("beta", 1) == 0
+        return self.overwritten | {"self"} if is_ignored else self.overwritten
 
 
 @cache

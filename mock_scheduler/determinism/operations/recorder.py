@@ -120,7 +120,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         communication: Communication | None,
     ) -> OpenRecord:
         """The record of an operation that is about to run; it is open until ``_end``."""
-        unread = facts.overwritten if communication is None else communication.unread
+        unread = facts.unread(bound) if communication is None else communication.unread
         record = self._start_record(facts.name)
         record |= {
             "device": tensors[0][1].device.type if tensors else "",
