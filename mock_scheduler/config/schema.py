@@ -11,31 +11,41 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mock_scheduler.config.algorithm import (
+    AdvantageEstimator,
+    CriticConfig,
+    KlEstimator,
+    KlInRewardConfig,
+    RewardNormalizationConfig,
+)
 from mock_scheduler.config.base import (
     ConfigSection,
+    Fraction,
     Mode,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     RolloutMode,
 )
-from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
-from mock_scheduler.config.sections import (
+from mock_scheduler.config.environments import (
     ActorInferConfig,
-    AlignConfig,
-    CandidateConfig,
-    CheckpointConfig,
     CustomEnvConfig,
     EnvManagerConfig,
     FrozenLakeEnvConfig,
     GeneratingArgs,
-    ModelConfig,
-    ParallelConfig,
-    RewardNormalizationConfig,
+    SokobanEnvConfig,
+)
+from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
+from mock_scheduler.config.model import ModelConfig
+from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
+from mock_scheduler.config.sections import (
+    AlignConfig,
+    CandidateConfig,
+    CheckpointConfig,
     ToleranceConfig,
     TraceConfig,
-    TrainingConfig,
 )
+from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.text import bullet_list
 
 __all__ = [
@@ -44,10 +54,12 @@ __all__ = [
     "CandidateConfig",
     "CheckpointConfig",
     "ConfigSection",
+    "CriticConfig",
     "CustomEnvConfig",
     "EnvManagerConfig",
     "FrozenLakeEnvConfig",
     "GeneratingArgs",
+    "KlInRewardConfig",
     "Mode",
     "ModelConfig",
     "ParallelConfig",
@@ -57,10 +69,10 @@ __all__ = [
     "RolloutMockConfig",
     "RolloutMode",
     "ScheduleEntry",
+    "SokobanEnvConfig",
     "ToleranceConfig",
     "TraceConfig",
     "TrainingConfig",
-    "layout_problems",
     "sampling_problems",
 ]
 
@@ -81,16 +93,26 @@ class PipelineConfig(ConfigSection):
     rollout_batch_size: PositiveInt = 128
     val_batch_size: PositiveInt = 128
     sequence_length: PositiveInt = 256
-    precision: Literal["float32", "bfloat16"] = "float32"
+    rollout_form: Literal["trajectory", "step"] = "trajectory"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
 
-    adv_estimator: Literal["grpo"] = "grpo"
+    adv_estimator: AdvantageEstimator = "grpo"
     reward_normalization: RewardNormalizationConfig = RewardNormalizationConfig()
+    reward_clip: float | None = Field(default=None, gt=0.0)
+    advantage_clip: float | None = Field(default=None, gt=0.0)
+    whiten_advantages: bool = False
+    gamma: Fraction = 1.0
+    lambd: Fraction = 0.95
+    kl_in_reward: KlInRewardConfig = KlInRewardConfig()
+    critic: CriticConfig = CriticConfig()
     ppo_epochs: PositiveInt = 1
     pg_clip: float = Field(default=0.2, gt=0.0)
+    dual_clip: float | None = Field(default=None, gt=1.0)
     loss_agg_mode: Literal["token-mean"] = "token-mean"
     entropy_loss_coef: NonNegativeFloat = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
+    kl_loss_estimator: KlEstimator = "k3"
 
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
     system_envs: dict[str, str] = Field(default={})
@@ -201,6 +223,17 @@ class PipelineConfig(ConfigSection):
                 f"training.global_batch_size {global_batch} is not a multiple of "
                 f"training.micro_batch_size {micro_batch}"
             )
+        budget = self.training.max_tokens_per_micro_batch
+        if budget is not None and budget < self.sequence_length:
+            raise ValueError(
+                f"training.max_tokens_per_micro_batch {budget} is smaller than sequence_length {self.sequence_length}: "
+                "the longest rows would fit into no micro-batch"
+            )
+        if budget is not None and budget % self.training.sequence_multiple_of:
+            raise ValueError(
+                f"training.max_tokens_per_micro_batch {budget} is not a multiple of training.sequence_multiple_of "
+                f"{self.training.sequence_multiple_of}"
+            )
         if self.sequence_length % self.training.sequence_multiple_of:
             raise ValueError(
                 f"sequence_length {self.sequence_length} is not a multiple of training.sequence_multiple_of "
@@ -210,12 +243,15 @@ class PipelineConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_layout(self) -> PipelineConfig:
-        problems = layout_problems(self)
+        training = self.training
+        work = Workload(
+            model=self.model,
+            num_micro_batches=None if self.rollout_form == "step" else training.num_micro_batches,
+            sequence_multiple_of=training.sequence_multiple_of,
+        )
+        problems = layout_problems(self.parallel, work)
         if problems:
-            raise ValueError(
-                f"layout {self.parallel.describe()} ({self.parallel.world_size} processes) cannot be run:"
-                f"{bullet_list(problems, limit=None)}"
-            )
+            raise ValueError(describe_layout_problems(self.parallel, problems))
         return self
 
 
@@ -242,32 +278,4 @@ def sampling_problems(config: PipelineConfig) -> list[str]:
         for name, (value, off) in cuts.items()
         if value != off
     ]
-    return problems
-
-
-def layout_problems(config: PipelineConfig) -> list[str]:
-    """Every rule of Megatron-core that the layout breaks for this model and batch; empty where it can run."""
-    model, parallel, training = config.model, config.parallel, config.training
-    tp, pp, dp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-    )
-    divisions = (
-        ("model.num_attention_heads", model.num_attention_heads, "tensor_model_parallel_size", tp),
-        ("model.num_query_groups", model.query_groups, "tensor_model_parallel_size", tp),
-        ("model.ffn_hidden_size", model.ffn_size, "tensor_model_parallel_size", tp),
-        ("model.num_layers", model.num_layers, "pipeline_model_parallel_size", pp),
-        ("micro-batches per update", training.num_micro_batches, "data_parallel_size", dp),
-    )
-    problems = [
-        f"{name} {value} is not a multiple of {axis} {size}" for name, value, axis, size in divisions if value % size
-    ]
-    if parallel.sequence_parallel and tp == 1:
-        problems.append("sequence_parallel needs tensor_model_parallel_size > 1")
-    if parallel.sequence_parallel and training.sequence_multiple_of % tp:
-        problems.append(
-            f"training.sequence_multiple_of {training.sequence_multiple_of} is not a multiple of "
-            f"tensor_model_parallel_size {tp}, as sequence_parallel needs"
-        )
     return problems

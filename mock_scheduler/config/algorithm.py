@@ -1,0 +1,55 @@
+"""Sections of the algorithm that have several keys; plain keys are the configuration's own, as in ROLL; no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mock_scheduler.config.base import ConfigSection, NonNegativeFloat
+
+AdvantageEstimator = Literal["grpo", "gae", "reinforce_plus_plus", "rloo"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class RewardNormalizationConfig(ConfigSection):
+    """How rewards are normalised before advantages are made of them.
+
+    ``grouping``: over the trajectories of a group (``traj_group_id``) or of the whole batch (``batch``).
+    ``method``: ``mean`` takes the mean off, ``mean_std`` also divides by the standard deviation, ``none`` does nothing.
+    """
+
+    grouping: Literal["traj_group_id", "batch"] = "traj_group_id"
+    method: Literal["none", "mean", "mean_std"] = "mean_std"
+
+
+class CriticConfig(ConfigSection):
+    """The critic of ``adv_estimator: gae``: the policy's layers with a value head, in the same layout.
+
+    ``value_clip``: how far a value may move from the one before the step without the loss being clipped; ``None`` does
+    not clip. ``warmup_steps``: first steps in which the critic alone is trained.
+    """
+
+    lr: float = Field(default=1e-3, gt=0.0)
+    value_clip: float | None = Field(default=0.5, gt=0.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class KlInRewardConfig(ConfigSection):
+    """The KL penalty in the reward: ``coef`` times the estimate of KL(policy ‖ reference) is taken off per token.
+
+    ``target`` and ``horizon``: where both are set, the coefficient follows the measured KL (PPO's adaptive controller).
+    """
+
+    coef: NonNegativeFloat = 0.0
+    estimator: KlEstimator = "k1"
+    target: float | None = Field(default=None, gt=0.0)
+    horizon: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _check_controller(self) -> KlInRewardConfig:
+        if (self.target is None) != (self.horizon is None):
+            raise ValueError("target and horizon belong together: set both for an adaptive coefficient, or neither")
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target has no effect with coef 0; set the coefficient to begin with")
+        return self

@@ -1,0 +1,110 @@
+"""Environments and how they are played: ``custom_envs``, the environment managers and the engine; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from mock_scheduler.config.base import ConfigSection, Fraction, NonNegativeInt, PositiveInt
+
+
+class GeneratingArgs(ConfigSection):
+    """How actions are sampled: softmax(logits / temperature), then top-k, then top-p; 0 and 1.0 switch them off."""
+
+    temperature: float = Field(default=1.0, gt=0.0)
+    top_k: NonNegativeInt = 0
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+
+
+class ActorInferConfig(ConfigSection):
+    """The rollout engine; ``generating_args`` are those of training, and of validation where that has none of its own.
+
+    ``only_action_tokens``: the policy chooses among the environment's action tokens alone; its log-probabilities, in
+    sampling and in training, are those of the softmax over them.
+    ``max_new_tokens``: tokens that one turn may sample; a turn ends with the first action token.
+    ``use_kv_cache``: keep keys and values of what was read; false computes the whole history anew for every token.
+    ``rows_per_forward``: episodes of one forward pass. Which episodes share a pass is fixed before the layout.
+    """
+
+    only_action_tokens: bool = False
+    max_new_tokens: PositiveInt = 1
+    use_kv_cache: bool = True
+    rows_per_forward: PositiveInt = 64
+    generating_args: GeneratingArgs = GeneratingArgs()
+
+
+class EnvManagerConfig(ConfigSection):
+    """Which environments play: ``num_env_groups`` groups of ``group_size`` that share their seeds.
+
+    ``num_env_workers``: processes in which a replica's environments are stepped; 0 steps them in its own.
+    """
+
+    num_env_groups: PositiveInt = 16
+    group_size: PositiveInt = 8
+    tags: list[str] = Field(default=["FrozenLake"], min_length=1)
+    num_env_workers: NonNegativeInt = 0
+    generating_args: GeneratingArgs | None = None
+
+
+class FrozenLakeEnvConfig(ConfigSection):
+    """Gymnasium's FrozenLake: a fixed map by name, or random maps of ``size`` with frozen fraction ``p``.
+
+    ``held_out_fraction``: the part of all maps, by their content, that training never plays and that validation plays
+    alone; 0 makes no difference between the two.
+    """
+
+    map_name: Literal["4x4"] | None = "4x4"
+    size: Annotated[int, Field(ge=2, le=8)] = 4
+    p: Fraction = 0.8
+    is_slippery: bool = False
+    format_penalty: float = -0.01
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+
+class SokobanEnvConfig(ConfigSection):
+    """Seeded, solvable Sokoban puzzles on a board of ``size`` × ``size``, walls around it included.
+
+    Rewards are gym-sokoban's: ``step_penalty`` for every turn, ``box_reward`` for a box that comes to a target, minus
+    it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for that and
+    nothing else. ``max_solution``: pushes and moves of the longest puzzle. ``show_walls_around``: tokens for the outer
+    wall, which never changes, too. ``held_out_fraction``: as of FrozenLake.
+    """
+
+    size: Annotated[int, Field(ge=4, le=10)] = 6
+    num_boxes: Annotated[int, Field(ge=1, le=4)] = 1
+    max_solution: PositiveInt = 10
+    step_penalty: float = -0.1
+    box_reward: float = 1.0
+    solved_reward: float = 10.0
+    sparse_reward: bool = False
+    show_walls_around: bool = True
+    format_penalty: float = -0.15
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+
+EnvConfig: TypeAlias = FrozenLakeEnvConfig | SokobanEnvConfig
+ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig]] = {
+    "frozen_lake": FrozenLakeEnvConfig,
+    "sokoban": SokobanEnvConfig,
+}
+
+
+class CustomEnvConfig(ConfigSection):
+    """One tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
+
+    env_type: Literal["frozen_lake", "sokoban"] = "frozen_lake"
+    max_steps: PositiveInt = 10
+    env_config: EnvConfig = FrozenLakeEnvConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_env_config(cls, values: Any) -> Any:  # noqa: ANN401 - whatever the user wrote
+        """Settings are those of the type that is named, so that an unknown key is said to be unknown to that type."""
+        if not isinstance(values, Mapping):
+            return values
+        section = ENV_CONFIGS.get(values.get("env_type", "frozen_lake"))
+        if section is None or isinstance(values.get("env_config"), section):
+            return values
+        return {**values, "env_config": section.model_validate(values.get("env_config", {}))}

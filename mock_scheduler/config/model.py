@@ -1,0 +1,129 @@
+"""The ``model`` section: the policy, as fields of Megatron's ``TransformerConfig`` and ``GPTModel``; no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, PositiveInt
+from mock_scheduler.text import bullet_list
+
+
+class ModelConfig(ConfigSection):
+    """The policy; the critic of ``adv_estimator: gae`` has the same layers and a value head.
+
+    ``num_moe_experts``: every layer that ``moe_layer_freq`` names (1: all, n: each n-th from the first, or one 0 or 1
+    per layer) has that many experts in the MLP's place; the ``moe_*`` keys count only then.
+    ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on which rows
+    are in it; ``seq_aux_loss`` balances each row's own, and does not.
+    ``moe_router_impl``: ``layout_invariant`` is Megatron's router with padding left out of losses and counters and
+    with losses weighted by response tokens, in any layout; ``megatron`` is Megatron's own, faults included.
+    """
+
+    num_layers: PositiveInt = 2
+    hidden_size: PositiveInt = 64
+    num_attention_heads: PositiveInt = 4
+    num_query_groups: PositiveInt | None = None
+    ffn_hidden_size: PositiveInt | None = None
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    layernorm_epsilon: float = 1e-5
+    swiglu: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
+    rotary_base: PositiveInt = 10000
+    untie_embeddings_and_output_weights: bool = True
+    init_method_std: float = Field(default=0.02, gt=0.0)
+    vocab_size: PositiveInt | None = None
+    make_vocab_size_divisible_by: PositiveInt = 1
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+
+    num_moe_experts: PositiveInt | None = None
+    moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
+    moe_ffn_hidden_size: PositiveInt | None = None
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    moe_router_topk: PositiveInt = 2
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = Field(default=None, gt=0.0)
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    moe_router_impl: Literal["layout_invariant", "megatron"] = "layout_invariant"
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value groups; the number of heads where none was set."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP: four times the hidden size where none was set."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of one expert: the MLP's where none was set."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has experts."""
+        if self.num_moe_experts is None:
+            return (False,) * self.num_layers
+        if isinstance(self.moe_layer_freq, int):
+            return tuple(layer % self.moe_layer_freq == 0 for layer in range(self.num_layers))
+        return tuple(bool(has_experts) for has_experts in self.moe_layer_freq)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelConfig:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups {self.query_groups}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> ModelConfig:
+        problems = self._expert_problems()
+        if problems:
+            raise ValueError(f"the experts cannot be built:{bullet_list(problems, limit=None)}")
+        return self
+
+    def _expert_problems(self) -> list[str]:
+        num_experts = self.num_moe_experts
+        if num_experts is None:
+            given = sorted(name for name in self.model_fields_set if name.startswith("moe_") and self._is_changed(name))
+            return [f"{name} is set, but num_moe_experts is not" for name in given]
+        problems = []
+        if self.moe_router_topk > num_experts:
+            problems.append(f"moe_router_topk {self.moe_router_topk} is larger than num_moe_experts {num_experts}")
+        if isinstance(self.moe_layer_freq, list) and len(self.moe_layer_freq) != self.num_layers:
+            problems.append(
+                f"moe_layer_freq has {len(self.moe_layer_freq)} entries for num_layers {self.num_layers}; write one "
+                "per layer, or a number"
+            )
+        if not any(self.moe_layers):
+            problems.append(f"moe_layer_freq {self.moe_layer_freq} names no layer that has experts")
+        if self.moe_aux_loss_coeff > 0 and self.moe_router_load_balancing_type == "none":
+            problems.append(
+                f"moe_aux_loss_coeff {self.moe_aux_loss_coeff} has no effect with moe_router_load_balancing_type none; "
+                "set aux_loss or seq_aux_loss"
+            )
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            problems.append("moe_router_enable_expert_bias needs moe_router_score_function sigmoid")
+        if self.add_bias_linear and self.moe_shared_expert_intermediate_size is not None:
+            problems.append("moe_shared_expert_intermediate_size needs add_bias_linear false")
+        return problems
+
+    def _is_changed(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
