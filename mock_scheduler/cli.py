@@ -222,6 +222,40 @@ def show(
     raise typer.Exit(code)
 
 
+@app.command(name="replay-actions")
+def replay_actions(
+    config_name: ConfigName,
+    recording: RecordingDir,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    steps: Steps = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+    entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
+) -> None:
+    """Play the recorded actions through the environments again and name the first answer that differs."""
+    import os
+    import subprocess
+    import tempfile
+
+    from mock_scheduler.processes import PARENT_VARIABLE, ending_signals_as_interrupt
+
+    # 1 is a verdict only of an entry that wrote its result; Python ends a module that it cannot run with 1 too.
+    with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
+        result = Path(folder) / "result.json"
+        source = _source(config_name, config_path, overrides)
+        options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
+        code = subprocess.run(
+            [sys.executable, "-m", entry, *source.arguments(), *options],
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            check=False,
+        ).returncode
+        if result.is_file() and json_path is not None:
+            json_path.write_bytes(result.read_bytes())
+        elif code == ExitCode.DIVERGED and not result.is_file():
+            code = int(ExitCode.INTERNAL)
+    raise typer.Exit(128 - code if code < 0 else code)
+
+
 @app.command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(help="output_dir of each run", show_default=False)],

@@ -1,74 +1,185 @@
 """The global batch cut into updates and micro-batches, before any layout is known.
 
-Rows keep the batch's canonical order: update u of a step holds rows [u·G, (u+1)·G), micro-batch m of it rows
-[m·b, (m+1)·b). A data-parallel rank computes the micro-batches m with m mod dp = its rank; which rows are in one,
-their padding and the loss denominator never depend on the layout.
+Contract: deterministic, on the host. Which rows are in which micro-batch, at which line and column, its index, its
+padding and the loss denominator follow from the batch and the ``training`` section. The layout gives one number,
+``count_multiple``, and all that it decides is how many empty micro-batches end each update.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 
+import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.training import TrainingConfig
+from mock_scheduler.errors import BatchError
+from mock_scheduler.tensor_bytes import shape_text
+from mock_scheduler.text import bullet_list
+from pipelines.batching.checks import check_plan
+from pipelines.batching.placement import Placement, place_rows
+from pipelines.batching.plan import MicroBatch, StepPlan, Update
+
+__all__ = ["MicroBatch", "StepPlan", "Update", "build_step_plan", "check_plan", "response_values"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Padded rows, shifted so that position t predicts token t + 1.
+def build_step_plan(
+    batch: RolloutBatch,
+    token_advantages: torch.Tensor,
+    token_returns: torch.Tensor,
+    training: TrainingConfig,
+    *,
+    count_multiple: int,
+    dtype: torch.dtype,
+) -> StepPlan:
+    """The updates of a step, checked with ``check_plan``.
 
-    tokens: int64 ``[b, T]``; targets: int64 ``[b, T]``, the next token (0 at the end of a row); response_mask: bool
-    ``[b, T]``, True where the target is a response token; advantages and rollout_logprobs (the target's, as sampled):
-    float32 ``[b, T]``, 0 elsewhere.
+    token_advantages, token_returns: floating 1-D, one per response token of the batch, in row order; ``dtype``
+    (float32 or float64) is theirs in the micro-batches. Update u has trajectories [u·G, (u + 1)·G), with G
+    ``training.global_batch_size``, in micro-batches
+
+    - ``batching: fixed``: of ``micro_batch_size`` rows in the batch's order, all of the step padded to its longest row,
+      rounded up to ``sequence_multiple_of``; what the last one of an update lacks are empty lines;
+    - ``batching: dynamic``: of the longest rows first, as many as ``max_tokens_per_micro_batch`` has room for with
+      their padding, each padded to its own longest row, rounded up;
+    - ``sequence_packing``: of one line of ``max_tokens_per_micro_batch`` tokens, packed first-fit decreasing.
+
+    Empty micro-batches of the last one's shape follow until their number is a multiple of ``count_multiple``; their
+    indices come after those of all others in the step.
+    Raises ``BatchError``: no rows, a row that starts with a response token, or is longer than a micro-batch, values
+    that are not one per response token.
     """
+    _check_arguments(batch, {"token_advantages": token_advantages, "token_returns": token_returns}, dtype)
+    if count_multiple < 1:
+        raise BatchError(f"count_multiple is {count_multiple}; expected 1 or more")
+    placements = place_rows(batch, training)
+    values = {"advantages": token_advantages, "returns": token_returns}
+    filled = _fill(batch, [placement for update in placements for placement in update], values, dtype)
+    index = count(len(filled))
+    updates = []
+    position = 0
+    for update in placements:
+        real = filled[position : position + len(update)]
+        position += len(update)
+        empty = [_empty_like(real[-1], next(index)) for _ in range(-len(real) % count_multiple)]
+        updates.append(Update(micro_batches=(*real, *empty)))
+    plan = StepPlan(updates=tuple(updates), row_weights=batch.response_lengths.double())
+    check_plan(plan, batch)
+    return plan
 
-    index: int
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    response_mask: torch.Tensor
-    advantages: torch.Tensor
-    rollout_logprobs: torch.Tensor
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same with every tensor on a device."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            targets=self.targets.to(device),
-            response_mask=self.response_mask.to(device),
-            advantages=self.advantages.to(device),
-            rollout_logprobs=self.rollout_logprobs.to(device),
+def response_values(
+    plan_micro_batches: Iterable[MicroBatch], values_by_index: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """The values at response tokens, float64 1-D on the host, in the batch's order: by row, then by position.
+
+    values_by_index: ``[b, T]`` by micro-batch index, on any device; those of micro-batches without response tokens
+    are not needed. The micro-batches of all updates give one value per response token of the batch, others those of
+    their rows. Raises ``BatchError`` for values that are absent or of another shape.
+    """
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    problems = []
+    for micro_batch in plan_micro_batches:
+        mask = micro_batch.response_mask.cpu()
+        if not bool(mask.any()):
+            continue
+        values = values_by_index.get(micro_batch.index)
+        if values is None or values.shape != mask.shape:
+            found = "absent" if values is None else shape_text(values)
+            problems.append(f"those of micro-batch {micro_batch.index} are {found}; expected {list(mask.shape)}")
+            continue
+        kept = values.detach().cpu()[mask].double()
+        parts.append((micro_batch.row_ids.cpu()[mask], micro_batch.positions.cpu()[mask], kept))
+    if problems:
+        raise BatchError(f"values of response tokens cannot be gathered:{bullet_list(problems)}")
+    if not parts:
+        return torch.zeros(0, dtype=torch.float64)
+    rows, positions, gathered = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
+    return torch.from_numpy(gathered[np.lexsort((positions, rows))])
+
+
+def _check_arguments(batch: RolloutBatch, values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    if len(batch) == 0:
+        raise BatchError("the batch of this step has no rows: there is nothing to train on")
+    problems = []
+    if dtype not in (torch.float32, torch.float64):
+        problems.append(f"dtype is {dtype}; expected torch.float32 or torch.float64")
+    num_response = len(batch.rollout_logprobs)
+    for name, tensor in values.items():
+        if tensor.shape != (num_response,) or not tensor.is_floating_point():
+            problems.append(
+                f"{name} is {shape_text(tensor)}; expected floating [{num_response}], one per response token"
+            )
+    for row in torch.nonzero(batch.response_mask[batch.row_offsets[:-1]]).flatten().tolist():
+        problems.append(
+            f"row {row} ({batch.identities[row]}) starts with a response token, which no token predicts; give the row "
+            "a prompt of at least one token"
         )
+    if problems:
+        raise BatchError(f"micro-batches cannot be made of this step's batch:{bullet_list(problems)}")
 
 
-def padded_length(batch: RolloutBatch, *, multiple_of: int) -> int:
-    """The longest row of the whole batch, rounded up; the same on every rank."""
-    longest = max(int(batch.lengths.max()), 1)
-    return -(-longest // multiple_of) * multiple_of
-
-
-def build_micro_batches(
-    batch: RolloutBatch, advantages: torch.Tensor, *, micro_batch_size: int, multiple_of: int
+def _fill(
+    batch: RolloutBatch, placements: Sequence[Placement], values: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> list[MicroBatch]:
-    """All micro-batches of a step on the host, in canonical order; ``advantages``: floating ``[B]``, one per row."""
-    padded = batch.pad(padded_length(batch, multiple_of=multiple_of))
-    targets = _shift_left(padded.tokens)
-    response_mask = _shift_left(padded.response_mask)
-    rollout_logprobs = _shift_left(padded.rollout_logprobs)
-    token_advantages = torch.where(response_mask, advantages.float().unsqueeze(1), 0.0)
+    """The micro-batches of these placements, as views of one flat tensor per field."""
+    lengths, row_starts = batch.lengths.numpy(), batch.row_offsets[:-1].numpy()
+    sizes = [rows * width for rows, width in (placement.shape for placement in placements)]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    cell_of_row = np.empty(len(batch), dtype=np.int64)
+    for offset, placement in zip(offsets[:-1], placements, strict=True):
+        lines, starts = np.array(placement.lines), np.array(placement.starts)
+        cell_of_row[list(placement.rows)] = offset + lines * placement.shape[1] + starts
+    row_of_token = np.repeat(np.arange(len(batch)), lengths)
+    position_of_token = np.arange(len(batch.tokens)) - row_starts[row_of_token]
+    cells = torch.from_numpy(cell_of_row[row_of_token] + position_of_token)
+    by_token = {
+        "tokens": batch.tokens.long(),
+        "positions": torch.from_numpy(position_of_token),
+        "row_ids": torch.from_numpy(row_of_token),
+        **_next_of_each_token(batch, values, dtype),
+    }
+    flat = {name: _scatter(tokens, cells, int(offsets[-1]), name) for name, tokens in by_token.items()}
+    parts = {name: torch.split(tensor, sizes) for name, tensor in flat.items()}
     return [
-        MicroBatch(
-            index=index,
-            tokens=padded.tokens[rows],
-            targets=targets[rows],
-            response_mask=response_mask[rows],
-            advantages=token_advantages[rows],
-            rollout_logprobs=rollout_logprobs[rows],
-        )
-        for index, rows in enumerate(torch.arange(len(batch)).split(micro_batch_size))
+        MicroBatch(index=index, **{name: part[index].view(placement.shape) for name, part in parts.items()})
+        for index, placement in enumerate(placements)
     ]
 
 
-def _shift_left(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
+def _scatter(by_token: torch.Tensor, cells: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    flat = by_token.new_full((size,), -1 if name == "row_ids" else 0)
+    flat[cells] = by_token
+    return flat
+
+
+def _next_of_each_token(
+    batch: RolloutBatch, values: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What is known of each token's successor in its row, 0 for a row's last token: one entry per token."""
+    mask = batch.response_mask
+
+    def on_response(per_response: torch.Tensor) -> torch.Tensor:
+        spread = per_response.new_zeros(len(mask))
+        spread[mask] = per_response
+        return spread
+
+    def shifted(per_token: torch.Tensor) -> torch.Tensor:
+        moved = torch.cat((per_token[1:], per_token.new_zeros(1)))
+        moved[batch.row_offsets[1:] - 1] = 0
+        return moved
+
+    moved = {name: shifted(on_response(tensor.detach().cpu().to(dtype))) for name, tensor in values.items()}
+    return moved | {
+        "targets": shifted(batch.tokens.long()),
+        "response_mask": shifted(mask),
+        "rollout_logprobs": shifted(on_response(batch.rollout_logprobs)),
+    }
+
+
+def _empty_like(micro_batch: MicroBatch, index: int) -> MicroBatch:
+    """A micro-batch of the same shape that is padding throughout."""
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in micro_batch.tensors().items()}
+    return MicroBatch(index=index, **{**tensors, "row_ids": torch.full_like(micro_batch.row_ids, -1)})

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
@@ -34,12 +34,12 @@ from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.trace.files import remove_steps_from
-from pipelines.algorithm.advantages import compute_grpo_advantages
 from pipelines.batch_metrics import compute_batch_metrics
 from pipelines.clock import Clock
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.learner import Learner
 from pipelines.megatron.checkpoint import (
     RunState,
     check_same_settings,
@@ -53,8 +53,6 @@ from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.probes import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
-from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import MicroBatch, build_micro_batches
 from pipelines.operations import record_operations
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
@@ -139,19 +137,19 @@ class AgenticPipeline:
             resume=self._is_resumed,
             max_row_tokens=config.sequence_length,
         )
-        self._trainer = PolicyTrainer(
+        self._learner = Learner(
             config,
             runtime,
             vocab_size=vocab_size_in_effect(config, tokenizer),
             allowed_tokens=tokenizer.action_ids if config.actor_infer.only_action_tokens else None,
         )
         if resumed is not None:
-            load_checkpoint(Path(str(config.resume_from_checkpoint)), self._trainer)
+            load_checkpoint(Path(str(config.resume_from_checkpoint)), self._learner, resumed)
             self._scheduler.load_state_dict(dict(resumed.scheduler))
 
     def _make_real(self) -> AgenticRolloutScheduler:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
-        return AgenticRolloutScheduler(self._config, self._trainer, self._tokenizer, self._ledger, ranks=self._ranks)
+        return AgenticRolloutScheduler(self._config, self._learner.policy, self._tokenizer, self._ledger, ranks=self._ranks)
 
     def run(self) -> None:
         """All steps from the first to ``max_steps``, and the files that a run leaves."""
@@ -222,27 +220,16 @@ class AgenticPipeline:
         step = request.global_step
         with (
             self._clock.measure("train"),
-            record_operations(self._config, self._output_dir, self._trainer, step=step),
+            record_operations(self._config, self._output_dir, self._learner, step=step),
         ):
-            train_metrics = self._train_step(step, self._micro_batches(batch))
+            train_metrics = self._train_step(step, batch)
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
 
-    def _micro_batches(self, batch: RolloutBatch) -> list[MicroBatch]:
-        advantages = compute_grpo_advantages(
-            batch.rewards, batch.group_index, method=self._config.reward_normalization.method
-        )
-        return build_micro_batches(
-            batch,
-            advantages,
-            micro_batch_size=self._config.training.micro_batch_size,
-            multiple_of=self._config.training.sequence_multiple_of,
-        )
-
-    def _train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def _train_step(self, step: int, batch: RolloutBatch) -> dict[str, float]:
         if self._config.trace.level == "off":
-            return self._trainer.train_step(micro_batches)
-        probe = StepProbe(self._trainer, self._trace_dir, step=step)
-        metrics = self._trainer.train_step(micro_batches, probe=probe)
+            return self._learner.train_step(batch, step=step)
+        probe = StepProbe(list(self._learner.models.values()), self._runtime, self._trace_dir, step=step)
+        metrics = self._learner.train_step(batch, step=step, probe=probe)
         with self._clock.measure("trace"):
             probe.save()
         return metrics
@@ -255,11 +242,12 @@ class AgenticPipeline:
         state = RunState(
             next_step=next_step,
             mode=config.rollout_mock.effective_mode,
-            fixed=fixed_settings(config, vocab_size=self._trainer.shape.vocab_size),
+            fixed=fixed_settings(config, vocab_size=self._learner.policy.policy.shape.vocab_size),
             scheduler=self._scheduler.state_dict(),
+            learner=self._learner.state_dict(),
         )
         with self._clock.measure("checkpoint"):
-            save_checkpoint(checkpoint_folder(root, next_step), self._trainer, state)
+            save_checkpoint(checkpoint_folder(root, next_step), self._learner, state)
         self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:

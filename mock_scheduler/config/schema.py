@@ -35,6 +35,7 @@ from mock_scheduler.config.environments import (
     GeneratingArgs,
     SokobanEnvConfig,
 )
+from mock_scheduler.config.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
@@ -244,14 +245,19 @@ class PipelineConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_layout(self) -> PipelineConfig:
         training = self.training
+        is_uniform = training.recompute_granularity == "full" and training.recompute_method == "uniform"
         work = Workload(
             model=self.model,
             num_micro_batches=None if self.rollout_form == "step" else training.num_micro_batches,
             sequence_multiple_of=training.sequence_multiple_of,
+            averages_micro_batches=not training.calculate_per_token_loss,
+            layers_per_recomputation=training.recompute_num_layers if is_uniform else 1,
         )
         problems = layout_problems(self.parallel, work)
         if problems:
             raise ValueError(describe_layout_problems(self.parallel, problems))
+        values = layout_values(self.parallel, self.model, training)
+        check_known_wrong(self.parallel, values, version=installed_megatron())
         return self
 
 

@@ -14,6 +14,9 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
+_EXPERT = re.compile(r"^(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)$")
+# TransformerEngine's grouped linear layer numbers its experts at the parameter.
+_GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.)(experts\.)(linear_fc[12])\.(weight|bias)(\d+)$")
 _WRAPPER = re.compile(r"^(?:module\.)+")
 _FUSED_NORMS = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
@@ -21,15 +24,22 @@ _FUSED_NORMS = (
 )
 
 
-def canonical_parameter_name(name: str, *, layer_offset: int = 0, tied_output: bool = False) -> str:
+def canonical_parameter_name(
+    name: str, *, layer_offset: int = 0, expert_offset: int = 0, tied_output: bool = False
+) -> str:
     """The layout-independent name of the parameter that a rank calls ``name``.
 
-    ``layer_offset``: global index of the rank's first layer. ``tied_output``: the model shares its embedding with its
-    output layer, so that the output layer's weight on the last stage is a second holder of the embedding.
+    ``layer_offset``: global index of the first layer of the rank's chunk. ``expert_offset``: global index of the rank's
+    first expert. ``tied_output``: the model shares its embedding with its output layer, so that the output layer's
+    weight on the last stage is a second holder of the embedding.
     """
     name = _WRAPPER.sub("", name)
     for pattern, replacement in _FUSED_NORMS:
         name = pattern.sub(replacement, name)
+    name = _GROUPED_EXPERT.sub(r"\1local_experts.\4.\2.\3", name)
+    expert = _EXPERT.match(name)
+    if expert is not None:
+        name = f"{expert[1]}{int(expert[2]) + expert_offset}{expert[3]}"
     if tied_output and name == OUTPUT_LAYER:
         return WORD_EMBEDDINGS
     layer = _LAYER.match(name)

@@ -10,14 +10,23 @@ from dataclasses import dataclass
 
 import torch
 
+from mock_scheduler.config.algorithm import KlEstimator
+from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.algorithm.kl import estimate_kl
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossConfig:
-    """Coefficients of the loss; 0 switches a term off."""
+    """Coefficients of the loss; 0 switches a term off.
+
+    ``dual_clip``: c > 1, the largest ratio that counts for a negative advantage; ``None`` does not limit it.
+    """
 
     pg_clip: float
+    dual_clip: float | None = None
     entropy_loss_coef: float = 0.0
     kl_loss_coef: float = 0.0
+    kl_loss_estimator: KlEstimator = "k3"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,23 +57,31 @@ class PolicyLossOutput:
     metrics: torch.Tensor
 
 
-METRIC_SUMS = ("total_loss", "pg_loss", "entropy", "kl_loss", "approx_kl", "clip_frac", "num_tokens")
-
-
-def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(x) - 1 - x ≥ 0: unbiased for KL(q‖p) with x = log p - log q, samples from q (joschu.net/blog/kl-approx)."""
-    return torch.expm1(log_ratio) - log_ratio
+METRIC_SUMS = (
+    "total_loss",
+    "pg_loss",
+    "entropy",
+    "kl_loss",
+    "approx_kl",
+    "clip_frac",
+    "dual_clip_frac",
+    "num_tokens",
+)
 
 
 def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> PolicyLossOutput:
     """PPO's clipped surrogate with optional entropy bonus and KL to the reference, summed over response tokens.
 
     With r = exp(new - old) and A the advantage: pg = max(-r·A, -clip(r, 1 - ε, 1 + ε)·A) (PPO, arXiv 1707.06347,
-    eq. 7); kl = k3(ref - new) (DeepSeekMath, arXiv 2402.03300, eq. 4); total = pg - c_ent·H + c_kl·kl.
+    eq. 7), and min(pg, c·|A|) where A < 0 and c is ``dual_clip`` (dual-clip PPO, arXiv 1912.09729). kl is the estimate
+    of KL(new‖ref) by ``kl_loss_estimator``, with its gradient as ``kl`` says (k3: DeepSeekMath, arXiv 2402.03300,
+    eq. 4; k1 pulls nowhere on average). total = pg - c_ent·H + c_kl·kl.
     ``approx_kl`` is k3(new - old), an estimate of KL(old‖new); ``clip_frac`` counts tokens where the clipped branch
-    is strictly larger, which are those without gradient.
+    is strictly larger, and ``dual_clip_frac`` those where c·|A| is strictly smaller: none of these has a gradient.
+    Raises ``ValueError`` naming every tensor of another shape.
     """
     mask = inputs.response_mask
+    _check_shapes(inputs)
     new_logprobs = torch.where(mask, inputs.new_logprobs, 0.0)
     entropy = torch.where(mask, inputs.entropy, 0.0)
     old_logprobs = torch.where(mask, inputs.old_logprobs, 0.0)
@@ -74,15 +91,50 @@ def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> P
     ratio = log_ratio.exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.pg_clip, 1.0 + config.pg_clip) * advantages
-    policy_gradient = torch.maximum(unclipped, clipped)
+    policy_gradient, is_dual_clipped = _limit_loss(torch.maximum(unclipped, clipped), advantages, config.dual_clip)
     total = policy_gradient - config.entropy_loss_coef * entropy
     kl = torch.zeros_like(new_logprobs)
     if inputs.ref_logprobs is not None:
-        kl = _k3(torch.where(mask, inputs.ref_logprobs, 0.0) - new_logprobs)
+        kl = estimate_kl(torch.where(mask, inputs.ref_logprobs, 0.0) - new_logprobs, config.kl_loss_estimator)
         total = total + config.kl_loss_coef * kl
 
     num_tokens = mask.sum()
-    terms = (total, policy_gradient, entropy, kl, _k3(log_ratio), clipped > unclipped)
+    terms = (
+        total,
+        policy_gradient,
+        entropy,
+        kl,
+        estimate_kl(log_ratio, "k3"),
+        clipped > unclipped,
+        is_dual_clipped,
+    )
     with torch.no_grad():
         sums = [(term.double() * mask).sum() for term in terms] + [num_tokens.double()]
     return PolicyLossOutput(total=(total * mask).sum(), num_tokens=num_tokens, metrics=torch.stack(sums).detach())
+
+
+def _limit_loss(
+    policy_gradient: torch.Tensor, advantages: torch.Tensor, dual_clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of dual-clip PPO, and where its limit is the smaller one.
+
+    For A < 0 the surrogate to be maximised is max(min(r·A, clip(r)·A), c·A); negated, min(pg, -c·A) with -c·A = c·|A|.
+    Without it, a token that has become much more probable, r ≫ 1, has a loss without bound.
+    """
+    if dual_clip is None:
+        return policy_gradient, torch.zeros_like(advantages, dtype=torch.bool)
+    limit = -dual_clip * advantages
+    is_limited = (advantages < 0) & (policy_gradient > limit)
+    return torch.where(is_limited, limit, policy_gradient), is_limited
+
+
+def _check_shapes(inputs: PolicyLossInputs) -> None:
+    tensors = {
+        "response_mask": inputs.response_mask,
+        "new_logprobs": inputs.new_logprobs,
+        "entropy": inputs.entropy,
+        "old_logprobs": inputs.old_logprobs,
+        "advantages": inputs.advantages,
+    }
+    reference = {} if inputs.ref_logprobs is None else {"ref_logprobs": inputs.ref_logprobs}
+    check_equal_shapes("policy loss", tensors | reference)

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+Split = Literal["train", "held_out", "all"]
+"""Which layouts an environment plays: those that are not held out, those that are, or any."""
+
+UNKNOWN_LENGTH = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResetRequest:
+    """Start an episode of ``tag`` in ``slot``, which numbers the episodes that are played at the same time."""
+
+    slot: int
+    tag: str
+    seed: int
+    split: Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResetResult:
+    """The start of an episode. ``observation``: the first prompt's tokens, which end with the query.
+
+    ``optimal_length``: actions of the shortest successful episode, -1 where that is not known (slippery ice).
+    ``layout_digest``: stands for the board that the episode starts from (see ``compute_layout_digest``).
+    """
+
+    observation: list[int]
+    optimal_length: int
+    layout_digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The answer to one action. ``observation``: the tokens that the policy sees next, ending with the query."""
+    """The answer to one action. ``observation``: the tokens that the policy sees next, ending with the query.
+
+    ``is_valid``: the token named an action; ``is_success``: this action reached the goal, or solved the puzzle.
+    """
 
     observation: list[int]
     reward: float
     terminated: bool
     truncated: bool
+    is_valid: bool
+    is_success: bool
 
 
 class TokenEnvironment(Protocol):
     """An episode at a time; ``reset`` may be called again for the next."""
 
-    def reset(self, seed: int) -> list[int]:
-        """Start an episode; the same seed gives the same episode. Returns the first prompt's tokens."""
+    def reset(self, seed: int) -> ResetResult:
+        """Start an episode; the same seed gives the same episode."""
         ...
 
     def step(self, token: int) -> StepResult:
@@ -30,3 +64,8 @@ class TokenEnvironment(Protocol):
     def close(self) -> None:
         """Free what the environment holds."""
         ...
+
+
+def compute_layout_digest(board: str) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a board's text, row by row, as the tokens show it."""
+    return hashlib.sha256(board.encode()).hexdigest()[:16]

@@ -1,70 +1,126 @@
-"""Gymnasium's FrozenLake as a multi-turn token environment.
+"""Gymnasium's FrozenLake with its board as text.
 
-Glyphs on the board: ``P`` player, ``_`` frozen or start, ``O`` hole, ``G`` goal, ``X`` player in a hole, ``√`` player
-on the goal. Reward 1 on reaching the goal; an invalid action costs ``format_penalty`` and moves nothing; the episode
-is truncated after ``max_steps`` turns.
+Glyphs: ``P`` player, ``_`` frozen or start, ``O`` hole, ``G`` goal, ``X`` player in a hole, ``√`` player on the goal.
+Reward 1 on reaching the goal; a turn without an action costs ``format_penalty`` and nothing else. The episode ends in
+a hole and on the goal.
 """
 
 from __future__ import annotations
 
-import gymnasium
+from collections.abc import Sequence
+
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as GymnasiumFrozenLake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from mock_scheduler.config.schema import CustomEnvConfig
-from pipelines.environments.base import StepResult
-from pipelines.environments.frozen_lake_alphabet import PLAIN, UNDER_PLAYER
-from pipelines.environments.grid_tokens import GridTokenizer
+from mock_scheduler.config.environments import FrozenLakeEnvConfig
+from mock_scheduler.errors import ConfigError
+from pipelines.environments.base import UNKNOWN_LENGTH, Split
+from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS, PLAIN, UNDER_PLAYER, board_size
+from pipelines.environments.grid_env import GridEnv, Move
+from pipelines.environments.held_out import check_split, is_in_split, max_draws
+from pipelines.seeds import derive_seed
 
 
-class FrozenLakeEnvironment:
-    """One FrozenLake; a random map is drawn from the episode's seed."""
+class FrozenLakeEnv(GridEnv):
+    """One FrozenLake: the named map, or a random one for each episode's seed.
 
-    def __init__(self, config: CustomEnvConfig, tokenizer: GridTokenizer) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
-        self._env: gymnasium.Env[int, int] | None = None
-        self._turn = 0
+    Raises ``ConfigError`` for a split that the settings do not make.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: FrozenLakeEnvConfig | None = None,
+        max_steps: int = 100,
+        split: Split = "all",
+    ) -> None:
+        self._settings = settings or FrozenLakeEnvConfig()
+        self._split = split
+        check_split(split, self._settings.held_out_fraction)
+        if self._settings.map_name and self._settings.held_out_fraction > 0 and split != "all":
+            raise ConfigError(
+                f"frozen_lake: held_out_fraction {self._settings.held_out_fraction} needs random maps, and map_name "
+                f"'{self._settings.map_name}' is one map: set map_name to null, or held_out_fraction to 0"
+            )
+        num_cells = board_size(self._settings) ** 2
+        super().__init__(num_cells=num_cells, glyphs=GLYPHS, num_actions=len(ACTIONS), max_steps=max_steps)
+        self._lake: GymnasiumFrozenLake | None = None
         self._board = ""
         self._state = 0
 
-    def reset(self, seed: int) -> list[int]:
-        """Start an episode on the fixed map, or on a map drawn from ``seed``."""
-        settings = self._config.env_config
-        if self._env is None or settings.map_name is None:
-            self.close()
-            rows = None if settings.map_name else generate_random_map(settings.size, settings.p, seed=seed)
-            self._env = gymnasium.make(
-                "FrozenLake-v1", desc=rows, map_name=settings.map_name, is_slippery=settings.is_slippery
-            )
-        self._state, _ = self._env.reset(seed=seed)
-        self._board = b"".join(self._env.unwrapped.desc.flatten()).decode()  # type: ignore[attr-defined]
-        self._turn = 0
-        return [self._tokenizer.bos_id, *self._observe()]
-
-    def step(self, token: int) -> StepResult:
-        """Move, or pay for an invalid action."""
-        if self._env is None:
-            raise RuntimeError("FrozenLakeEnvironment.step was called before reset")
-        self._turn += 1
-        out_of_turns = self._turn >= self._config.max_steps
-        action = self._tokenizer.action_of(token)
-        if action is None:
-            penalty = self._config.env_config.format_penalty
-            return StepResult(observation=self._observe(), reward=penalty, terminated=False, truncated=out_of_turns)
-        self._state, reward, terminated, truncated, _ = self._env.step(action)
-        return StepResult(
-            observation=self._observe(),
-            reward=float(reward),
-            terminated=terminated,
-            truncated=not terminated and (truncated or out_of_turns),
-        )
+    @property
+    def invalid_reward(self) -> float:
+        """The penalty alone: no move is made."""
+        return self._settings.format_penalty
 
     def close(self) -> None:
         """Close gymnasium's environment."""
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        if self._lake is not None:
+            self._lake.close()
+            self._lake = None
 
-    def _observe(self) -> list[int]:
+    def _start(self, seed: int) -> int:
+        settings = self._settings
+        if self._lake is None or settings.map_name is None:
+            self.close()
+            self._lake = GymnasiumFrozenLake(
+                desc=None if settings.map_name else draw_map(settings, split=self._split, seed=seed),
+                map_name=settings.map_name,
+                is_slippery=settings.is_slippery,
+            )
+        self._state, _ = self._lake.reset(seed=seed)
+        rows = [b"".join(row).decode() for row in self._lake.desc]
+        self._board = "".join(rows)
+        return UNKNOWN_LENGTH if settings.is_slippery else shortest_path(rows)
+
+    def _move(self, action: int) -> Move:
+        assert self._lake is not None  # there is an episode
+        self._state, reward, terminated, _, _ = self._lake.step(action)
+        is_success = terminated and self._board[self._state] == "G"
+        return Move(reward=float(reward), terminated=bool(terminated), is_success=is_success)
+
+    def _render_board(self) -> str:
         cells = ((UNDER_PLAYER if cell == self._state else PLAIN)[content] for cell, content in enumerate(self._board))
-        return self._tokenizer.encode_board("".join(cells), self._state)
+        return "".join(cells)
+
+
+def draw_map(settings: FrozenLakeEnvConfig, *, split: Split, seed: int) -> list[str]:
+    """Gymnasium's random map of ``seed`` or, where ``split`` may not play that, of seeds that follow from it.
+
+    Raises:
+        ConfigError: none of the maps drawn is in the split.
+    """
+    num_draws = max_draws(split, settings.held_out_fraction)
+    for draw in range(num_draws):
+        drawn_seed = seed if draw == 0 else derive_seed(seed, "map", draw)
+        rows = generate_random_map(settings.size, settings.p, seed=drawn_seed)
+        if is_in_split(rows, split, settings.held_out_fraction):
+            return rows
+    raise ConfigError(
+        f"frozen_lake: none of {num_draws} random maps of size {settings.size} and p {settings.p} is in the split "
+        f"'{split}' with held_out_fraction {settings.held_out_fraction}: set a larger size, another p, or another "
+        "held_out_fraction"
+    )
+
+
+def shortest_path(rows: Sequence[str]) -> int:
+    """Moves from the start to the goal around the holes of a square map; -1 where there is no way."""
+    size = len(rows)
+    start = next((row, column) for row in range(size) for column in range(size) if rows[row][column] == "S")
+    reached, edge = {start}, [start]
+    length = 0
+    while edge:
+        length += 1
+        found = []
+        for row, column in edge:
+            for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+                if cell in reached or not (0 <= cell[0] < size and 0 <= cell[1] < size):
+                    continue
+                letter = rows[cell[0]][cell[1]]
+                if letter == "G":
+                    return length
+                if letter != "H":
+                    reached.add(cell)
+                    found.append(cell)
+        edge = found
+    return UNKNOWN_LENGTH

@@ -1,8 +1,8 @@
 """Distributed checkpoints: written under one layout, read under any other.
 
-Contract: ``{folder}`` holds Megatron's distributed checkpoint (model, optimizer, schedule) and ``run_state.json``
-(step, seed, mode, model, precision, kind of optimizer, the rollout scheduler's state), which is written last: a folder
-without it is not a checkpoint.
+Contract: ``{folder}/{model}`` holds Megatron's distributed checkpoint of each model under training (parameters,
+optimizer, schedule), and ``{folder}/run_state.json`` step, seed, mode, model, precision, kind of optimizer and the
+states of rollout scheduler and learner. It is written last: a folder without it is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import load_json_object, save_json
 from mock_scheduler.text import bullet_list
 from pipelines.megatron.model import unwrapped
-from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.learner import Learner
+from pipelines.megatron.trained_model import TrainedModel
 
 RUN_STATE_FILE = "run_state.json"
 
@@ -45,6 +46,7 @@ class RunState:
     mode: str
     fixed: Mapping[str, JSON]
     scheduler: Mapping[str, JSON]
+    learner: Mapping[str, JSON]
 
 
 def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
@@ -86,14 +88,21 @@ def checkpoint_folder(root: Path, next_step: int) -> Path:
     return root / f"step_{next_step:06d}"
 
 
-def _sharded_state(trainer: PolicyTrainer, *, is_loading: bool) -> dict[str, Any]:
-    model_state = unwrapped(trainer.policy).sharded_state_dict()
-    optimizer_state = trainer.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_RESHARDABLE)
-    return {"model": model_state, "optimizer": optimizer_state, "lr_schedule": trainer.lr_schedule.state_dict()}
+def _sharded_state(model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
+    chunks = {_chunk_key(model, index): unwrapped(chunk) for index, chunk in enumerate(model.chunks)}
+    model_state = {key: chunk.sharded_state_dict() for key, chunk in chunks.items()}
+    # The optimizer finds its parameters in the state of one chunk, or of all by ``model0``, ``model1``, ...
+    of_all = model_state if len(model.chunks) > 1 else model_state["model"]
+    optimizer_state = model.optimizer.sharded_state_dict(of_all, is_loading=is_loading, metadata=_RESHARDABLE)
+    return {**model_state, "optimizer": optimizer_state, "lr_schedule": model.lr_schedule.state_dict()}
 
 
-def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> None:
-    """Write a checkpoint. Every rank must call it.
+def _chunk_key(model: TrainedModel, index: int) -> str:
+    return f"model{index}" if len(model.chunks) > 1 else "model"
+
+
+def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
+    """Write a checkpoint: a folder per model. Every rank must call it.
 
     Raises:
         ConfigError: there is one in that folder already.
@@ -101,17 +110,20 @@ def save_checkpoint(folder: Path, trainer: PolicyTrainer, state: RunState) -> No
     if (folder / RUN_STATE_FILE).exists():
         raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
     dist.barrier()
-    if trainer.runtime.is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
+    if learner.runtime.is_writer:
+        for name in learner.models:
+            (folder / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(folder))
+    for name, model in learner.models.items():
+        dist_checkpointing.save(_sharded_state(model, is_loading=False), str(folder / name))
     dist.barrier()
-    if trainer.runtime.is_writer:
+    if learner.runtime.is_writer:
         content = {
             "next_step": state.next_step,
             "mode": state.mode,
             "fixed": dict(state.fixed),
             "scheduler": dict(state.scheduler),
+            "learner": dict(state.learner),
         }
         save_json(folder / RUN_STATE_FILE, content)
     dist.barrier()
@@ -152,6 +164,7 @@ _STATE_FIELDS: Mapping[str, tuple[Callable[[JSON], bool], str]] = {
     "mode": (lambda value: isinstance(value, str), "a string"),
     "fixed": (lambda value: isinstance(value, dict), "an object"),
     "scheduler": (lambda value: isinstance(value, dict), "an object"),
+    "learner": (lambda value: isinstance(value, dict), "an object"),
 }
 
 
@@ -159,19 +172,26 @@ def _broken(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"resume_from_checkpoint: {path} is broken: {problem}; resume from another checkpoint")
 
 
-def load_checkpoint(folder: Path, trainer: PolicyTrainer) -> None:
-    """Set model, optimizer and schedule from a checkpoint of any layout. Every rank must call it."""
-    on_torch_adam = [optimizer for optimizer in trainer.optimizers if _is_distributed_torch_adam(optimizer)]
+def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
+    """Set models, optimizers and schedules from a checkpoint of any layout. Every rank must call it."""
+    for name, model in learner.models.items():
+        _load_model(folder / name, model)
+    learner.load_state_dict(state.learner)
+
+
+def _load_model(folder: Path, model: TrainedModel) -> None:
+    on_torch_adam = [optimizer for optimizer in model.optimizers if _is_distributed_torch_adam(optimizer)]
     for optimizer in on_torch_adam:
         _allocate_state(optimizer)
         _keep_steps_while_loading(optimizer)
-    loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(folder))
-    unwrapped(trainer.policy).load_state_dict(loaded["model"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    loaded = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
+    for index, chunk in enumerate(model.chunks):
+        unwrapped(chunk).load_state_dict(loaded[_chunk_key(model, index)])
+    model.optimizer.load_state_dict(loaded["optimizer"])
     for optimizer in on_torch_adam:
         _separate_steps(optimizer)
-    trainer.lr_schedule.num_steps = 0  # loading adds the stored number to it
-    trainer.lr_schedule.load_state_dict(loaded["lr_schedule"])
+    model.lr_schedule.num_steps = 0  # loading adds the stored number to it
+    model.lr_schedule.load_state_dict(loaded["lr_schedule"])
 
 
 # Megatron's distributed optimizer loads into TransformerEngine's and apex's Adam, which keep one step per group. On

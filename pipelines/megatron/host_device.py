@@ -21,9 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
 
+# ``DistributedOptimizer`` and the gradient clipping refuse a type that they do not list, and they list no float64: a
+# float64 tensor passes as what they call full precision. What they then do to it keeps its dtype, but for one place:
+# see ``_install_full_precision_gradients``.
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.DoubleTensor",
+    torch.float64: "torch.cuda.FloatTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
@@ -45,6 +48,11 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
+def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:  # noqa: ANN401
+    """``Tensor.backward`` by the function behind it, which no mode intercepts."""
+    torch.autograd.backward(tensor, gradient, **options)
+
+
 class HostDeviceMode(TorchFunctionMode):
     """Maps CUDA device arguments, ``cuda()`` and ``to("cuda")`` to the host.
 
@@ -64,8 +72,27 @@ class HostDeviceMode(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         if kwargs and "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": HOST}
+        if func is torch.Tensor.backward:
+            # A mode is off inside of what it handles, but recomputation runs forward passes in there.
+            with self:
+                return _backward(*args, **(kwargs or {}))
         if func is torch.Tensor.to:
             args = [HOST if _is_cuda(argument) else argument for argument in args]
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _Float64StaysMode(TorchFunctionMode):
+    """Lets ``Tensor.float()`` return a float64 tensor as it is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -137,6 +164,50 @@ def _install_random_tracker() -> None:
     megatron_random._set_cuda_rng_state = set_state
 
 
+def _install_split_sizes() -> None:
+    """Give the all-to-all its split sizes as NumPy integers.
+
+    The token dispatcher turns them into such only when it moves them from a GPU; here they would stay tensors, which
+    ``all_to_all_single`` refuses.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ANN401
+        if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
+            return tensor.numpy()
+        return move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
+
+
+def _install_full_precision_gradients() -> None:
+    """Let ``DistributedOptimizer`` take float64 gradients as they are: it converts all to float32 (0.16.1)."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    copy = DistributedOptimizer._copy_model_grads_to_main_grads
+
+    @functools.wraps(copy)
+    def copy_without_narrowing(optimizer: DistributedOptimizer) -> None:
+        with _Float64StaysMode():
+            copy(optimizer)
+
+    DistributedOptimizer._copy_model_grads_to_main_grads = copy_without_narrowing
+
+
+def define_router_gemm() -> None:
+    """Say that there is no TransformerEngine GEMM for routers where Megatron-core left its name undefined.
+
+    megatron-core 0.16.1 asks for ``moe_utils.te_general_gemm`` but defines it only together with TransformerEngine;
+    ``None`` makes it take torch's product. Needed on any device, before the first forward pass of a layer with experts.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 @functools.cache
 def use_host_device() -> None:
     """Make Megatron-core run on the host where there is no CUDA device; does nothing where there is one.
@@ -148,4 +219,6 @@ def use_host_device() -> None:
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
     _install_cuda_functions()
     _install_random_tracker()
+    _install_split_sizes()
+    _install_full_precision_gradients()
     HostDeviceMode().__enter__()

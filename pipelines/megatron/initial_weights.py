@@ -34,7 +34,7 @@ def parameter_shapes(model: ModelConfig, *, vocab_size: int, sequence_length: in
     if model.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (sequence_length, model.hidden_size)
     for layer in range(model.num_layers):
-        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in _layer_shapes(model)}
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in _layer_shapes(model, layer)}
     shapes |= dict(_norm_shapes("decoder.final_layernorm", model.hidden_size, model))
     if model.untie_embeddings_and_output_weights:
         shapes[OUTPUT_LAYER] = (vocab_size, model.hidden_size)
@@ -59,10 +59,9 @@ def _values(name: str, shape: Shape, *, model: ModelConfig, seed: int) -> list[s
     return [compute_tensor_digest(first), model.init_method_std]
 
 
-def _layer_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _layer_shapes(model: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
     hidden, head = model.hidden_size, model.hidden_size // model.num_attention_heads
     qkv = (model.num_attention_heads + 2 * model.query_groups) * head
-    fc1 = model.ffn_size * (2 if model.swiglu else 1)
     has_bias = model.add_bias_linear
     yield from _norm_shapes("input_layernorm", hidden, model)
     yield from _linear_shapes("self_attention.linear_proj", (hidden, hidden), has_bias=has_bias)
@@ -71,8 +70,25 @@ def _layer_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield from _norm_shapes("self_attention.q_layernorm", head, model)
         yield from _norm_shapes("self_attention.k_layernorm", head, model)
     yield from _norm_shapes("pre_mlp_layernorm", hidden, model)
-    yield from _linear_shapes("mlp.linear_fc1", (fc1, hidden), has_bias=has_bias)
-    yield from _linear_shapes("mlp.linear_fc2", (hidden, model.ffn_size), has_bias=has_bias)
+    if model.moe_layers[layer]:
+        yield from _expert_shapes(model)
+    else:
+        yield from _mlp_shapes("mlp", model.ffn_size, model)
+
+
+def _mlp_shapes(name: str, inner: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    fc1, hidden = inner * (2 if model.swiglu else 1), model.hidden_size
+    yield from _linear_shapes(f"{name}.linear_fc1", (fc1, hidden), has_bias=model.add_bias_linear)
+    yield from _linear_shapes(f"{name}.linear_fc2", (hidden, inner), has_bias=model.add_bias_linear)
+
+
+def _expert_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    num_experts = model.num_moe_experts or 0
+    yield from _linear_shapes("mlp.router", (num_experts, model.hidden_size), has_bias=model.add_bias_linear)
+    for expert in range(num_experts):
+        yield from _mlp_shapes(f"mlp.experts.local_experts.{expert}", model.expert_ffn_size, model)
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield from _mlp_shapes("mlp.shared_experts", model.moe_shared_expert_intermediate_size, model)
 
 
 def _norm_shapes(name: str, size: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:

@@ -5,7 +5,7 @@ Reading changes nothing: tensors are copied, and no probe runs where the trace i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.trace.files import TraceEntry, TraceKind, save_rank_trace
 from mock_scheduler.trace.shards import ShardSpec
-from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.megatron.weights import LocalParameter, iterate_parameters
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
+from pipelines.megatron.weights import LocalParameter
 
 _Piece = tuple[ShardSpec, torch.Tensor]
 
@@ -26,20 +27,22 @@ class StepProbe:
     Made before the step's first update, it begins with the parameters as they are then.
     """
 
-    def __init__(self, trainer: PolicyTrainer, trace_dir: Path, *, step: int) -> None:
-        self._trainer = trainer
+    def __init__(self, models: Sequence[TrainedModel], runtime: Runtime, trace_dir: Path, *, step: int) -> None:
+        self._models = tuple(models)
+        self._runtime = runtime
         self._trace_dir = trace_dir
         self._step = step
-        self._distributed = [item for item in trainer.optimizers if isinstance(item, DistributedOptimizer)]
         self._entries: list[TraceEntry] = []
-        self(0, "initial")
+        for model in self._models:
+            self(model, 0, "initial")
 
-    def __call__(self, update: int, kind: TraceKind) -> None:
-        """Copy the main gradients after the reduction, or the parameters before or after an update."""
-        for local in iterate_parameters(self._trainer.policy, self._trainer.shape, self._trainer.runtime):
-            pieces = self._gradients(local) if kind == "gradient" else self._parameters(local)
+    def __call__(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
+        """Copy a model's main gradients after the reduction, or its parameters before or after an update."""
+        distributed = [item for item in model.optimizers if isinstance(item, DistributedOptimizer)]
+        for local in model.parameters():
+            pieces = _gradients(local, distributed) if kind == "gradient" else _parameters(local, distributed)
             self._add(update, kind, pieces)
-            if kind == "parameter" and local.parameter.dtype is not torch.float32:
+            if kind == "parameter" and local.parameter.dtype is torch.bfloat16:
                 self._add(update, "weight", [(local.spec, local.parameter)])
 
     def _add(self, update: int, kind: TraceKind, pieces: Iterator[_Piece] | list[_Piece]) -> None:
@@ -47,31 +50,9 @@ class StepProbe:
             copied = tensor.detach().to("cpu", copy=True)
             self._entries.append(TraceEntry(update=update, kind=kind, spec=spec, tensor=copied))
 
-    def _gradients(self, local: LocalParameter) -> Iterator[_Piece]:
-        """The local shard; with the distributed optimizer only the range of it that this rank has reduced."""
-        if not self._distributed:
-            yield local.spec, local.parameter.main_grad
-        for optimizer in self._distributed:
-            spec = _owned_range(optimizer, local)
-            if spec is not None:
-                yield spec, local.parameter.main_grad
-
-    def _parameters(self, local: LocalParameter) -> Iterator[_Piece]:
-        """The parameter in the precision in which it is updated: itself in float32, else the optimizer's copy."""
-        if local.parameter.dtype is torch.float32:
-            yield local.spec, local.parameter
-            return
-        if not self._distributed:
-            yield local.spec, local.parameter.main_param
-        for optimizer in self._distributed:
-            spec = _owned_range(optimizer, local)
-            if spec is not None:
-                group, position = optimizer.model_param_group_index_map[local.parameter]
-                yield spec, optimizer.optimizer.param_groups[group]["params"][position]
-
     def save(self) -> None:
         """Write this rank's file of the step."""
-        runtime = self._trainer.runtime
+        runtime = self._runtime
         save_rank_trace(
             self._trace_dir,
             step=self._step,
@@ -80,6 +61,30 @@ class StepProbe:
             coordinates=runtime.coordinates,
             entries=self._entries,
         )
+
+
+def _gradients(local: LocalParameter, distributed: Sequence[DistributedOptimizer]) -> Iterator[_Piece]:
+    """The local shard; with the distributed optimizer only the range of it that this rank has reduced."""
+    if not distributed:
+        yield local.spec, local.parameter.main_grad
+    for optimizer in distributed:
+        spec = _owned_range(optimizer, local)
+        if spec is not None:
+            yield spec, local.parameter.main_grad
+
+
+def _parameters(local: LocalParameter, distributed: Sequence[DistributedOptimizer]) -> Iterator[_Piece]:
+    """The parameter in the precision in which it is updated: itself, or of bfloat16 ones the optimizer's copy."""
+    if local.parameter.dtype is not torch.bfloat16:
+        yield local.spec, local.parameter
+        return
+    if not distributed:
+        yield local.spec, local.parameter.main_param
+    for optimizer in distributed:
+        spec = _owned_range(optimizer, local)
+        if spec is not None:
+            group, position = optimizer.model_param_group_index_map[local.parameter]
+            yield spec, optimizer.optimizer.param_groups[group]["params"][position]
 
 
 def _owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:
-    """Where this process stands in the layout, and the device it computes on."""
+    """Where this process stands in the layout, and the device it computes on.
+
+    ``num_chunks``: model chunks of each stage. ``replica_group``: the ranks that compute one replica of the model
+    (tp × cp × pp), this one included; the first is their leader.
+    """
 
     global_rank: int
     world_size: int
@@ -31,6 +35,14 @@ class Runtime:
     dp_rank: int
     dp_size: int
     device: torch.device
+    cp_rank: int = 0
+    cp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    num_chunks: int = 1
+    replica_group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def is_first_stage(self) -> bool:
@@ -44,8 +56,8 @@ class Runtime:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process speaks for its model-parallel group (tp × pp)."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        """Whether this process speaks for its replica of the model (tp × cp × pp)."""
+        return self.tp_rank == 0 and self.pp_rank == 0 and self.cp_rank == 0
 
     @property
     def is_writer(self) -> bool:
@@ -53,9 +65,24 @@ class Runtime:
         return self.global_rank == 0
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches of an update must be a multiple of: dp, and pp for the interleaved schedule."""
+        return self.dp_size * (self.pp_size if self.num_chunks > 1 else 1)
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        """Rank on each axis, for messages and trace files."""
-        return {"tp": self.tp_rank, "pp": self.pp_rank, "dp": self.dp_rank}
+        """Rank on each axis, for messages and trace files; cp, ep and etp where the layout has them."""
+        further = {
+            "cp": (self.cp_rank, self.cp_size),
+            "ep": (self.ep_rank, self.ep_size),
+            "etp": (self.etp_rank, self.etp_size),
+        }
+        return {
+            "tp": self.tp_rank,
+            "pp": self.pp_rank,
+            "dp": self.dp_rank,
+            **{axis: rank for axis, (rank, size) in further.items() if size > 1},
+        }
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -65,11 +92,27 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         LayoutError: with every degree and both numbers.
     """
     if parallel.world_size != world_size:
+        degrees = [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size]
+        if parallel.context_parallel_size > 1:
+            degrees.append(parallel.context_parallel_size)
+        product = " × ".join(str(degree) for degree in [*degrees, parallel.data_parallel_size])
         raise LayoutError(
-            f"layout {parallel.describe()} needs {parallel.tensor_model_parallel_size} × "
-            f"{parallel.pipeline_model_parallel_size} × {parallel.data_parallel_size} = {parallel.world_size} "
+            f"layout {parallel.describe()} needs {product} = {parallel.world_size} "
             f"processes, but {world_size} were started. Start the run with launch/train.sh, which takes the number "
             f"from the configuration, or set parallel.data_parallel_size."
+        )
+
+
+def check_device(parallel: ParallelConfig) -> None:
+    """Refuse what only a GPU can run.
+
+    Raises:
+        LayoutError: expert tensor parallelism on the CPU, where gloo has no all-gather of uneven parts.
+    """
+    if not has_cuda() and parallel.expert_tensor_parallel_size > 1:
+        raise LayoutError(
+            f"layout {parallel.describe()}: expert_tensor_parallel_size {parallel.expert_tensor_parallel_size} needs "
+            "CUDA: on the CPU gloo has no all-gather of uneven parts. Set parallel.expert_tensor_parallel_size=1"
         )
 
 
@@ -99,13 +142,24 @@ def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_world_size(parallel, world_size)
+    check_device(parallel)
     if has_cuda():
         torch.cuda.set_device(_own_gpu())
     use_host_device()
-    _init_process_group(world_size)
+    if not dist.is_initialized():
+        _init_process_group(world_size)
+    return build_layout(parallel, seed=seed)
+
+
+def build_layout(parallel: ParallelConfig, *, seed: int) -> Runtime:
+    """Megatron's groups for a layout within the process group that is there. Every rank must call it."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -119,7 +173,28 @@ def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=compute_device(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        num_chunks=parallel.num_chunks,
+        replica_group=_replica_group(parallel),
     )
+
+
+def _replica_group(parallel: ParallelConfig) -> dist.ProcessGroup | None:
+    """The ranks with this one's place on dp, in ascending order: Megatron numbers them tp, cp, dp, pp, the first fastest."""
+    own: dist.ProcessGroup | None = None
+    inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    dp_size = parallel.data_parallel_size
+    for dp_rank in range(dp_size):
+        ranks = [rank for rank in range(dist.get_world_size()) if rank // inner % dp_size == dp_rank]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
 
 
 def stop_runtime() -> None:

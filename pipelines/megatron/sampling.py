@@ -32,11 +32,11 @@ def sample_tokens(
     """One token per row by inversion: the first whose cumulative probability exceeds the row's number.
 
     logits: floating ``[n, V]``; uniforms: float64 ``[n]`` in [0, 1). Returns tokens, int64 ``[n]``, and the
-    log-probability with which each was drawn (of the processed distribution), float32 ``[n]``.
+    log-probability with which each was drawn (of the processed distribution), float64 ``[n]``.
     """
     logprobs = process_logits(logits, args)
     cumulative = logprobs.exp().cumsum(dim=-1)
     last_possible = (logprobs > -torch.inf).long().cumsum(dim=-1).argmax(dim=-1)
     tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(-1), right=True).squeeze(-1)
     tokens = torch.minimum(tokens, last_possible)
-    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -8,8 +8,8 @@ global random state or on the processor's vector width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,13 +17,15 @@ import torch
 from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, whole
-from pipelines.megatron.model import unwrapped
+from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.runtime import Runtime
 
 # Megatron scales the initialisation of the two layers that write to the residual stream by depth
 # (megatron/core/utils.py, scaled_init_method_normal).
-_RESIDUAL_WRITERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
-_GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
+_RESIDUAL_WRITERS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
+_GATED = ("linear_fc1.weight", "linear_fc1.bias")
+_EXPERTS = ".mlp.experts."
+VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,37 +38,57 @@ class LocalParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What decides the global shapes besides the parameters themselves."""
+    """What decides names and global shapes besides the parameters themselves.
+
+    ``prefix``: what canonical names begin with: nothing for the policy, ``critic.`` for the critic.
+    """
 
     model: ModelConfig
     vocab_size: int
+    prefix: str = ""
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the output layer gives a value instead of logits."""
+        return bool(self.prefix)
 
 
-def iterate_parameters(policy: torch.nn.Module, shape: ModelShape, runtime: Runtime) -> Iterator[LocalParameter]:
-    """Every parameter of this rank with its canonical name and shard, in the model's own order."""
-    gpt = unwrapped(policy)
-    layer_offset = runtime.pp_rank * (shape.model.num_layers // runtime.pp_size)
-    tied = not shape.model.untie_embeddings_and_output_weights
-    for local_name, parameter in gpt.named_parameters():
-        name = canonical_parameter_name(local_name, layer_offset=layer_offset, tied_output=tied)
-        yield LocalParameter(spec=_parameter_spec(name, parameter, shape, runtime), parameter=parameter)
+def iterate_parameters(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime
+) -> Iterator[LocalParameter]:
+    """Every parameter of this rank with its canonical name and shard, in the order of the chunks and of each model."""
+    tied = not shape.has_value_head and not shape.model.untie_embeddings_and_output_weights
+    num_experts = (shape.model.num_moe_experts or 0) // runtime.ep_size
+    for index, chunk in enumerate(chunks):
+        offset = layers_of_chunk(shape.model.num_layers, runtime, index).start
+        for local_name, parameter in unwrapped(chunk).named_parameters():
+            name = canonical_parameter_name(
+                local_name, layer_offset=offset, expert_offset=runtime.ep_rank * num_experts, tied_output=tied
+            )
+            spec = _parameter_spec(name, parameter, shape, runtime)
+            yield LocalParameter(spec=replace(spec, name=shape.prefix + name), parameter=parameter)
 
 
 def _parameter_spec(name: str, parameter: torch.nn.Parameter, shape: ModelShape, runtime: Runtime) -> ShardSpec:
     local_shape = tuple(parameter.shape)
-    is_split = getattr(parameter, "tensor_model_parallel", False)  # set by Megatron on the parameters it splits
+    if shape.has_value_head and name in VALUE_HEAD:
+        return whole(name, local_shape)
     if name in (WORD_EMBEDDINGS, OUTPUT_LAYER):
         return _vocab_spec(name, local_shape, shape.vocab_size, runtime.tp_rank)
-    if not is_split:
+    # Set by Megatron on the parameters it splits; experts are split over etp.
+    rank, size = (runtime.etp_rank, runtime.etp_size) if _EXPERTS in name else (runtime.tp_rank, runtime.tp_size)
+    if not getattr(parameter, "tensor_model_parallel", False) and not (_EXPERTS in name and size > 1):
         return whole(name, local_shape)
-    dim, tp = parameter.partition_dim, runtime.tp_size
-    global_shape = tuple(size * tp if index == dim else size for index, size in enumerate(local_shape))
+    dim = parameter.partition_dim
+    if dim < 0 or size == 1:
+        return whole(name, local_shape)
+    global_shape = tuple(length * size if index == dim else length for index, length in enumerate(local_shape))
     num_parts = 2 if shape.model.swiglu and name.endswith(_GATED) else 1
     local_part, global_part = local_shape[dim] // num_parts, global_shape[dim] // num_parts
     blocks = tuple(
         Block(
             local_start=part * local_part,
-            global_start=part * global_part + runtime.tp_rank * local_part,
+            global_start=part * global_part + rank * local_part,
             length=local_part,
         )
         for part in range(num_parts)
@@ -106,9 +128,9 @@ def canonical_initial_weight(name: str, shape: tuple[int, ...], *, model: ModelC
 
 
 @torch.no_grad()
-def load_initial_weights(policy: torch.nn.Module, shape: ModelShape, runtime: Runtime, *, seed: int) -> None:
+def load_initial_weights(chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime, *, seed: int) -> None:
     """Set this rank's parameters to its cut of the canonical initial weights; vocabulary padding becomes 0."""
-    for local in iterate_parameters(policy, shape, runtime):
+    for local in iterate_parameters(chunks, shape, runtime):
         spec = local.spec
         full = canonical_initial_weight(spec.name, spec.global_shape, model=shape.model, seed=seed)
         local.parameter.copy_(cut_shard(full, spec))

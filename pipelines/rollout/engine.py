@@ -1,13 +1,17 @@
 """The policy under training as a rollout engine, under whatever layout is running.
 
-Within a model-parallel group (tp × pp) the leader plays episodes and calls :meth:`PolicyEngine.sample`; all other
-ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one
-forward pass over the rows' whole history; the last stage samples, and every rank of the group learns the tokens.
+Within a replica of the model (tp × cp × pp) the leader plays episodes and calls :meth:`PolicyEngine.sample`; all other
+ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one forward
+pass over what the rows have not read yet; the last stage samples and tells the leader.
+
+With experts that are spread over replicas, tokens travel between these in every pass, so all ranks of the run make the
+same number of them: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,79 +20,116 @@ from megatron.core import parallel_state
 from mock_scheduler.config.schema import GeneratingArgs
 from mock_scheduler.ledger import Ledger
 from pipelines.environments.grid_tokens import PAD_ID
-from pipelines.megatron.forward import forward_only
 from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.rollout.cached_policy import CachedPolicy
+from pipelines.rollout.messages import ForwardPass, ReplicaChannel
 
-_STOP = 0
+_DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 
 
 class PolicyEngine:
-    """Samples the next token of many rows at once with the trainer's own model."""
+    """Samples the next token of many rows at once with the trainer's own model.
+
+    ``num_passes``: forward passes that this rank's replica has made so far, those on dummy rows included.
+    Raises ``ConfigError`` where the layers of the model cannot generate as configured.
+    """
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
-        self._trainer = trainer
         self._runtime = trainer.runtime
+        self._chunks = list(trainer.policy.chunks)
+        self._allowed = trainer.allowed
+        self._uses_cache = trainer.config.actor_infer.use_kv_cache
+        self._policy = CachedPolicy(self._chunks, trainer.config, trainer.runtime)
+        self._channel = ReplicaChannel(trainer.runtime)
+        self._args = trainer.config.actor_infer.generating_args
+        self._num_read: dict[int, int] = {}
+        self.num_passes = 0
         if self._runtime.is_leader:
-            ledger.count("built", "engine")  # one engine is one model-parallel group
-        self._multiple_of = trainer.config.training.sequence_multiple_of
-        self._group = parallel_state.get_model_parallel_group()
-        self._leader = dist.get_global_rank(self._group, 0)
-        last_stage = (self._runtime.pp_size - 1) * self._runtime.tp_size
-        self._sampler = dist.get_global_rank(self._group, last_stage)
+            ledger.count("built", "engine")  # one engine is one replica of the model
+
+    @contextmanager
+    def generating(self, args: GeneratingArgs) -> Iterator[None]:
+        """Sample as ``args`` say in the block, with the model in evaluation mode; every rank enters it."""
+        self._args = args
+        for chunk in self._chunks:
+            chunk.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._policy.forget()
+            for chunk in self._chunks:
+                chunk.train()
+
+    def begin_block(self) -> None:
+        """Rows are those of another block from here on. Leader only; it does not communicate."""
+        self._num_read = {}
 
     def sample(
-        self, prefixes: Sequence[Sequence[int]], uniforms: Sequence[float], args: GeneratingArgs
+        self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """The next token of each prefix and the log-probability with which it was drawn. Leader only.
+        """The next token of each row and the log-probability with which it was drawn. Leader only.
 
-        ``uniforms``: one number in [0, 1) per row, which decides the token. No prefix may be empty.
+        rows: numbers within the block, increasing; a row that is left out once cannot come back before the next block.
+        histories: all tokens of each row so far, not empty, which begin with those of the call before.
+        uniforms: one number in [0, 1) per row, which decides the token.
         """
-        lengths = torch.tensor([len(prefix) for prefix in prefixes], dtype=torch.int64)
-        width = -(-int(lengths.max()) // self._multiple_of) * self._multiple_of
-        tokens = torch.full((len(prefixes), width), PAD_ID, dtype=torch.int64)
-        for row, prefix in enumerate(prefixes):
-            tokens[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
-        self._broadcast(torch.tensor([len(prefixes), width], dtype=torch.int64))
-        packed = torch.cat((lengths.unsqueeze(1), tokens), dim=1)
-        numbers = torch.tensor(uniforms, dtype=torch.float64)
-        sampled, logprobs = self._forward(self._broadcast(packed), self._broadcast(numbers), args)
-        return sampled.tolist(), logprobs.tolist()
+        item = self._next_pass(rows, histories, uniforms)
+        self._channel.send(item)
+        self._is_anyone_playing(True)
+        result = self._compute(item)
+        assert result is not None  # this is the leader
+        tokens, logprobs = result
+        return [int(token) for token in tokens.tolist()], logprobs.tolist()
 
-    def follow(self, args: GeneratingArgs) -> None:
-        """Take part in the leader's calls until it finishes. Every other rank of the group."""
+    def follow(self) -> None:
+        """Take part in the leader's passes until it finishes. Every other rank of the replica."""
         while True:
-            num_rows, width = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-            if num_rows == _STOP:
+            item = self._channel.receive()
+            if not self._is_anyone_playing(item is not None):
                 return
-            packed = self._broadcast(torch.zeros(num_rows, 1 + width, dtype=torch.int64))
-            self._forward(packed, self._broadcast(torch.zeros(num_rows, dtype=torch.float64)), args)
+            self._compute(item or _DUMMY)
 
     def finish(self) -> None:
-        """Release the ranks that follow. Leader only."""
-        self._broadcast(torch.tensor([_STOP, 0], dtype=torch.int64))
+        """Release the ranks that follow, once no replica needs this one. Leader only."""
+        while True:
+            self._channel.send(None)
+            if not self._is_anyone_playing(False):
+                return
+            self._compute(_DUMMY)
 
-    def _broadcast(self, tensor: torch.Tensor, *, source: int | None = None) -> torch.Tensor:
-        tensor = tensor.to(self._runtime.device)
-        if self._group.size() > 1:
-            dist.broadcast(tensor, src=self._leader if source is None else source, group=self._group)
-        return tensor
+    def _next_pass(
+        self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
+    ) -> ForwardPass:
+        """What the rows have not read yet; all of it where nothing is kept."""
+        before = {row: position for position, row in enumerate(self._num_read)} if self._uses_cache else {}
+        kept = [before[row] for row in rows] if before else None
+        starts = [self._num_read[row] if before else 0 for row in rows]
+        tokens = [history[start:] for history, start in zip(histories, starts, strict=True)]
+        self._num_read = {row: len(history) for row, history in zip(rows, histories, strict=True)}
+        return ForwardPass(kept=kept, starts=starts, tokens=tokens, uniforms=uniforms)
 
-    def _forward(
-        self, packed: torch.Tensor, uniforms: torch.Tensor, args: GeneratingArgs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths, tokens = packed[:, 0], packed[:, 1:].contiguous()
-        rows = torch.arange(len(tokens), device=tokens.device)
-        last_logits = forward_only(
-            self._trainer.data_parallel, [tokens], reduce=lambda _, logits: logits[rows, lengths - 1]
-        )
-        result = torch.zeros(2, len(tokens), dtype=torch.float64, device=self._runtime.device)
-        if self._runtime.is_last_stage:
-            # On the host: a cumulative sum has no deterministic form on CUDA, and every device then draws alike.
-            sampled, logprobs = sample_tokens(self._whole_vocabulary(last_logits[0]).cpu(), uniforms.cpu(), args)
-            result = torch.stack((sampled.double(), logprobs.double())).to(self._runtime.device)
-        result = self._broadcast(result, source=self._sampler)
-        return result[0].long(), result[1].float()
+    def _is_anyone_playing(self, plays: bool) -> bool:
+        """Whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
+        if self._runtime.ep_size == 1:
+            return plays
+        flag = torch.tensor([int(plays)], device=self._runtime.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _compute(self, item: ForwardPass) -> torch.Tensor | None:
+        """Sampled tokens and their log-probabilities, float64 ``[2, n]`` on the host, on the leader; else ``None``."""
+        self.num_passes += 1
+        logits = self._policy.read(item)
+        runtime, result = self._runtime, None
+        if logits is not None and runtime.cp_rank == 0:
+            logits = self._whole_vocabulary(logits)
+            if runtime.tp_rank == 0:
+                # On the host: a cumulative sum has no deterministic form on CUDA, and every device then draws alike.
+                uniforms = torch.tensor(item.uniforms, dtype=torch.float64)
+                result = torch.stack([value.double() for value in sample_tokens(logits.cpu(), uniforms, self._args)])
+        return self._bring_to_leader(result, num_rows=len(item.tokens))
 
     def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on tokens that cannot be chosen."""
@@ -96,5 +137,19 @@ class PolicyEngine:
             parts = [torch.empty_like(logits) for _ in range(self._runtime.tp_size)]
             dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             logits = torch.cat(parts, dim=-1)
-        allowed = self._trainer.allowed
-        return logits[:, : len(allowed)].masked_fill(~allowed, -torch.inf)
+        return logits[:, : len(self._allowed)].masked_fill(~self._allowed, -torch.inf)
+
+    def _bring_to_leader(self, result: torch.Tensor | None, *, num_rows: int) -> torch.Tensor | None:
+        """Send the sampler's result along its pipeline to the first stage, where the leader is."""
+        runtime = self._runtime
+        if runtime.pp_size == 1:
+            return result
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if result is not None:
+            dist.send(result.to(runtime.device), dst=dist.get_global_rank(group, 0), group=group)
+            return None
+        if not runtime.is_leader:
+            return None
+        received = torch.zeros(2, num_rows, dtype=torch.float64, device=runtime.device)
+        dist.recv(received, src=dist.get_global_rank(group, runtime.pp_size - 1), group=group)
+        return received.cpu()

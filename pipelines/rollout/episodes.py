@@ -1,100 +1,159 @@
-"""Plays many episodes turn by turn in lock-step: one forward pass per turn for all that are still running."""
+"""Plays the episodes of a block: one forward pass gives every running episode its next token.
+
+A turn samples tokens until one names an action, or until it has ``max_new_tokens``, or the sequence is full; the
+environment is given its last token. Episodes go on independently: one may sample the second token of a turn while
+another reads the next observation.
+
+Contract: what is asked of the sampler depends on the block's own episodes alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
+from mock_scheduler.batch import SampleIdentity, Termination
+from pipelines.environments.base import ResetRequest, ResetResult, StepResult
+from pipelines.rollout.plan import Block, EpisodePlan
 
-from mock_scheduler.batch import SampleIdentity, Termination, Trajectory
-from pipelines.environments.base import TokenEnvironment
 
-SampleFunction = Callable[[Sequence[Sequence[int]], Sequence[float]], tuple[list[int], list[float]]]
-"""From token prefixes and one number in [0, 1) each, to the next tokens and their log-probabilities."""
+class SampleFunction(Protocol):
+    """Draws the next token of some rows of a block."""
 
-UniformFunction = Callable[[SampleIdentity, int], float]
-"""The number that decides the token which an episode samples at a turn."""
+    def __call__(
+        self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Next tokens and their log-probabilities, by block row, all tokens so far and a number in [0, 1) of each."""
+        ...
+
+
+class Environments(Protocol):
+    """Environments by slot, which is the episode's row in its block; ``EnvironmentPool`` is one."""
+
+    def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
+        """Start these episodes."""
+        ...
+
+    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
+        """Take these actions, each a slot and a token."""
+        ...
+
+
+UniformFunction = Callable[[SampleIdentity, int, int], float]
+"""The number that decides a token, by episode, turn and the token's index within the turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRules:
+    """What ends a turn. ``is_action``: whether a token names an action; ``sequence_length``: tokens of an episode."""
+
+    is_action: Callable[[int], bool]
+    max_new_tokens: int
+    sequence_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of an episode, which sampled ``tokens[start:stop]``."""
+
+    start: int
+    stop: int
+    reward: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return self.stop - self.start
 
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """One running episode: its environment and everything that has been said so far."""
+    """Everything that was said in an episode so far; ``sampled_logprobs`` are those of its sampled tokens, in order.
 
-    identity: SampleIdentity
-    tag: str
-    environment: TokenEnvironment
-    seed: int
+    ``turn_start``: where the tokens of the turn that is being sampled begin.
+    """
+
+    plan: EpisodePlan
     tokens: list[int] = field(default_factory=list)
-    response_mask: list[bool] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
+    sampled_logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    turn_start: int = 0
     prompt_length: int = 0
     termination: Termination | None = None
+    is_success: bool = False
+    num_invalid_actions: int = 0
+    optimal_length: int = -1
+    layout_digest: str = ""
 
-    def start(self) -> None:
-        """Reset the environment and read the first prompt."""
-        self._read(self.environment.reset(self.seed))
+    def start(self, start: ResetResult, rules: TurnRules) -> None:
+        """Read the first prompt; one that leaves no room for an action ends the episode truncated, with no turn."""
+        self.optimal_length, self.layout_digest = start.optimal_length, start.layout_digest
+        self._read(start.observation)
         self.prompt_length = len(self.tokens)
+        if len(self.tokens) >= rules.sequence_length:
+            self.termination = Termination.TRUNCATED
 
-    def act(self, token: int, rollout_logprob: float, *, sequence_length: int) -> None:
-        """Take one sampled action and read what the environment answers, as far as the sequence has room."""
+    @property
+    def token_index(self) -> int:
+        """The index within its turn of the token that is sampled next."""
+        return len(self.tokens) - self.turn_start
+
+    def say(self, token: int, logprob: float) -> None:
+        """Take one sampled token."""
         self.tokens.append(token)
-        self.response_mask.append(True)
-        self.rollout_logprobs.append(rollout_logprob)
-        result = self.environment.step(token)
-        self.turn_rewards.append(result.reward)
-        if result.terminated:
+        self.sampled_logprobs.append(logprob)
+
+    def has_ended_turn(self, rules: TurnRules) -> bool:
+        """Whether the environment is to be given the last token, since that is an action or no other can follow."""
+        is_full = self.token_index >= rules.max_new_tokens or len(self.tokens) >= rules.sequence_length
+        return is_full or rules.is_action(self.tokens[-1])
+
+    def hear(self, answer: StepResult, rules: TurnRules) -> None:
+        """End the turn with the environment's answer, and read that as far as the sequence has room for an action."""
+        self.turns.append(Turn(start=self.turn_start, stop=len(self.tokens), reward=answer.reward))
+        self.num_invalid_actions += not answer.is_valid
+        self.is_success = self.is_success or answer.is_success
+        if answer.terminated:
             self.termination = Termination.TERMINATED
-        elif result.truncated or len(self.tokens) + len(result.observation) >= sequence_length:
+        elif answer.truncated or len(self.tokens) + len(answer.observation) >= rules.sequence_length:
             self.termination = Termination.TRUNCATED
         else:
-            self._read(result.observation)
+            self._read(answer.observation)
 
     def _read(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
-        self.response_mask.extend([False] * len(tokens))
-
-    def trajectory(self, policy_version: int) -> Trajectory:
-        """The finished episode as one row of a batch."""
-        if self.termination is None:
-            raise RuntimeError(f"episode {self.identity} has not ended")
-        return Trajectory(
-            identity=self.identity,
-            tokens=torch.tensor(self.tokens, dtype=torch.int32),
-            response_mask=torch.tensor(self.response_mask, dtype=torch.bool),
-            rollout_logprobs=torch.tensor(self.rollout_logprobs, dtype=torch.float32),
-            turn_rewards=torch.tensor(self.turn_rewards, dtype=torch.float32),
-            policy_versions=torch.full((len(self.turn_rewards),), policy_version, dtype=torch.int32),
-            termination=self.termination,
-            prompt_length=self.prompt_length,
-            tag=self.tag,
-        )
+        self.turn_start = len(self.tokens)
 
 
-def play_episodes(
-    episodes: Sequence[Episode],
-    sample: SampleFunction,
-    uniform: UniformFunction,
-    *,
-    sequence_length: int,
-    policy_version: int,
-) -> list[Trajectory]:
-    """Play all episodes to their end and return them in the given order.
-
-    A first prompt that leaves no room for an action ends its episode truncated, with no response token.
-    """
-    for episode in episodes:
-        episode.start()
-        if len(episode.tokens) >= sequence_length:
-            episode.termination = Termination.TRUNCATED
-    running = [episode for episode in episodes if episode.termination is None]
-    turn = 0
+def play_block(
+    block: Block, environments: Environments, sample: SampleFunction, uniform: UniformFunction, *, rules: TurnRules
+) -> list[Episode]:
+    """Play all episodes of a block to their end and return them in the given order."""
+    episodes = [Episode(plan=plan) for plan in block]
+    requests = [
+        ResetRequest(slot=row, tag=plan.tag, seed=plan.seed, split=plan.split) for row, plan in enumerate(block)
+    ]
+    for episode, start in zip(episodes, environments.reset_many(requests), strict=True):
+        episode.start(start, rules)
+    running = [row for row, episode in enumerate(episodes) if episode.termination is None]
     while running:
-        uniforms = [uniform(episode.identity, turn) for episode in running]
-        tokens, rollout_logprobs = sample([episode.tokens for episode in running], uniforms)
-        for episode, token, rollout_logprob in zip(running, tokens, rollout_logprobs, strict=True):
-            episode.act(token, rollout_logprob, sequence_length=sequence_length)
-        running = [episode for episode in running if episode.termination is None]
-        turn += 1
-    return [episode.trajectory(policy_version) for episode in episodes]
+        _sample_next(episodes, running, sample, uniform)
+        turn_ends = [row for row in running if episodes[row].has_ended_turn(rules)]
+        if turn_ends:
+            answers = environments.step_many([(row, episodes[row].tokens[-1]) for row in turn_ends])
+            for row, answer in zip(turn_ends, answers, strict=True):
+                episodes[row].hear(answer, rules)
+        running = [row for row in running if episodes[row].termination is None]
+    return episodes
+
+
+def _sample_next(
+    episodes: Sequence[Episode], rows: Sequence[int], sample: SampleFunction, uniform: UniformFunction
+) -> None:
+    """Sample one token for each of these episodes."""
+    chosen = [episodes[row] for row in rows]
+    uniforms = [uniform(episode.plan.identity, len(episode.turns), episode.token_index) for episode in chosen]
+    tokens, logprobs = sample(rows, [episode.tokens for episode in chosen], uniforms)
+    for episode, token, logprob in zip(chosen, tokens, logprobs, strict=True):
+        episode.say(token, logprob)

@@ -1,44 +1,70 @@
-"""The real rollout scheduler: plays whole groups of episodes with the policy under training.
+"""The real rollout scheduler: plays whole requests of episodes with the policy under training.
 
-Groups are dealt to data-parallel replicas; within a replica the leader of each model-parallel group owns the
-environments, and all of its ranks compute the policy. Which episodes are played, their seeds and the numbers that
-decide each token depend on the configuration's seed and on identities only, never on the layout or on timing.
+Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
+its ranks compute the policy. Which episodes are played, their seeds, the numbers that decide each token and which rows
+share a forward pass depend on the configuration and on identities only, never on the layout or on timing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
-from mock_scheduler.config.schema import EnvManagerConfig, GeneratingArgs, PipelineConfig
+from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
+from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from pipelines.environments.base import TokenEnvironment
+from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
-from pipelines.environments.registry import build_environment
+from pipelines.environments.workers import EnvironmentPool
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from pipelines.rollout.episodes import Episode, play_episodes
+from pipelines.rollout.episodes import TurnRules, UniformFunction, play_block
 from pipelines.rollout.exchange import gather_rows
-from pipelines.seeds import derive_seed, derive_uniform
+from pipelines.rollout.forms import episode_rows
+from pipelines.rollout.plan import cut_blocks, episodes_per_group, first_episode, own_blocks, plan_episodes
+from pipelines.seeds import derive_uniform
+
+__all__ = ["AgenticRolloutScheduler", "episodes_per_group", "first_episode", "sampling_uniform"]
 
 
-def episodes_per_group(config: PipelineConfig, mode: Mode) -> int:
-    """How many episodes every group plays for one batch."""
-    manager = config.env_manager(mode)
-    return config.batch_size(mode) // (manager.num_env_groups * manager.group_size)
+def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
+    """The numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
+
+    def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
+        further = (token_index,) if token_index > 0 else ()
+        return derive_uniform(
+            seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
+            turn, *further,
+        )  # fmt: skip
+
+    return uniform
 
 
-def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
-    """The number of each group's first episode in a step: where the run's data stand.
+@dataclass(kw_only=True, slots=True)
+class _TimedEnvironments:
+    """A pool, and the seconds that its calls took."""
 
-    Training episodes are numbered through the run; validation plays the same episodes every time.
-    """
-    return step * episodes_per_group(config, mode) if mode == "train" else 0
+    pool: EnvironmentPool
+    seconds: float = 0.0
+
+    def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
+        """Start these episodes."""
+        started_s = time.perf_counter()
+        results = self.pool.reset_many(requests)
+        self.seconds += time.perf_counter() - started_s
+        return results
+
+    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
+        """Take these actions."""
+        started_s = time.perf_counter()
+        results = self.pool.step_many(actions)
+        self.seconds += time.perf_counter() - started_s
+        return results
 
 
 class AgenticRolloutScheduler:
@@ -59,94 +85,69 @@ class AgenticRolloutScheduler:
         self._tokenizer = tokenizer
         self._ledger = ledger
         self._engine = PolicyEngine(trainer, ledger)
-        self._environments: dict[tuple[str, int], TokenEnvironment] = {}
+        self._pools: dict[int, EnvironmentPool] = {}
+        self._environment_seconds = 0.0
         self._metrics: dict[str, float] = {}
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """Play ``request.batch_size`` episodes, in whole groups."""
+        """Play the episodes of a step, in whole groups: of training, or those that validation always plays."""
         started_s = time.perf_counter()
+        passes_before, self._environment_seconds = self._engine.num_passes, 0.0
         args = self._config.sampling(request.mode)
-        batch = self._play(request, args) if self._runtime.is_leader else None
-        if not self._runtime.is_leader:
-            self._engine.follow(args)
-        info = StepInfo(
-            step=request.global_step,
-            mode=request.mode,
-            scheduler_id=request.scheduler_id,
-            run_id="exchange",
-            policy_version=request.policy_version,
+        rows: list[Trajectory] = []
+        with self._engine.generating(args):
+            if self._runtime.is_leader:
+                rows = self._play(request)
+                self._engine.finish()
+            else:
+                self._engine.follow()
+        sampling = SamplingParams(
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode="processed"
         )
-        whole = gather_rows(batch, info, self._ranks)
+        group_size = self._config.env_manager(request.mode).group_size
+        batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size)
         elapsed_s = time.perf_counter() - started_s
-        num_sampled_tokens = float(whole.response_mask.sum())  # every sampled token is one response token
+        num_sampled_tokens = float(batch.response_mask.sum())  # every sampled token is one response token
         self._metrics = {
             "rollout/seconds": elapsed_s,
             "rollout/sampled_tokens": num_sampled_tokens,
             "rollout/tokens_per_second": num_sampled_tokens / elapsed_s,
+            "rollout/forward_passes": float(self._engine.num_passes - passes_before),
+            "rollout/environment_seconds": self._environment_seconds,
         }
-        return whole
+        return batch
 
-    def _play(self, request: RolloutRequest, args: GeneratingArgs) -> RolloutBatch | None:
-        manager = self._config.env_manager(request.mode)
-        episodes = self._episodes(request, manager)
-        seed, mode = self._config.seed, request.mode
-
-        def sample(prefixes: Sequence[Sequence[int]], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-            return self._engine.sample(prefixes, uniforms, args)
-
-        def uniform(identity: SampleIdentity, turn: int) -> float:
-            return derive_uniform(
-                seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
-                turn,
-            )  # fmt: skip
-
-        trajectories = play_episodes(
-            episodes,
-            sample,
-            uniform,
-            sequence_length=self._config.sequence_length,
-            policy_version=request.policy_version,
+    def _play(self, request: RolloutRequest) -> list[Trajectory]:
+        """The rows of this replica's blocks."""
+        config, action_of = self._config, self._tokenizer.action_of
+        rules = TurnRules(
+            is_action=lambda token: action_of(token) is not None,
+            max_new_tokens=config.actor_infer.max_new_tokens,
+            sequence_length=config.sequence_length,
         )
-        self._engine.finish()
-        if not trajectories:
-            return None
-        sampling = SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode="processed"
-        )
-        return RolloutBatch.from_trajectories(trajectories, sampling=sampling, group_size=manager.group_size)
+        blocks = cut_blocks(plan_episodes(config, request), rows_per_forward=config.actor_infer.rows_per_forward)
+        own = own_blocks(blocks, self._runtime)
+        if not own:
+            return []
+        environments = _TimedEnvironments(pool=self._pool(config.env_manager(request.mode).num_env_workers))
+        num_built = environments.pool.num_built
+        uniform = sampling_uniform(config.seed, request.mode)
+        rows: list[Trajectory] = []
+        for block in own:
+            self._engine.begin_block()
+            for episode in play_block(block, environments, self._engine.sample, uniform, rules=rules):
+                rows += episode_rows(episode, config.rollout_form, policy_version=request.policy_version)
+        self._ledger.count("built", "environment", environments.pool.num_built - num_built)
+        self._environment_seconds = environments.seconds
+        return rows
 
-    def _episodes(self, request: RolloutRequest, manager: EnvManagerConfig) -> list[Episode]:
-        """This replica's share of the request: whole groups, dealt in turn."""
-        per_group = episodes_per_group(self._config, request.mode)
-        first = first_episode(self._config, request.mode, request.global_step)
-        groups = [
-            (group_id, first + offset) for offset in range(per_group) for group_id in range(manager.num_env_groups)
-        ]
-        episodes: list[Episode] = []
-        for group_id, episode_id in groups[self._runtime.dp_rank :: self._runtime.dp_size]:
-            tag = manager.tags[group_id % len(manager.tags)]
-            seed = derive_seed(
-                self._config.seed, "environment", tag, request.mode, request.scheduler_id, group_id, episode_id
+    def _pool(self, num_workers: int) -> EnvironmentPool:
+        """Training and validation share one where they have the same number of workers; built on first use and kept."""
+        if num_workers not in self._pools:
+            self._pools[num_workers] = EnvironmentPool(
+                self._config.custom_envs, self._tokenizer, num_workers=num_workers
             )
-            for member in range(manager.group_size):
-                identity = SampleIdentity(
-                    scheduler_id=request.scheduler_id,
-                    group_id=group_id,
-                    episode_id=episode_id,
-                    env_id=group_id * manager.group_size + member,
-                    turn=0,
-                )
-                environment = self._environment(tag, len(episodes))
-                episodes.append(Episode(identity=identity, tag=tag, environment=environment, seed=seed))
-        return episodes
-
-    def _environment(self, tag: str, slot: int) -> TokenEnvironment:
-        """One environment per tag and concurrent episode, built on first use and kept."""
-        key = (tag, slot)
-        if key not in self._environments:
-            self._ledger.count("built", "environment")
-            self._environments[key] = build_environment(self._config.custom_envs[tag], self._tokenizer)
-        return self._environments[key]
+        return self._pools[num_workers]
 
     def suspend(self) -> None:
         """Nothing to stop: episodes are played within ``get_batch``."""
@@ -158,7 +159,10 @@ class AgenticRolloutScheduler:
         """Nothing to load: the engine computes with the trainer's own weights."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """Seconds and tokens of the last batch, of all ranks."""
+        """Of the last batch: tokens of all replicas, seconds of this rank, passes and environments of its replica.
+
+        ``rollout/environment_seconds``: waited for environments, which only a replica's leader does; 0 elsewhere.
+        """
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
@@ -169,7 +173,18 @@ class AgenticRolloutScheduler:
         """Nothing to go on from."""
 
     def close(self) -> None:
-        """Close all environments."""
-        for environment in self._environments.values():
-            environment.close()
-        self._environments.clear()
+        """Close all environments and end their processes."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def _exchange_info(request: RolloutRequest) -> StepInfo:
+    """What step files say that ranks give each other."""
+    return StepInfo(
+        step=request.global_step,
+        mode=request.mode,
+        scheduler_id=request.scheduler_id,
+        run_id="exchange",
+        policy_version=request.policy_version,
+    )

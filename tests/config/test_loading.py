@@ -154,7 +154,8 @@ def test_unknown_key_inside_dicts_and_lists_is_located(tmp_path: Path) -> None:
 def test_layout_rules_are_listed_below_their_problem(tmp_path: Path) -> None:
     assert error_of(tmp_path, "exp_name: x\n", "parallel.pipeline_model_parallel_size=3") == (
         f"configuration 'run' ({tmp_path}/run.yaml) has 1 problem:\n"
-        "  - layout tp1 pp3 dp1 (3 processes) cannot be run:\n"
+        "  - layout tp1 pp3 dp1 (3 processes: tp 1, pp 3, vpp 1, cp 1, ep 1, etp 1, dp 1, sequence parallelism off) "
+        "cannot be run:\n"
         "    - model.num_layers 2 is not a multiple of pipeline_model_parallel_size 3"
     )
 

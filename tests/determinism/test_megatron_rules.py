@@ -17,7 +17,7 @@ from mock_scheduler.determinism.megatron import (
     parse_version,
 )
 from mock_scheduler.determinism.megatron.facts import FACT_RULES
-from mock_scheduler.errors import DeterminismError
+from mock_scheduler.errors import ConfigError, DeterminismError
 
 # What the pipeline builds: no rule but facts applies to it.
 CLEAN: dict[str, object] = {
@@ -78,6 +78,16 @@ class Case:
 
 BATCH_INVARIANT = {"batch_invariant_mode": True, "flash_attention_version": 3}
 HYBRID_CP = {"hybrid_context_parallel": True, "calculate_per_token_loss": True}
+SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+AUX_LOSS: dict[str, object] = {
+    **SP2,
+    "num_moe_experts": 4,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "calculate_per_token_loss": True,
+}
 CASES = [
     Case(
         name="cross-entropy-fusion",
@@ -230,6 +240,65 @@ CASES = [
         planted={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         cured={"overlap_p2p_comm": True, "batch_p2p_comm": False},
     ),
+    *(
+        Case(
+            name="experts-under-tp",
+            planted={"num_moe_experts": 4, "expert_tensor_parallel_size": 1, **SP2, **planted},
+            cured=cured,
+            core=OLD,
+        )
+        for planted, cured in (
+            ({}, {"expert_model_parallel_size": 2}),
+            ({}, {"expert_tensor_parallel_size": 2}),
+            ({"expert_tensor_parallel_size": 4}, {"num_moe_experts": None}),
+        )
+    ),
+    *(
+        Case(
+            name="aux-loss-per-token",
+            planted={**AUX_LOSS, **planted},
+            cured=cured,
+            core=OLD,
+        )
+        for planted, cured in (
+            ({}, {"moe_router_impl": "layout_invariant"}),
+            ({}, {"calculate_per_token_loss": False}),
+            ({"moe_router_impl": "megatron"}, {"moe_aux_loss_coeff": 0.0}),
+            ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.001}, {"moe_z_loss_coeff": None}),
+            (
+                {"moe_router_load_balancing_type": ["none", "seq_aux_loss"], "moe_aux_loss_coeff": [0.0, 0.1]},
+                {"moe_router_load_balancing_type": ["seq_aux_loss", "none"]},
+            ),
+            ({"tensor_model_parallel_size": 1, "context_parallel_size": 2}, {"context_parallel_size": 1}),
+        )
+    ),
+    *(
+        Case(
+            name="loss-tuple-under-cp",
+            planted={"context_parallel_size": 2, "calculate_per_token_loss": False, "loss_values": 3},
+            cured=cured,
+        )
+        for cured in (
+            {"context_parallel_size": 1},
+            {"calculate_per_token_loss": True},
+            {"loss_values": 2},
+            # Another program's loss function is not known.
+            {"loss_values": None},
+        )
+    ),
+    *(
+        Case(
+            name="expert-bias-under-tp",
+            planted={**SP2, "num_moe_experts": 4, "add_bias_linear": True, "transformer_impl": "local"},
+            cured=cured,
+        )
+        for cured in (
+            {"num_moe_experts": None},
+            {"add_bias_linear": False},
+            {"tensor_model_parallel_size": 1, "sequence_parallel": False},
+            {"transformer_impl": "transformer_engine"},
+        )
+    ),
     Case(
         name="sequence-parallel-without-tp",
         planted={"sequence_parallel": True},
@@ -376,6 +445,59 @@ def test_wrong_values_are_refused_in_every_mode() -> None:
         DeterminismError, match=r"megatron-core unknown, no DETERMINISTIC_MODE.*\n.*activations of the two"
     ):
         check_conflicts(find_conflicts(setup), setup)
+
+
+CROSSING: dict[str, object] = {
+    **CLEAN,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "deterministic_mode": False,
+    "torch.deterministic_algorithms": False,
+}
+
+
+def test_an_allowed_wrong_layout_is_warned_of_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(values=CROSSING, environ={}, versions={"megatron-core": OLD}, device=None)
+    check_conflicts(find_conflicts(setup), setup, allowed=["pipeline-crossing", "experts-under-tp"])
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "parallel.allow_known_wrong (megatron-core 0.16.1):\n"
+            "  - this run computes wrong values, as is allowed: pipeline_model_parallel_size is 2, "
+            "virtual_pipeline_model_parallel_size is 2, overlap_p2p_comm is False, batch_p2p_comm is True: activations "
+            "of the two stages cross, without an error: loss 4.2348 in place of 4.1858 was measured. Set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False (parallel.overlap_p2p_comm=true is both). "
+            "[pipeline-crossing; issue 1450, PRs 5271 and 7177; measured with 0.16.1 and 0.19.2]\n"
+            "  - experts-under-tp is allowed but does not apply",
+        )
+    ]
+
+
+def test_what_is_allowed_hides_no_other_conflict(caplog: pytest.LogCaptureFixture) -> None:
+    values = {**CROSSING, "sequence_parallel": True}
+    setup = Setup(values=values, environ={}, versions={"megatron-core": OLD}, device=None)
+    with pytest.raises(DeterminismError) as caught:
+        check_conflicts(find_conflicts(setup), setup, allowed=["pipeline-crossing"])
+    assert [line.rpartition("[")[2].partition(";")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "sequence-parallel-without-tp"
+    ]
+    assert caplog.records == []
+
+
+def test_only_rules_about_wrong_values_can_be_allowed() -> None:
+    setup = Setup(values=CLEAN, environ={}, versions={"megatron-core": OLD}, device=None)
+    with pytest.raises(ConfigError) as caught:
+        check_conflicts([], setup, allowed=["sequence-parallel-without-tp"])
+    assert str(caught.value) == (
+        "parallel.allow_known_wrong has names that are no rule about known wrong layouts (known: pipeline-crossing, "
+        "experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n  - 'sequence-parallel-without-tp'"
+    )
+
+
+def test_nothing_is_warned_of_where_nothing_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(values={**CLEAN, "hidden_dropout": 0.1}, environ=ENVIRON, versions={}, device=None)
+    check_conflicts(find_conflicts(setup), setup)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ def test_a_layout_that_does_not_divide_is_refused_with_every_rule(capsys: pytest
         capsys, "parallel.tensor_model_parallel_size=3", "parallel.pipeline_model_parallel_size=4"
     )
     assert text == (
-        f"{ORIGIN}  - layout tp3 pp4 dp1 (12 processes) cannot be run:\n"
+        f"{ORIGIN}  - layout tp3 pp4 dp1 (12 processes: tp 3, pp 4, vpp 1, cp 1, ep 1, etp 1, dp 1, sequence "
+        "parallelism off) cannot be run:\n"
         "    - model.num_attention_heads 4 is not a multiple of tensor_model_parallel_size 3\n"
         "    - model.num_query_groups 2 is not a multiple of tensor_model_parallel_size 3\n"
         "    - model.ffn_hidden_size 128 is not a multiple of tensor_model_parallel_size 3\n"

@@ -1,12 +1,15 @@
-"""FrozenLake as tokens: the fixed 4×4 map by hand, rewards and ends, random maps by seed."""
+"""FrozenLake as tokens: the fixed 4×4 map by hand, rewards and ends, random and held-out maps; the registry."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from gymnasium.utils.env_checker import check_env
 
 from mock_scheduler.config.schema import (
     ConfigSection,
@@ -17,9 +20,12 @@ from mock_scheduler.config.schema import (
     PipelineConfig,
 )
 from mock_scheduler.errors import ConfigError
-from pipelines.environments.frozen_lake import FrozenLakeEnvironment
+from pipelines.environments.base import Split, TokenEnvironment
+from pipelines.environments.frozen_lake import FrozenLakeEnv, draw_map, shortest_path
 from pipelines.environments.grid_tokens import GridTokenizer
-from pipelines.environments.registry import build_environment, build_tokenizer
+from pipelines.environments.held_out import is_held_out
+from pipelines.environments.registry import ENVIRONMENT_KINDS, EnvironmentKind, build_environment, build_tokenizer
+from pipelines.environments.seeding import environment_seed, split_of
 
 LEFT, DOWN, RIGHT, UP = 2, 3, 4, 5
 FIRST_QUERY = 6
@@ -30,13 +36,11 @@ START_BOARD = "P____O_O___OO__G"
 START_TOKENS = [22, 29, 35, 41, 47, 54, 59, 66, 71, 77, 83, 90, 96, 101, 107, 115]
 
 
-def make_environment(*, max_steps: int = 10, **settings: object) -> FrozenLakeEnvironment:
+def make_environment(*, max_steps: int = 10, **settings: object) -> TokenEnvironment:
     env_config = FrozenLakeEnvConfig(**{"map_name": "4x4", "format_penalty": -0.1, **settings})
     config = CustomEnvConfig(max_steps=max_steps, env_config=env_config)
     run = PipelineConfig(exp_name="x", custom_envs={"FrozenLake": config})
-    environment = build_environment(config, build_tokenizer(run))
-    assert isinstance(environment, FrozenLakeEnvironment)
-    return environment
+    return build_environment(config, build_tokenizer(run))
 
 
 def board_text(tokens: list[int], *, num_cells: int = 16) -> str:
@@ -46,7 +50,7 @@ def board_text(tokens: list[int], *, num_cells: int = 16) -> str:
 
 
 def test_the_first_prompt_of_the_fixed_map_is_known_token_by_token() -> None:
-    assert make_environment().reset(0) == [1, *START_TOKENS, FIRST_QUERY]
+    assert make_environment().reset(0).observation == [1, *START_TOKENS, FIRST_QUERY]
     assert board_text([*START_TOKENS, FIRST_QUERY]) == START_BOARD
 
 
@@ -95,7 +99,7 @@ def test_the_goal_ends_the_episode_with_reward_one() -> None:
 @pytest.mark.parametrize("token", [0, 1, FIRST_QUERY, 50])
 def test_an_invalid_action_costs_the_penalty_and_moves_nothing(token: int) -> None:
     environment = make_environment()
-    prompt = environment.reset(0)
+    prompt = environment.reset(0).observation
     result = environment.step(token)
     assert result.observation == prompt[1:]
     assert (result.reward, result.terminated, result.truncated) == (-0.1, False, False)
@@ -121,7 +125,7 @@ def test_the_same_seed_gives_the_same_slippery_episode() -> None:
 
     def play(seed: int) -> list[tuple[list[int], float]]:
         environment = make_environment(is_slippery=True, max_steps=100)
-        episode = [(environment.reset(seed), 0.0)]
+        episode = [(environment.reset(seed).observation, 0.0)]
         for action in (RIGHT, UP, LEFT, UP) * 3:
             result = environment.step(action)
             episode.append((result.observation, result.reward))
@@ -147,7 +151,7 @@ def test_a_random_map_is_gymnasiums_for_the_episodes_seed() -> None:
     for seed in (1, 2, 3, 1):
         expected = "".join(generate_random_map(3, 0.6, seed=seed))
         plain = expected.replace("S", "P", 1).translate(str.maketrans({"F": "_", "H": "O"}))
-        boards.append(board_text(environment.reset(seed)[1:], num_cells=9))
+        boards.append(board_text(environment.reset(seed).observation[1:], num_cells=9))
         assert boards[-1] == plain
     assert boards[0] == boards[3]
     assert len(set(boards)) > 1
@@ -167,8 +171,169 @@ def test_global_random_states_are_neither_read_nor_moved() -> None:
 
 
 def test_step_before_reset_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"^FrozenLakeEnvironment\.step was called before reset$"):
+    with pytest.raises(gymnasium.error.ResetNeeded, match=r"^Cannot call env\.step\(\) before calling env\.reset\(\)$"):
         make_environment().step(LEFT)
+
+
+def test_a_step_after_the_end_is_an_error() -> None:
+    environment = make_environment(max_steps=1)
+    environment.reset(0)
+    environment.step(LEFT)
+    with pytest.raises(RuntimeError, match=r"^step was called without an episode: reset the environment first$"):
+        environment.step(LEFT)
+
+
+def test_success_and_validity_are_told_apart_from_reward_and_end() -> None:
+    environment = make_environment()
+    environment.reset(0)
+    results = [environment.step(token) for token in (DOWN, 0, DOWN, RIGHT, DOWN, RIGHT, RIGHT)]
+    assert [result.is_valid for result in results] == [True, False, True, True, True, True, True]
+    assert [result.is_success for result in results] == [False] * 6 + [True]
+    environment.reset(0)
+    environment.step(RIGHT)
+    hole = environment.step(DOWN)
+    assert (hole.terminated, hole.is_success) == (True, False)
+
+
+def test_the_start_names_the_board_and_its_shortest_way() -> None:
+    """Six moves around the holes of the named map, counted by hand; on ice no number of moves is sure."""
+    start = make_environment().reset(0)
+    assert start.optimal_length == 6
+    assert start.layout_digest == hashlib.sha256(START_BOARD.encode()).hexdigest()[:16]
+    assert make_environment(is_slippery=True).reset(0).optimal_length == -1
+
+
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [
+        (["SG", "FF"], 1),
+        (["SH", "FG"], 2),
+        (["SHFF", "FHFF", "FHHF", "FFFG"], 6),
+        (["SFF", "HHF", "GFF"], 6),
+        (["SH", "HG"], -1),
+    ],
+)
+def test_the_shortest_way_goes_around_holes(rows: list[str], length: int) -> None:
+    assert shortest_path(rows) == length
+
+
+def lake(**settings: object) -> FrozenLakeEnvConfig:
+    return FrozenLakeEnvConfig(**{"map_name": None, "size": 4, "p": 0.8, "held_out_fraction": 0.25, **settings})
+
+
+def test_training_and_validation_share_no_map_over_two_thousand_seeds() -> None:
+    trained = {tuple(draw_map(lake(), split="train", seed=seed)) for seed in range(2000)}
+    validated = {tuple(draw_map(lake(), split="held_out", seed=seed)) for seed in range(2000)}
+    assert trained & validated == set()
+    every = {tuple(generate_random_map(4, 0.8, seed=seed)) for seed in range(600)}
+    held_out = sum(is_held_out(rows, 0.25) for rows in every) / len(every)
+    assert held_out == pytest.approx(0.25, abs=0.06)  # three standard deviations of about 470 maps
+
+
+def test_a_map_of_its_own_split_stays_that_of_its_seed() -> None:
+    """Only maps of the other split are drawn again, from seeds that follow from the episode's."""
+    kept = 0
+    for seed in range(200):
+        rows = generate_random_map(4, 0.8, seed=seed)
+        drawn = draw_map(lake(), split="train", seed=seed)
+        assert (drawn == rows) is not is_held_out(rows, 0.25)
+        assert drawn == draw_map(lake(), split="train", seed=seed)
+        kept += drawn == rows
+    assert 120 < kept < 180
+
+
+def test_whether_a_map_is_held_out_follows_from_its_digest() -> None:
+    """The SHA-256 of ``SF``, line break, ``FG`` begins with 2ada50b7: it is at 0.16739 of all digests."""
+    assert hashlib.sha256(b"SF\nFG").hexdigest()[:8] == "2ada50b7"
+    assert [is_held_out(["SF", "FG"], fraction) for fraction in (0.0, 0.16739, 0.1674)] == [False, False, True]
+
+
+def test_with_no_fraction_held_out_every_split_plays_gymnasiums_map() -> None:
+    settings = lake(held_out_fraction=0.0)
+    assert draw_map(settings, split="train", seed=7) == generate_random_map(4, 0.8, seed=7)
+
+
+def test_a_split_without_a_map_is_refused_with_the_settings() -> None:
+    """With every cell frozen there is one map, which is in one of the two splits."""
+    empty: Split = "train" if is_held_out(["SF", "FG"], 0.5) else "held_out"
+    with pytest.raises(ConfigError) as caught:
+        draw_map(lake(size=2, p=1.0, held_out_fraction=0.5), split=empty, seed=0)
+    assert str(caught.value) == (
+        f"frozen_lake: none of 60 random maps of size 2 and p 1.0 is in the split '{empty}' with held_out_fraction "
+        "0.5: set a larger size, another p, or another held_out_fraction"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "split", "message"),
+    [
+        (
+            {"map_name": "4x4", "held_out_fraction": 0.5},
+            "train",
+            "frozen_lake: held_out_fraction 0.5 needs random maps, and map_name '4x4' is one map: set map_name to "
+            "null, or held_out_fraction to 0",
+        ),
+        (
+            {"held_out_fraction": 0.0},
+            "held_out",
+            "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out",
+        ),
+    ],
+)
+def test_a_split_that_the_settings_do_not_make_is_refused(
+    settings: dict[str, object], split: Split, message: str
+) -> None:
+    config = CustomEnvConfig(env_config=lake(**settings))
+    tokenizer = build_tokenizer(PipelineConfig(exp_name="x", custom_envs={"FrozenLake": config}))
+    with pytest.raises(ConfigError) as caught:
+        build_environment(config, tokenizer, split=split)
+    assert str(caught.value) == message
+
+
+def test_validation_plays_held_out_layouts_where_there_are_any() -> None:
+    assert split_of(CustomEnvConfig(env_config=lake()), "train") == "train"
+    assert split_of(CustomEnvConfig(env_config=lake()), "val") == "held_out"
+    assert split_of(CustomEnvConfig(env_config=lake(held_out_fraction=0.0)), "val") == "all"
+
+
+def test_an_episodes_seed_is_that_of_its_group() -> None:
+    """Pinned: a recording is replayed with these seeds."""
+    seeds = [
+        environment_seed(42, tag="FrozenLake", mode=mode, scheduler_id="default", group_id=group, episode_id=3)
+        for mode in ("train", "val")
+        for group in (0, 1)
+    ]
+    expected = [
+        int.from_bytes(hashlib.sha256(f"42/environment/FrozenLake/{name}/3".encode()).digest()[:4], "little") >> 1
+        for name in ("train/default/0", "train/default/1", "val/default/0", "val/default/1")
+    ]
+    assert seeds == expected
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENT_KINDS.values(), ids=ENVIRONMENT_KINDS)
+def test_every_environment_passes_gymnasiums_own_check(kind: EnvironmentKind) -> None:
+    env = gymnasium.make(f"pipelines.environments.gymnasium_ids:{kind.gymnasium_id}", max_steps=5)
+    check_env(env.unwrapped)
+    board, info = env.reset(seed=3)
+    assert env.reset(seed=3) == (board, info)
+    assert sum(glyph in kind.player_glyphs for glyph in board) == 1
+    assert set(board) <= set(kind.glyphs)
+
+
+def test_gymnasiums_own_seed_draws_another_board_each_time() -> None:
+    env = FrozenLakeEnv(settings=lake(held_out_fraction=0.0))
+    env.reset(seed=1)
+    assert len({env.reset()[0] for _ in range(8)}) > 1
+    with pytest.raises(ValueError, match=r"^action 5 is not in 0 to 4$"):
+        env.step(5)
+
+
+def test_a_tokenizer_of_other_boards_is_refused() -> None:
+    tokenizer = GridTokenizer(num_cells=9, glyphs="P_OGX√", actions=("Left", "Down", "Right", "Up"))
+    with pytest.raises(
+        ValueError, match=r"^the tokenizer has 69 tokens of other boards or actions than frozen_lake's 118$"
+    ):
+        build_environment(CustomEnvConfig(), tokenizer)
 
 
 def environments(**sizes: int) -> dict[str, CustomEnvConfig]:

@@ -1,7 +1,7 @@
 """Rules for layouts and modes that compute wrong values, or that Megatron refuses, in any run.
 
 ``megatron.training`` guards some of them; who builds a model from ``megatron.core`` alone, as this project does, is not
-guarded. PR and issue numbers are Megatron-LM's.
+guarded. Those that compute wrong values are in ``mock_scheduler.config.known_wrong``.
 """
 
 from __future__ import annotations
@@ -9,36 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mock_scheduler.determinism.megatron.rule import Effect, MegatronRule, Setup
+from mock_scheduler.config.known_wrong import KNOWN_WRONG
+from mock_scheduler.config.megatron_rule import Effect, MegatronRule, Setup
 
 _refused = partial(MegatronRule, effect=Effect.REFUSED)
 _ARGUMENTS = "megatron/training/arguments.py"
 
 
-def _crosses_pipeline(setup: Setup) -> bool:
-    return (
-        setup.size("pipeline_model_parallel_size") == 2
-        and setup.size("virtual_pipeline_model_parallel_size") > 1
-        and not setup.is_on("overlap_p2p_comm")
-        and setup.is_on("batch_p2p_comm")
-    )
-
-
-_PIPELINE: tuple[MegatronRule, ...] = (
-    MegatronRule(
-        name="pipeline-crossing",
-        effect=Effect.WRONG,
-        shows=(
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "overlap_p2p_comm",
-            "batch_p2p_comm",
-        ),
-        applies=_crosses_pipeline,
-        breaks="activations of the two stages cross, without an error: loss 4.2348 in place of 4.1858 was measured",
-        change="Set overlap_p2p_comm=True and batch_p2p_comm=False.",
-        source="issue 1450, PRs 5271 and 7177; measured with 0.16.1 and 0.19.2",
-    ),
+_PARALLELISM: tuple[MegatronRule, ...] = (
     _refused(
         name="sequence-parallel-without-tp",
         shows=("sequence_parallel", "tensor_model_parallel_size"),
@@ -172,4 +150,4 @@ _BATCH_INVARIANT: tuple[MegatronRule, ...] = (
     ),
 )
 
-LAYOUT_RULES: tuple[MegatronRule, ...] = (*_PIPELINE, *_HYBRID_CP, *_BATCH_INVARIANT)
+LAYOUT_RULES: tuple[MegatronRule, ...] = (*KNOWN_WRONG, *_PARALLELISM, *_HYBRID_CP, *_BATCH_INVARIANT)

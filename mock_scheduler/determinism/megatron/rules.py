@@ -6,15 +6,19 @@ Contract: imports neither torch nor Megatron, and reads a plain mapping. Megatro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 
+from mock_scheduler.config.known_wrong import MEGATRON, check_allowed_names
+from mock_scheduler.config.megatron_rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.determinism.megatron.conflicts import CONFLICT_RULES
 from mock_scheduler.determinism.megatron.facts import FACT_RULES
 from mock_scheduler.determinism.megatron.layouts import LAYOUT_RULES
-from mock_scheduler.determinism.megatron.rule import Conflict, Effect, MegatronRule, Setup
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.text import bullet_list
+
+logger = logging.getLogger(__name__)
 
 RULES: tuple[MegatronRule, ...] = (*LAYOUT_RULES, *CONFLICT_RULES, *FACT_RULES)
 
@@ -23,37 +27,48 @@ _ALWAYS_REFUSED = frozenset({Effect.WRONG, Effect.REFUSED})
 
 def find_conflicts(setup: Setup) -> list[Conflict]:
     """Every rule that holds for the installed version and applies, in the table's order."""
-    return [
-        Conflict(rule=rule, found=", ".join(setup.find(name) for name in rule.shows if _is_known(setup, name)))
-        for rule in RULES
-        if rule.holds_for(setup.versions) and rule.applies(setup)
-    ]
+    return apply_rules(RULES, setup)
 
 
-def _is_known(setup: Setup, name: str) -> bool:
-    """Whether a message can say something of a name: fields that this version lacks are left out."""
-    return name in setup.values or name in setup.versions or name.isupper()
-
-
-def check_conflicts(conflicts: Sequence[Conflict], setup: Setup) -> None:
+def check_conflicts(conflicts: Sequence[Conflict], setup: Setup, *, allowed: Collection[str] = ()) -> None:
     """Refuse what cannot train: ``conflicts`` are those that ``find_conflicts`` found in ``setup``.
 
-    Under ``DETERMINISTIC_MODE=1`` what is not repeatable is refused as well. Must be called before the model is built;
-    it does not communicate.
+    Under ``DETERMINISTIC_MODE=1`` what is not repeatable is refused as well. ``allowed``: the rules of
+    ``parallel.allow_known_wrong``, whose wrong values are warned of and not refused. Must be called before the model is
+    built; it does not communicate, and warns on every rank that logs warnings.
 
     Raises:
         DeterminismError: all conflicts, each with the values found, why it matters and what to change.
+        ConfigError: an allowed name is no rule about known wrong layouts.
     """
+    check_allowed_names(allowed)
     deterministic = is_deterministic_mode(setup.environ)
-    refused = [conflict for conflict in conflicts if _is_refused(conflict.rule.effect, deterministic=deterministic)]
+    refused = [
+        conflict
+        for conflict in conflicts
+        if _is_refused(conflict.rule.effect, deterministic=deterministic) and conflict.rule.name not in allowed
+    ]
+    core = f"{MEGATRON} {setup.versions.get(MEGATRON, 'unknown')}"
     if refused:
         mode = "DETERMINISTIC_MODE=1" if deterministic else "no DETERMINISTIC_MODE"
         raise DeterminismError(
-            f"the model's configuration cannot be trained (megatron-core "
-            f"{setup.versions.get('megatron-core', 'unknown')}, {mode}):"
+            f"the model's configuration cannot be trained ({core}, {mode}):"
             f"{bullet_list([conflict.describe() for conflict in refused], limit=None)}"
         )
+    if allowed:
+        logger.warning("parallel.allow_known_wrong (%s):%s", core, bullet_list(_warnings(conflicts, allowed), None))
 
 
 def _is_refused(effect: Effect, *, deterministic: bool) -> bool:
     return effect in _ALWAYS_REFUSED or (deterministic and effect is Effect.NOT_REPEATABLE)
+
+
+def _warnings(conflicts: Sequence[Conflict], allowed: Collection[str]) -> list[str]:
+    """Of each allowed rule, in the given order: what it breaks in this run, or that it does not apply."""
+    found = {conflict.rule.name: conflict for conflict in conflicts}
+    return [
+        f"this run {found[name].rule.effect}, as is allowed: {found[name].describe()}"
+        if name in found
+        else f"{name} is allowed but does not apply"
+        for name in allowed
+    ]

@@ -1,13 +1,14 @@
 """The form of a rule about Megatron's configuration, and what a rule can see.
 
 Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field that the mapping
-lacks does not exist in the installed version: it reads as ``None``, and no rule applies to it.
+lacks does not exist in the installed version, or is not known: it reads as ``None``. The form stands here, below the
+rules of ``mock_scheduler.determinism.megatron``, since a configuration is held against some of them when it is loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,7 +44,9 @@ class Setup:
     """Everything that a rule may look at.
 
     ``values``: fields of ``TransformerConfig`` and, where known, of ``DistributedDataParallelConfig``, by name; enums
-    by their member's name (``flash``), dtypes by name (``bfloat16``), and ``torch.deterministic_algorithms``.
+    by their member's name (``flash``), dtypes by name (``bfloat16``), and ``torch.deterministic_algorithms``. Two are
+    the program's own: ``moe_router_impl``, ``layout_invariant`` where experts are chosen by another router than
+    Megatron's, and ``loss_values``, how many values its loss function returns to Megatron's schedule (2 or 3).
     ``environ``: the environment in effect. ``versions``: installed packages by name, and ``cudnn``.
     ``device``: compute capability of the GPU, ``None`` on the CPU.
     """
@@ -99,6 +102,11 @@ class MegatronRule:
     since: str | None = None
     before: str | None = None
 
+    @property
+    def is_for_all_versions(self) -> bool:
+        """Whether it holds for every version of megatron-core."""
+        return self.since is None and self.before is None
+
     def holds_for(self, versions: Mapping[str, str]) -> bool:
         """Whether the rule is about the installed megatron-core; a version that is not known has every rule."""
         installed = versions.get("megatron-core")
@@ -110,7 +118,7 @@ class MegatronRule:
 
     def describe_versions(self) -> str:
         """``0.15 up to 0.19``; ``all`` where it holds for every version."""
-        if self.since is None and self.before is None:
+        if self.is_for_all_versions:
             return "all"
         return f"{self.since or 'first'} up to {self.before}" if self.before else f"from {self.since}"
 
@@ -125,3 +133,17 @@ class Conflict:
     def describe(self) -> str:
         """One line with what was found, why it matters and what to change."""
         return f"{self.found}: {self.rule.breaks}. {self.rule.change} [{self.rule.name}; {self.rule.source}]"
+
+
+def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
+    """Every one of these rules that holds for the installed version and applies, in their order."""
+    return [
+        Conflict(rule=rule, found=", ".join(setup.find(name) for name in rule.shows if _is_known(setup, name)))
+        for rule in rules
+        if rule.holds_for(setup.versions) and rule.applies(setup)
+    ]
+
+
+def _is_known(setup: Setup, name: str) -> bool:
+    """Whether a message can say something of a name: fields that this version lacks are left out."""
+    return name in setup.values or name in setup.versions or name.isupper()

@@ -1,0 +1,105 @@
+"""The critic's loss of one micro-batch: one dataclass in, one out; every term is a *sum* over response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pipelines.algorithm.checks import check_equal_shapes
+
+SMALLEST_RELATIVE_VARIANCE = 1e-12
+"""A variance below this part of the mean square is the rounding of its own computation from sums."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLossConfig:
+    """``value_clip``: how far a value may move from the old one without being clipped; ``None`` does not clip."""
+
+    value_clip: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLossInputs:
+    """``[b, T]`` tensors of one micro-batch; values where ``response_mask`` is False are never used.
+
+    new_values: with graph, from the critic under training. old_values: its own, before the step's first update.
+    returns: the targets. Each entry belongs to the token that was sampled there.
+    """
+
+    new_values: torch.Tensor
+    old_values: torch.Tensor
+    returns: torch.Tensor
+    response_mask: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueLossOutput:
+    """Sums over response tokens; ``total`` has a graph, ``metrics`` has none.
+
+    metrics: float64 ``[len(VALUE_METRIC_SUMS)]``, in that order.
+    """
+
+    total: torch.Tensor
+    num_tokens: torch.Tensor
+    metrics: torch.Tensor
+
+
+VALUE_METRIC_SUMS = (
+    "vf_loss",
+    "vf_clip_frac",
+    "value",
+    "value_squared_error",
+    "return",
+    "return_squared",
+    "num_tokens",
+)
+
+
+def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> ValueLossOutput:
+    """Half the squared error of the values, clipped as in PPO, summed over response tokens.
+
+    With v the new value, v_old the old one, R the return and ε ``value_clip``: 0.5 · max((v - R)², (v_c - R)²), where
+    v_c = v_old + clip(v - v_old, -ε, ε) (OpenAI Baselines, ``ppo2/model.py``). ``vf_clip_frac`` counts tokens where the
+    clipped branch is strictly larger, which are those without gradient. ``value_squared_error`` is (v - R)², unclipped;
+    with the sums of v, R and R² it gives ``explained_variance``. Dtypes are kept: float64 stays float64.
+    Raises ``ValueError`` naming every tensor of another shape.
+    """
+    mask = inputs.response_mask
+    tensors = {"new_values": inputs.new_values, "old_values": inputs.old_values, "returns": inputs.returns}
+    check_equal_shapes("value loss", {"response_mask": mask, **tensors})
+    new_values = torch.where(mask, inputs.new_values, 0.0)
+    old_values = torch.where(mask, inputs.old_values, 0.0)
+    returns = torch.where(mask, inputs.returns, 0.0)
+
+    squared_error = (new_values - returns).square()
+    larger, is_clipped = squared_error, torch.zeros_like(mask)
+    if config.value_clip is not None:
+        change = (new_values - old_values).clamp(-config.value_clip, config.value_clip)
+        clipped = (old_values + change - returns).square()
+        larger, is_clipped = torch.maximum(squared_error, clipped), clipped > squared_error
+    loss = 0.5 * larger
+
+    num_tokens = mask.sum()
+    wide_returns = returns.double()
+    terms = (loss, is_clipped, new_values, squared_error, wide_returns, wide_returns.square())
+    with torch.no_grad():
+        sums = [(term.double() * mask).sum() for term in terms] + [num_tokens.double()]
+    return ValueLossOutput(total=(loss * mask).sum(), num_tokens=num_tokens, metrics=torch.stack(sums).detach())
+
+
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """1 - Var(R - v) / Var(R) over response tokens, from the sums of ``VALUE_METRIC_SUMS`` over any number of parts.
+
+    1 for a perfect critic, 0 for one that knows no more than the mean, negative for a worse one. 0 where the returns do
+    not vary, for which it is not defined.
+    """
+    num_tokens = max(sums["num_tokens"], 1.0)
+    mean_return, mean_square = sums["return"] / num_tokens, sums["return_squared"] / num_tokens
+    mean_error = mean_return - sums["value"] / num_tokens
+    return_variance = mean_square - mean_return * mean_return
+    error_variance = sums["value_squared_error"] / num_tokens - mean_error * mean_error
+    if return_variance <= SMALLEST_RELATIVE_VARIANCE * mean_square:
+        return 0.0
+    return 1.0 - error_variance / return_variance

@@ -1,0 +1,88 @@
+"""A rollout step as the optimizer sees it: updates, each of them micro-batches, all on the host.
+
+Contract: plain data. Every tensor of a micro-batch has its shape ``[b, T]``: b lines of T columns. A line holds one
+row, several rows one after another (packed), or nothing; the rest of it is padding. Column t of a row predicts the
+row's next token, so a row's last column has no target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatch:
+    """What one forward and backward pass reads.
+
+    index: its number within the step, which no layout changes.
+    tokens, targets: int64; ``targets`` is the next token of the same row, 0 where there is none.
+    response_mask: bool, True where the target is a response token.
+    advantages, returns: float32 or float64, of the target; 0 where the mask is False.
+    rollout_logprobs: float32, the target's, as sampled; 0 where the mask is False.
+    row_ids: int64, the row's number in the step's batch; -1 on padding.
+    positions: int64, the position within the row; 0 on padding.
+    """
+
+    index: int
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    response_mask: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    row_ids: torch.Tensor
+    positions: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its field's name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "index"}
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on a device."""
+        return MicroBatch(index=self.index, **{name: value.to(device) for name, value in self.tensors().items()})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every line is one row from column 0, or empty: a causal mask and the columns as positions suffice.
+
+        Reads the tensors, which waits for the device where they are on one.
+        """
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        is_one_row = (self.row_ids == self.row_ids[:, :1]) & (self.positions == columns)
+        return bool((is_one_row | (self.row_ids < 0)).all())
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens, which are what the loss sums over."""
+        return int(self.response_mask.sum())
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int((self.row_ids >= 0).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Update:
+    """What one optimizer update sums its gradient over, in order; empty micro-batches, if any, come last.
+
+    A data-parallel rank of dp computes the micro-batches at positions p with p mod dp = its rank: by position, not by
+    ``MicroBatch.index``, since the indices of one update need not start at a multiple of dp.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """All updates of one pass over a step's batch. row_weights: float64 ``[B]``, the response tokens of each row."""
+
+    updates: tuple[Update, ...]
+    row_weights: torch.Tensor
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """Those of all updates, in order; the indices of empty ones are larger than those of all others."""
+        return tuple(micro_batch for update in self.updates for micro_batch in update.micro_batches)

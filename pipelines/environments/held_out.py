@@ -1,0 +1,44 @@
+"""Which layouts are held out: kept from training and played by validation alone.
+
+Contract: whether a layout is held out depends on its rows and on the fraction alone, never on a seed, so that two
+seeds with the same layout cannot carry it from one set into the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from mock_scheduler.errors import ConfigError
+from pipelines.environments.base import Split
+
+# Draws until the chance of missing a set that has its share of the layouts is exp(-30).
+_DRAWS_PER_CHANCE = 30
+
+
+def is_held_out(rows: Sequence[str], fraction: float) -> bool:
+    """Whether the SHA-256 of the rows, joined by line breaks, is in the lowest ``fraction`` of all digests."""
+    digest = hashlib.sha256("\n".join(rows).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+
+
+def is_in_split(rows: Sequence[str], split: Split, fraction: float) -> bool:
+    """Whether a layout may be played in ``split``."""
+    return split == "all" or fraction == 0.0 or is_held_out(rows, fraction) == (split == "held_out")
+
+
+def max_draws(split: Split, fraction: float) -> int:
+    """How many layouts to draw before it is said that the split has none."""
+    if split == "all" or fraction == 0.0:
+        return 1
+    share = fraction if split == "held_out" else 1.0 - fraction
+    return math.ceil(_DRAWS_PER_CHANCE / share)
+
+
+def check_split(split: Split, fraction: float) -> None:
+    """Raise ``ConfigError`` where held-out layouts are asked for and none are held out."""
+    if split == "held_out" and fraction == 0.0:
+        raise ConfigError(
+            "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out"
+        )

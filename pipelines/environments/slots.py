@@ -1,0 +1,102 @@
+"""Environments by slot, and batches of calls to them whose failures are told as data.
+
+Contract: imports neither torch nor Megatron, since worker processes import it; what goes through a pipe is defined
+here or in ``base``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mock_scheduler.config.environments import CustomEnvConfig
+from mock_scheduler.errors import ConfigError
+from pipelines.environments.base import ResetRequest, ResetResult, Split, StepResult, TokenEnvironment
+from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import build_environment
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResetCall:
+    """Start these episodes, in this order."""
+
+    requests: Sequence[ResetRequest]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCall:
+    """Take these actions, each a slot and a token, in this order."""
+
+    actions: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFailure:
+    """What an environment raised in ``slot``; ``is_config_error``: by its settings, and not by a fault of its own."""
+
+    slot: int
+    message: str
+    is_config_error: bool
+    traceback_text: str
+
+
+Call = ResetCall | StepCall
+Answer = list[ResetResult] | list[StepResult] | CallFailure
+
+
+class EnvironmentSlots:
+    """Environments by (slot, tag, split), built on first use and kept; a slot's episode is the one reset last."""
+
+    def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer) -> None:
+        self._custom_envs = custom_envs
+        self._tokenizer = tokenizer
+        self._environments: dict[tuple[int, str, Split], TokenEnvironment] = {}
+        self._playing: dict[int, TokenEnvironment] = {}
+
+    def answer(self, call: Call) -> Answer:
+        """The results of a call in its order, or the first failure; the calls after that are not made."""
+        if isinstance(call, ResetCall):
+            return _answer_each(call.requests, self._reset, slot_of=lambda request: request.slot)
+        return _answer_each(call.actions, self._step, slot_of=lambda action: action[0])
+
+    def close(self) -> None:
+        """Close all environments."""
+        for environment in self._environments.values():
+            environment.close()
+        self._environments.clear()
+        self._playing.clear()
+
+    def _reset(self, request: ResetRequest) -> ResetResult:
+        key = (request.slot, request.tag, request.split)
+        if key not in self._environments:
+            self._environments[key] = build_environment(
+                self._custom_envs[request.tag], self._tokenizer, split=request.split
+            )
+        self._playing[request.slot] = self._environments[key]
+        return self._environments[key].reset(request.seed)
+
+    def _step(self, action: tuple[int, int]) -> StepResult:
+        slot, token = action
+        return self._playing[slot].step(token)
+
+
+def _answer_each(
+    items: Sequence[Item], perform: Callable[[Item], Result], *, slot_of: Callable[[Item], int]
+) -> list[Result] | CallFailure:
+    results = []
+    for item in items:
+        try:
+            results.append(perform(item))
+        except Exception as error:  # noqa: BLE001 - the edge of what the pool answers for
+            return CallFailure(
+                slot=slot_of(item),
+                message=str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
+                is_config_error=isinstance(error, ConfigError),
+                traceback_text=traceback.format_exc(),
+            )
+    return results

@@ -1,0 +1,62 @@
+"""Trains every layout of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
+
+A case is ``model/precision/layout``. Of each, ``FOLDER/model/precision/layout`` gets the metrics of all steps, which
+all ranks hold alike, and a trace of all gradients and parameters. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mock_scheduler.config.schema import PipelineConfig
+from pipelines.layouts.cases import LONGEST_ROW, NUM_STEPS, SEED, build_config
+from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.learner import Learner
+from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.runtime import build_layout, start_runtime, stop_runtime
+
+METRICS_FILE = "metrics.json"
+
+
+def train_case(folder: Path, config: PipelineConfig) -> None:
+    """The steps of one layout, from the canonical initial weights. Every rank must call it."""
+    runtime = build_layout(config.parallel, seed=SEED)
+    learner = Learner(
+        config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS))
+    )
+    steps: list[dict[str, float]] = []
+    for step in range(NUM_STEPS):
+        probe = StepProbe(list(learner.models.values()), runtime, folder, step=step)
+        batch = random_batch(SEED + step, longest=LONGEST_ROW)
+        steps.append(learner.train_step(batch, step=step, probe=probe))
+        probe.save()
+    if runtime.is_writer:
+        (folder / METRICS_FILE).write_text(json.dumps(steps), encoding="utf-8")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    """All cases named on the command line, in order."""
+    root = Path(sys.argv[1])
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    cases = [case.split("/") for case in sys.argv[2:]]
+    configs = {"/".join(case): build_config(*(case[0], case[2], case[1])) for case in cases}
+    start_runtime(next(iter(configs.values())).parallel, seed=SEED)
+    parallel_state.destroy_model_parallel()
+    for name, config in configs.items():
+        folder = root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        train_case(folder, config)
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One training step: what the batch is worth to policy and critic, advantages, and all optimizer updates.
+
+The batch is cut into micro-batches before any layout is known; what ranks compute of them is put together in canonical
+order. Advantages are made on the host in float64, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.digests import JSON
+from mock_scheduler.trace.files import TraceKind
+from pipelines.algorithm.advantages import TokenAdvantages
+from pipelines.algorithm.kl import AdaptiveKl, compute_kl_penalty
+from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.megatron.critic import CriticTrainer
+from pipelines.megatron.merging import exchange_rows, exchange_tokens
+from pipelines.megatron.model import DTYPES
+from pipelines.megatron.places import OwnBatch, own_batch
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
+from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe
+from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values
+
+
+def _no_probe(model: TrainedModel, update: int, kind: TraceKind) -> None:
+    """The probe of a run that traces nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """What the models said of a step's tokens before its first update, ``[b, s]`` by micro-batch index, on the device.
+
+    Empty off the last stage; ``None`` where the algorithm does not ask for it.
+    """
+
+    old_logprobs: Mapping[int, torch.Tensor]
+    ref_logprobs: Mapping[int, torch.Tensor] | None
+    values: Mapping[int, torch.Tensor] | None
+
+
+class Learner:
+    """Policy, reference and critic of a run. Every method must be called by every rank, with the same batch."""
+
+    def __init__(
+        self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int, allowed_tokens: Sequence[int] | None = None
+    ) -> None:
+        self.config = config
+        self.runtime = runtime
+        self.policy = PolicyTrainer(config, runtime, vocab_size=vocab_size, allowed_tokens=allowed_tokens)
+        self.critic = (
+            CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
+        )
+        self.kl_controller = AdaptiveKl(
+            coef=config.kl_in_reward.coef, target=config.kl_in_reward.target, horizon=config.kl_in_reward.horizon
+        )
+
+    @property
+    def models(self) -> dict[str, TrainedModel]:
+        """Everything under training by its name in checkpoints and traces."""
+        models = {"policy": self.policy.policy}
+        return models if self.critic is None else {**models, "critic": self.critic.model}
+
+    def state_dict(self) -> dict[str, JSON]:
+        """What goes on besides the models: the controller of the KL in the reward."""
+        return {"kl_in_reward": dict(self.kl_controller.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, JSON]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.kl_controller = AdaptiveKl.from_state_dict(state["kl_in_reward"])  # type: ignore[arg-type]
+
+    def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: UpdateProbe = _no_probe) -> dict[str, float]:
+        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
+        plan = self._plan(batch, None)
+        scores = self._score(plan)
+        differences = self._rollout_differences(plan, scores)
+        advantages, advantage_metrics = self._prepare(batch, plan, scores)
+        plan = self._plan(batch, advantages)
+        results = self._updates(plan, scores, trains_policy=step >= self._critic_warmup, probe=probe)
+        means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+        last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
+        return means | differences | advantage_metrics | last | {"num_updates": float(len(results))}
+
+    @property
+    def _critic_warmup(self) -> int:
+        return self.config.critic.warmup_steps if self.critic is not None else 0
+
+    def _plan(self, batch: RolloutBatch, advantages: TokenAdvantages | None) -> StepPlan:
+        """The step's micro-batches; without advantages where these are still to be made of what the models say."""
+        nothing = torch.zeros(int(batch.response_mask.sum()), dtype=torch.float64)
+        return build_step_plan(
+            batch,
+            nothing if advantages is None else advantages.advantages,
+            nothing if advantages is None else advantages.returns,
+            self.config.training,
+            count_multiple=self.runtime.micro_batch_multiple,
+            dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
+        )
+
+    def _owned(self, micro_batches: Sequence[MicroBatch]) -> list[OwnBatch]:
+        """This rank's share of the micro-batches that its replica computes: every dp-th of them."""
+        own = micro_batches[self.runtime.dp_rank :: self.runtime.dp_size]
+        return [own_batch(batch, self.runtime) for batch in own]
+
+    def _owned_of_step(self, plan: StepPlan) -> list[OwnBatch]:
+        return [own for update in plan.updates for own in self._owned(update.micro_batches)]
+
+    def _score(self, plan: StepPlan) -> Scores:
+        batches = self._owned_of_step(plan)
+        policy = self.policy
+        return Scores(
+            old_logprobs=policy.compute_logprobs(batches),
+            ref_logprobs=policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None,
+            values=self.critic.compute_values(batches) if self.critic else None,
+        )
+
+    def _prepare(
+        self, batch: RolloutBatch, plan: StepPlan, scores: Scores
+    ) -> tuple[TokenAdvantages, dict[str, float]]:
+        """Advantages and their metrics; the coefficient of the KL in the reward moves on."""
+        kl_penalty: torch.Tensor | None = None
+        values = None if scores.values is None else self._response_values(plan, scores.values)
+        controller = self.kl_controller
+        if self.config.kl_in_reward.coef > 0:
+            old = self._response_values(plan, scores.old_logprobs)
+            ref = self._response_values(plan, scores.ref_logprobs or {})
+            estimator = self.config.kl_in_reward.estimator
+            kl = compute_kl_penalty(old, ref, estimator=estimator, coef=1.0)
+            kl_penalty = controller.coef * kl
+            measured_kl = float(kl.mean()) if len(kl) else 0.0
+            self.kl_controller = controller.update(measured_kl=measured_kl, num_samples=batch.num_trajectories)
+        advantages, metrics = prepare_advantages(batch, self.config, kl_penalty=kl_penalty, values=values)
+        return advantages, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
+
+    def _response_values(self, plan: StepPlan, own_values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        owned = {own.batch.index: own for own in self._owned_of_step(plan)}
+        return response_values(
+            plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime)
+        )
+
+    def _updates(
+        self, plan: StepPlan, scores: Scores, *, trains_policy: bool, probe: UpdateProbe
+    ) -> list[dict[str, float]]:
+        updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
+        self._start_router_step(plan)
+        results: list[dict[str, float]] = []
+        for _ in range(self.config.ppo_epochs):
+            for micro_batches, batches in updates:
+                number = len(results)
+                metrics: dict[str, float] = {}
+                if self.critic is not None and scores.values is not None:
+                    metrics |= self.critic.update(micro_batches, batches, scores.values, number=number, probe=probe)
+                if trains_policy:
+                    ref_logprobs = scores.ref_logprobs if self.config.use_kl_loss else None
+                    metrics |= self.policy.update(
+                        micro_batches, batches, scores.old_logprobs, ref_logprobs, number=number, probe=probe
+                    )
+                results.append(metrics)
+        return results
+
+    def _start_router_step(self, plan: StepPlan) -> None:
+        row_weights = plan.row_weights.to(self.runtime.device)
+        self.policy.router_ledger.start_step(row_weights)
+        if self.critic is not None:
+            self.critic.router_ledger.start_step(row_weights)
+
+    def _rollout_differences(self, plan: StepPlan, scores: Scores) -> dict[str, float]:
+        """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
+        owned = {own.batch.index: own.batch for own in self._owned_of_step(plan)}
+        own_rows = {
+            index: sum_and_max_difference(logprobs, owned[index].rollout_logprobs, owned[index].response_mask)
+            for index, logprobs in scores.old_logprobs.items()
+        }
+        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2)
+        num_tokens = float(plan.row_weights.sum())
+        return {
+            "rollout_logprob_diff_mean": float(rows[..., 0].sum(axis=1).sum()) / max(num_tokens, 1.0),
+            "rollout_logprob_diff_max": float(rows[..., 1].max()),
+        }
+
+
+def sum_and_max_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum and largest of |one - other| where the mask is True, float64 ``[2]``; both 0 where it never is."""
+    difference = torch.where(mask, one.double() - other.double(), 0.0).abs()
+    return torch.stack((difference.sum(), difference.max()))

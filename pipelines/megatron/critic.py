@@ -1,0 +1,95 @@
+"""Trains the critic of ``adv_estimator: gae``: values of tokens, and one update of its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mock_scheduler.config.schema import PipelineConfig
+from pipelines.algorithm.value_loss import (
+    VALUE_METRIC_SUMS,
+    ValueLossConfig,
+    ValueLossInputs,
+    compute_value_loss,
+    explained_variance,
+)
+from pipelines.megatron.expert_router import attach_router_ledger
+from pipelines.megatron.forward import forward_only
+from pipelines.megatron.merging import exchange_rows
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.router_metrics import merge_router_sums
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.schedule import LossSums, accumulate_gradients
+from pipelines.megatron.trained_model import TrainedModel
+from pipelines.megatron.trainer import UpdateProbe
+from pipelines.micro_batches import MicroBatch
+
+CRITIC = "critic"
+
+
+class CriticTrainer:
+    """A model like the policy's, with a value head. Every method must be called by every rank."""
+
+    def __init__(self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int) -> None:
+        self._config = config
+        self._loss_config = ValueLossConfig(value_clip=config.critic.value_clip)
+        self._runtime = runtime
+        self.model = TrainedModel(
+            config, runtime, vocab_size=vocab_size, head="value", name=CRITIC, lr=config.critic.lr
+        )
+        self.router_ledger = attach_router_ledger(self.model.chunks)
+
+    def compute_values(self, batches: Sequence[OwnBatch]) -> dict[int, torch.Tensor]:
+        """The value before each of this rank's targets, ``[b, s]`` by micro-batch index; empty off the last stage."""
+
+        def reduce(position: int, output: torch.Tensor) -> torch.Tensor:
+            return output[..., 0].clone()
+
+        values = forward_only(self.model.data_parallel, batches, self._runtime, reduce=reduce)
+        if not self._runtime.is_last_stage:
+            return {}
+        return {own.batch.index: value for own, value in zip(batches, values, strict=True)}
+
+    def update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        batches: Sequence[OwnBatch],
+        old_values: Mapping[int, torch.Tensor],
+        *,
+        number: int,
+        probe: UpdateProbe,
+    ) -> dict[str, float]:
+        """One update; its metrics, named ``critic/...``, are means over its response tokens."""
+
+        def loss(own: OwnBatch, output: torch.Tensor) -> LossSums:
+            batch = own.batch
+            inputs = ValueLossInputs(
+                new_values=output[..., 0],
+                old_values=old_values[batch.index],
+                returns=batch.returns,
+                response_mask=batch.response_mask,
+            )
+            result = compute_value_loss(inputs, self._loss_config)
+            return result.total, result.num_tokens.int(), result.metrics
+
+        sums = accumulate_gradients(self.model, batches, loss)
+        probe(self.model, number, "gradient")
+        result = self.model.update()
+        probe(self.model, number, "parameter")
+        rows = exchange_rows(micro_batches, sums, self._runtime, width=len(VALUE_METRIC_SUMS))
+        totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
+        num_tokens = totals["num_tokens"]
+        metrics = _value_metrics(totals)
+        router = merge_router_sums(self.router_ledger, self._config.model, self._runtime, num_tokens=num_tokens)
+        return {
+            f"{CRITIC}/{name}": value
+            for name, value in (metrics | router | {"grad_norm": result.grad_norm, "lr": result.learning_rate}).items()
+        }
+
+
+def _value_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Means per response token of an update's sums, and how much of the returns' variance the values explain."""
+    num_tokens = max(totals["num_tokens"], 1.0)
+    means = {name: totals[name] / num_tokens for name in ("vf_loss", "vf_clip_frac", "value", "return")}
+    return {**means, "explained_variance": explained_variance(totals)}

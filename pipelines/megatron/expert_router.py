@@ -1,0 +1,252 @@
+"""A router of experts whose losses and counters are the same in every layout, batching and padding.
+
+Megatron's router balances whatever tokens a rank happens to hold: padding counts, a micro-batch of few response tokens
+weighs as much as one of many, and in megatron-core 0.16.1 tp and cp scale the losses wrongly (``docs/layouts.md``).
+Here every token of a layer belongs to a row. With c_re the tokens of row r whose K highest scores include expert e,
+N_r its real tokens, n_r its response tokens, P_te the scores of token t, E experts and coefficient a::
+
+    seq_aux_loss:  sum_r n_r · a·E / (K·N_r²) · sum_e c_re · sum_{t in r} P_te
+    aux_loss:      the same with all rows of a micro-batch taken as one
+    z-loss:        sum_r n_r · a / N_r · sum_{t in r} logsumexp(logits_t)²       (always by row)
+
+Divided by the response tokens of the update, as ``finalize_model_grads`` divides, they are means weighted by response
+tokens. Without ``calculate_per_token_loss`` n_r is 1 over the number of rows in the micro-batch. Only the counts cross
+ranks: each rank attaches the terms of its own tokens, so that the sum of gradients over tp, cp and dp is the whole one.
+Formulas: Switch Transformer (arXiv 2101.03961), eq. 4 to 6, and ST-MoE (arXiv 2202.08906), eq. 5, as in Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from mock_scheduler.config.model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSums:
+    """What one router adds up over a step; this rank's own part until ``all_reduce_router_sums`` completes it.
+
+    load_balancing, z: float64 ``[]``: the sums of the module's docstring without their coefficients, 0 where the
+    coefficient is; divided by the response tokens they are Megatron's ``load_balancing_loss`` (1 when balanced) and
+    ``z_loss``. tokens_per_expert: float64 ``[E]``: real tokens sent to each expert.
+    """
+
+    load_balancing: torch.Tensor
+    z: torch.Tensor
+    tokens_per_expert: torch.Tensor
+
+
+class RouterLedger:
+    """Counts what the routers of a model do in passes with a gradient, and tells them how much each row weighs."""
+
+    def __init__(self) -> None:
+        self._row_weights: torch.Tensor | None = None
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def start_step(self, row_weights: torch.Tensor) -> None:
+        """Begin a step whose row ids run from 0 to ``len(row_weights) - 1``.
+
+        row_weights: ``[rows]``, integer or floating, on the compute device: the response tokens of each row.
+        """
+        self._row_weights = row_weights.double()
+
+    @property
+    def row_weights(self) -> torch.Tensor:
+        """float64 ``[rows]``.
+
+        Raises:
+            RuntimeError: no step was begun.
+        """
+        if self._row_weights is None:
+            raise RuntimeError("a router with losses ran before RouterLedger.start_step gave the rows' weights")
+        return self._row_weights
+
+    def add(self, layer: int, load_balancing: torch.Tensor, z: torch.Tensor, tokens_per_expert: torch.Tensor) -> None:
+        """Add what one pass through the router of ``layer`` (from 0) gave; no gradient is kept."""
+        losses = torch.stack((load_balancing, z)).detach().double()
+        row = torch.cat((losses, tokens_per_expert.double()))
+        self._sums[layer] = self._sums[layer] + row if layer in self._sums else row
+
+    def take(self) -> dict[int, RouterSums]:
+        """The sums by layer (from 0, as in ``decoder.layers.N``) since the last call, of this rank's tokens alone."""
+        taken, self._sums = self._sums, {}
+        return {layer: _router_sums(row) for layer, row in sorted(taken.items())}
+
+
+def _router_sums(row: torch.Tensor) -> RouterSums:
+    return RouterSums(load_balancing=row[0], z=row[1], tokens_per_expert=row[2:])
+
+
+def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
+    """One ledger for all layout-invariant routers of these model chunks."""
+    ledger = RouterLedger()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, LayoutInvariantRouter):
+                module.ledger = ledger
+    return ledger
+
+
+def all_reduce_router_sums(
+    sums: dict[int, RouterSums], model: ModelConfig, *, device: torch.device
+) -> dict[int, RouterSums]:
+    """The sums over all ranks, of every layer with experts. Collective: every rank must call it."""
+    table = torch.zeros(model.num_layers, 2 + (model.num_moe_experts or 0), dtype=torch.float64, device=device)
+    for layer, own in sums.items():
+        table[layer] = torch.cat((own.load_balancing.view(1), own.z.view(1), own.tokens_per_expert))
+    dist.all_reduce(table)
+    return {layer: _router_sums(table[layer]) for layer, has_experts in enumerate(model.moe_layers) if has_experts}
+
+
+class LayoutInvariantRouter(TopKRouter):
+    """Megatron's top-k router with the losses and counters of the module's docstring, and without narrowing.
+
+    Scores are computed in float32 or, where the logits are wider, as wide as these. Losses, ledger and the counter of
+    the expert bias change in training passes with a gradient alone, so that recomputation does not count twice.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.ledger = RouterLedger()  # its own until ``attach_router_ledger``
+
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of the experts, in the logits' dtype, and which are chosen, bool; both ``[s · b, E]``.
+
+        input: ``[s, b, h]``. padding_mask: int64 row ids ``[s, b]``; ``None``: every token is real and of row 0.
+        Communicates over tp × cp where there is a loss.
+        """
+        self._maintain_float32_expert_bias()
+        logits = self.gating(input).view(-1, self.num_experts)
+        if not (self.training and torch.is_grad_enabled()):
+            return self._choose(logits)
+        row_ids = logits.new_zeros(len(logits), dtype=torch.int64) if padding_mask is None else padding_mask.flatten()
+        load_balancing, z = self._losses(logits, row_ids)
+        if self.config.moe_z_loss_coeff:
+            logits = MoEAuxLossAutoScaler.apply(logits, z * self.config.moe_z_loss_coeff)
+        probs, routing_map = self._choose(logits)
+        if self._balancing_coeff:
+            probs = MoEAuxLossAutoScaler.apply(probs, load_balancing * self._balancing_coeff)
+        self._count(routing_map & (row_ids >= 0).unsqueeze(1), load_balancing, z)
+        return probs, routing_map
+
+    @property
+    def _balancing_coeff(self) -> float:
+        return 0.0 if self.routing_type == "none" else self.config.moe_aux_loss_coeff
+
+    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(
+            logits,
+            topk=self.topk,
+            score_function=self.score_function,
+            pre_softmax=self.config.moe_router_pre_softmax,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            expert_bias=self.expert_bias,
+        )
+
+    def _losses(self, logits: torch.Tensor, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of load balancing loss and z-loss, without coefficients; 0 where there is none."""
+        zero = logits.new_zeros((), dtype=_at_least_float32(logits))
+        if not self._balancing_coeff and not self.config.moe_z_loss_coeff:
+            return zero, zero
+        num_rows = len(self.ledger.row_weights)
+        slots = torch.where(row_ids < 0, num_rows, row_ids)  # the last slot takes the padding
+        scores = unbiased_scores(logits, score_function=self.score_function)
+        counts = self._count_by_row(scores, slots, num_rows=num_rows)
+        num_tokens = counts.sum(dim=1) / self.topk
+        weights = self._weigh_rows(num_tokens)
+        z = zero
+        if self.config.moe_z_loss_coeff:
+            squares = logits.to(zero.dtype).logsumexp(dim=-1).square()
+            z = (_factor_of_slot(weights / num_tokens.clamp(min=1.0), squares)[slots] * squares).sum()
+        if not self._balancing_coeff:
+            return zero, z
+        if self.routing_type == "aux_loss":
+            counts, num_tokens, weights = (one.sum(dim=0, keepdim=True) for one in (counts, num_tokens, weights))
+            slots = (row_ids < 0).long()
+        scale = weights * self.num_experts / (self.topk * num_tokens.clamp(min=1.0).square())
+        return (_factor_of_slot(scale.unsqueeze(1) * counts, scores)[slots] * scores).sum(), z
+
+    def _weigh_rows(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """n_r, float64 ``[num_rows]``, of the rows that have tokens in this micro-batch; 0 for the others."""
+        is_present = (num_tokens > 0).double()
+        if self.calculate_per_token_loss:
+            return self.ledger.row_weights * is_present
+        return is_present / is_present.sum().clamp(min=1.0)
+
+    def _count_by_row(self, scores: torch.Tensor, slots: torch.Tensor, *, num_rows: int) -> torch.Tensor:
+        """float64 ``[num_rows, E]``: tokens of each row whose highest scores include an expert, over tp × cp."""
+        chosen = torch.zeros_like(scores, dtype=torch.float64)
+        chosen = chosen.scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
+        counts = chosen.new_zeros(num_rows + 1, self.num_experts).index_add(0, slots, chosen)[:num_rows]
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        return counts
+
+    def _count(self, real_map: torch.Tensor, load_balancing: torch.Tensor, z: torch.Tensor) -> None:
+        tokens_per_expert = real_map.sum(dim=0)
+        if self.layer_number is not None:
+            self.ledger.add(self.layer_number - 1, load_balancing, z, tokens_per_expert)
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert += tokens_per_expert
+
+    def _maintain_float32_expert_bias(self) -> None:
+        """Keep bias and counter in float32 in a model of any dtype; Megatron (0.16.1) narrows the counter."""
+        super()._maintain_float32_expert_bias()
+        if self.enable_expert_bias:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _factor_of_slot(factors: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The factors in another tensor's dtype, and a last one of 0 for the tokens that are padding."""
+    return torch.cat((factors, torch.zeros_like(factors[:1]))).to(like.dtype)
+
+
+def unbiased_scores(logits: torch.Tensor, *, score_function: str) -> torch.Tensor:
+    """The scores that are balanced, ``[T, E]``, float32 or wider: ``compute_routing_scores_for_aux_loss`` (0.16.1)."""
+    logits = logits.to(_at_least_float32(logits))
+    if score_function == "softmax":
+        return logits.softmax(dim=-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    *,
+    topk: int,
+    score_function: str,
+    pre_softmax: bool = False,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and choice of the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
+
+    But for one thing: what is computed in float32 there is computed in float64 here where the logits are float64.
+    """
+    wide = _at_least_float32(logits)
+    if score_function == "softmax" and not pre_softmax:
+        chosen_logits, indices = logits.topk(topk, dim=1)
+        weights = chosen_logits.softmax(dim=-1, dtype=wide).type_as(logits)
+    elif score_function == "softmax":
+        weights, indices = logits.softmax(dim=-1, dtype=wide).type_as(logits).topk(topk, dim=1)
+    else:
+        scores = logits.to(wide).sigmoid().type_as(logits)
+        indices = (scores if expert_bias is None else scores + expert_bias).topk(topk, dim=1).indices
+        weights = scores.gather(1, indices)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if topk > 1 else weights
+    if scaling_factor is not None:
+        weights = weights * scaling_factor
+    routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+    return torch.zeros_like(logits).scatter(1, indices, weights), routing_map

@@ -1,0 +1,95 @@
+"""What one rank computes of a micro-batch: its share of the tokens, and which of them see which.
+
+Context parallelism splits a line of T tokens into 2 · cp pieces, of which rank r holds the r-th from either end
+(Megatron's zigzag order, ``get_batch_on_this_cp_rank``), so that all ranks have as much to attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from pipelines.megatron.runtime import Runtime
+from pipelines.micro_batches import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInputs:
+    """The arguments of one forward pass on this rank.
+
+    tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool
+    ``[b, 1, s, k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 say
+    all. k is the number of keys that attention sees: the whole line, in the order in which cp ranks are gathered.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    row_ids: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnBatch:
+    """A micro-batch as one rank holds it: the model's inputs, and targets, masks and values of its own tokens.
+
+    ``columns``: int64 ``[s]``, which columns of the line these are; ``None`` where they are all of it.
+    """
+
+    batch: MicroBatch
+    inputs: ModelInputs
+    columns: torch.Tensor | None = None
+
+
+def context_columns(length: int, *, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """int64 ``[length / cp]``: the columns of a line that a cp rank holds, in its order."""
+    pieces = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat((pieces[cp_rank], pieces[2 * cp_size - 1 - cp_rank]))
+
+
+def row_mask(
+    query_rows: torch.Tensor, query_positions: torch.Tensor, key_rows: torch.Tensor, key_positions: torch.Tensor
+) -> torch.Tensor:
+    """bool ``[b, 1, s, k]``: True where a key is of another row or later than the query; all int64 ``[b, s]``, ``[b, k]``.
+
+    Padding (row -1, position 0) sees padding, so that no query is left without a key.
+    """
+    same_row = query_rows.unsqueeze(2) == key_rows.unsqueeze(1)
+    not_later = key_positions.unsqueeze(1) <= query_positions.unsqueeze(2)
+    return ~(same_row & not_later).unsqueeze(1)
+
+
+def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
+    """This rank's share of a micro-batch, on its device, with the mask that attention needs."""
+    batch = batch.to(runtime.device)
+    cp_size = runtime.cp_size
+    if cp_size == 1:
+        mask = None
+        if not batch.is_plain:
+            mask = row_mask(batch.row_ids, batch.positions, batch.row_ids, batch.positions)
+        return OwnBatch(batch=batch, inputs=_inputs(batch, mask))
+    columns = [
+        context_columns(batch.tokens.shape[1], cp_rank=rank, cp_size=cp_size).to(runtime.device)
+        for rank in range(cp_size)
+    ]
+    gathered = torch.cat(columns)
+    own = columns[runtime.cp_rank]
+    mask = row_mask(
+        batch.row_ids[:, own], batch.positions[:, own], batch.row_ids[:, gathered], batch.positions[:, gathered]
+    )
+    share = _of_columns(batch, own)
+    return OwnBatch(batch=share, inputs=_inputs(share, mask), columns=own)
+
+
+def _of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(
+        batch, **{name: value[:, columns] for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    )
+
+
+def _inputs(batch: MicroBatch, mask: torch.Tensor | None) -> ModelInputs:
+    positions = batch.positions
+    if mask is None:
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    return ModelInputs(tokens=batch.tokens, positions=positions, row_ids=batch.row_ids, attention_mask=mask)

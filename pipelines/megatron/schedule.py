@@ -1,0 +1,53 @@
+"""One optimizer update of any model: forward and backward over its micro-batches with Megatron's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from pipelines.megatron.forward import iterators, line_shape, run_chunk
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.trained_model import TrainedModel
+
+LossSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The loss summed over this rank's response tokens, their number (int), and metrics without graph, float64."""
+
+LossFunction = Callable[[OwnBatch, torch.Tensor], LossSums]
+"""From a micro-batch and the model's output for it to its sums."""
+
+
+def accumulate_gradients(
+    model: TrainedModel, batches: Sequence[OwnBatch], loss: LossFunction
+) -> dict[int, torch.Tensor]:
+    """Gradients of all batches, accumulated and reduced over the layout; the metrics by micro-batch index.
+
+    The metrics are empty off the last stage. Every rank must call it, with the batches that its replica owns.
+    """
+    model.zero_grad()
+    sums = get_forward_backward_func()(
+        forward_step_func=_loss_step(loss),
+        data_iterator=iterators(batches, len(model.data_parallel)),
+        model=list(model.data_parallel),
+        num_microbatches=len(batches),
+        forward_only=False,
+        **line_shape(batches, model.runtime),
+    )
+    if not model.runtime.is_last_stage:
+        return {}
+    return {own.batch.index: metrics for own, metrics in zip(batches, sums, strict=True)}
+
+
+def _loss_step(
+    loss: LossFunction,
+) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
+    """Megatron's forward step: the model's output, and the function that makes it a loss."""
+
+    def step(
+        data_iterator: Iterator[tuple[int, OwnBatch]], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., LossSums]]:
+        _, own = next(data_iterator)
+        return run_chunk(model, own.inputs), lambda output: loss(own, output)
+
+    return step

@@ -1,0 +1,87 @@
+"""A model under training: this rank's chunks, their gradient buffers, optimizer and schedule of the learning rate.
+
+Policy and critic are each one of these. Canonical names of a critic begin with ``critic.``, so that both can be traced
+and stored side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from mock_scheduler.config.schema import PipelineConfig
+from pipelines.megatron.model import Head, build_chunks, build_transformer_config, wrap_data_parallel
+from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.weights import LocalParameter, ModelShape, iterate_parameters, load_initial_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateResult:
+    """What one optimizer update did: the gradient's norm before clipping, the rate, and whether it was carried out."""
+
+    grad_norm: float
+    learning_rate: float
+    succeeded: bool
+
+
+class TrainedModel:
+    """Every method must be called by every rank.
+
+    ``head``: logits for a policy, values for a critic. ``name``: what canonical names begin with, and a dot; nothing
+    for the policy. ``lr``: the largest learning rate.
+    """
+
+    def __init__(
+        self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int, head: Head, name: str, lr: float
+    ) -> None:
+        self.runtime = runtime
+        self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
+        self.transformer_config = build_transformer_config(config)
+        self.chunks = build_chunks(
+            config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head
+        )
+        load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed)
+        self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
+            self.chunks, self.transformer_config, config.training
+        )
+        own_rate = config.model_copy(update={"training": config.training.model_copy(update={"lr": lr})})
+        self.optimizer = build_optimizer(own_rate, self.data_parallel)
+        self.lr_schedule = build_lr_schedule(own_rate, self.optimizer)
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+
+    @property
+    def optimizers(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers one by one, whether it chained several or not."""
+        is_chained = isinstance(self.optimizer, ChainedOptimizer)
+        return list(self.optimizer.chained_optimizers) if is_chained else [self.optimizer]
+
+    def parameters(self) -> Iterator[LocalParameter]:
+        """Every parameter of this rank with its canonical name and shard."""
+        return iterate_parameters(self.chunks, self.shape, self.runtime)
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers before an update."""
+        for chunk in self.data_parallel:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self) -> UpdateResult:
+        """Clip, update the parameters and move the schedule on; gradients must have been reduced."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        succeeded, grad_norm, _ = self.optimizer.step()
+        self.lr_schedule.step(increment=1)
+        return UpdateResult(grad_norm=float(grad_norm), learning_rate=learning_rate, succeeded=bool(succeeded))
+
+
+def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.Module]:
+    """Chunks with the canonical initial weights that are never trained: the reference policy."""
+    # A configuration of its own: the trained model's knows its optimizer, which Megatron's experts would copy.
+    transformer_config = build_transformer_config(config)
+    chunks = build_chunks(config, transformer_config, vocab_size=model.shape.vocab_size, runtime=model.runtime)
+    load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed)
+    return [chunk.requires_grad_(False) for chunk in chunks]

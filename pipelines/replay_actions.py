@@ -1,0 +1,294 @@
+"""Plays the recorded actions of a recording through its environments again and compares what they answer.
+
+``python -m pipelines.replay_actions --config_name NAME --recording DIR [--steps 0-4] [--json PATH] a.b=c ...``, which
+``mock-scheduler replay-actions`` starts. It needs no model and no policy: it shows whether environments, seeds and
+settings of a recording are still those that made it.
+
+Exit codes: 0 all equal, 1 a difference, 3 nothing could be compared or another vocabulary, 5 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NoReturn
+
+from mock_scheduler.batch import RolloutBatch, Trajectory
+from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
+from mock_scheduler.config.schema import Mode, PipelineConfig
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.digests import JSON, canonical_json, iterate_leaves
+from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
+from mock_scheduler.files import save_json
+from mock_scheduler.processes import end_with_parent
+from mock_scheduler.recording import RecordingReader
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.text import count_of
+from pipelines.environments.base import TokenEnvironment
+from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import build_environment, build_tokenizer
+from pipelines.environments.replay import EpisodeComparison, EpisodeDifference, replay_episode
+from pipelines.environments.seeding import environment_seed, split_of
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingComparison:
+    """All that was compared, in the chosen ``steps`` of those ``present``, both by folder: ``train 0-4; val 0``.
+
+    ``first``: the first difference, with the step that it is in. ``num_tokens``: tokens of the environments.
+    ``changed_settings``: keys of the configuration that decide what is played and are not as the recording's contract
+    has them; they may be why something differs.
+    """
+
+    steps: str
+    present: str
+    num_rows: int
+    num_turns: int
+    num_tokens: int
+    num_trajectories: int
+    num_different: int
+    first: tuple[StepPlace, EpisodeDifference] | None
+    changed_settings: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0, 1 or 3."""
+        if self.num_rows == 0:
+            return ExitCode.INCOMPARABLE
+        return ExitCode.DIVERGED if self.num_different else ExitCode.ALIGNED
+
+    def describe(self) -> str:
+        """The result as lines for a terminal."""
+        counts = (
+            f"{count_of(self.num_rows, 'row')}, {count_of(self.num_turns, 'turn')}, "
+            f"{count_of(self.num_tokens, 'token')} of the environments"
+        )
+        lines = [f"steps        {self.steps}", f"compared     {counts}"]
+        if self.first is not None:
+            place, difference = self.first
+            of_all = count_of(self.num_trajectories, "trajectory", "trajectories")
+            lines.append(f"different    {self.num_different:,} of {of_all}")
+            lines.append(f"first        {place}, {difference.describe()}")
+            lines += [f"setting      {setting}" for setting in self.changed_settings]
+        verdict = {
+            ExitCode.ALIGNED: "equal: every observation, reward and end is as recorded",
+            ExitCode.DIVERGED: "different",
+            ExitCode.INCOMPARABLE: f"nothing was compared: no row is in these steps; steps present: {self.present}",
+        }
+        return "\n".join([*lines, f"verdict      {verdict[self.exit_code]}"])
+
+    def as_json(self) -> dict[str, JSON]:
+        """The result as JSON values."""
+        first: JSON = None
+        if self.first is not None:
+            place, difference = self.first
+            first = {
+                "mode": place.mode,
+                "scheduler_id": place.scheduler_id,
+                "step": place.step,
+                "row": difference.identity,
+                "kind": difference.kind,
+                "turn": difference.turn,
+                "position": difference.position,
+                "recorded": difference.recorded,
+                "replayed": difference.replayed,
+            }
+        return {
+            "format_version": FORMAT_VERSION,
+            "exit_code": int(self.exit_code),
+            "steps": self.steps,
+            "num_rows": self.num_rows,
+            "num_turns": self.num_turns,
+            "num_tokens": self.num_tokens,
+            "num_trajectories": self.num_trajectories,
+            "num_different": self.num_different,
+            "first": first,
+            "changed_settings": list(self.changed_settings),
+        }
+
+
+class _Replayer:
+    """Environments of a configuration, built on first use, that play recorded trajectories."""
+
+    def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._environments: dict[tuple[str, Mode], TokenEnvironment] = {}
+
+    def replay(self, rows: Sequence[Trajectory], mode: Mode, *, where: str) -> EpisodeComparison:
+        """Play the rows of one trajectory."""
+        tag, identity = rows[0].tag, rows[0].identity
+        if tag not in self._config.custom_envs:
+            raise ConfigError(
+                f"{where} holds rows of the tag '{tag}', which is not in custom_envs "
+                f"{sorted(self._config.custom_envs)}: use the configuration of the recording"
+            )
+        seed = environment_seed(
+            self._config.seed,
+            tag=tag,
+            mode=mode,
+            scheduler_id=identity.scheduler_id,
+            group_id=identity.group_id,
+            episode_id=identity.episode_id,
+        )
+        environment = self._environment(tag, mode)
+        return replay_episode(
+            rows, environment, self._tokenizer, seed=seed, sequence_length=self._config.sequence_length
+        )
+
+    def _environment(self, tag: str, mode: Mode) -> TokenEnvironment:
+        key = (tag, mode)
+        if key not in self._environments:
+            config = self._config.custom_envs[tag]
+            self._environments[key] = build_environment(config, self._tokenizer, split=split_of(config, mode))
+        return self._environments[key]
+
+    def close(self) -> None:
+        """Close all environments."""
+        for environment in self._environments.values():
+            environment.close()
+
+
+def compare_recording(config: PipelineConfig, dump_dir: str, steps: StepRanges | None) -> RecordingComparison:
+    """Replay the chosen steps (``None``: all) of a recording through the environments of ``config``.
+
+    Raises:
+        ContractError: the recording's tokens are of another vocabulary, or of none that is known.
+        ConfigError: a row's tag is not in the configuration.
+        RecordingError: the recording, or a step of it, is missing, damaged or there in two forms.
+    """
+    reader, tokenizer = RecordingReader(dump_dir), build_tokenizer(config)
+    _check_vocabulary(reader.manifest.contract, tokenizer, dump_dir)
+    listings = list_recording(reader.storage)
+    for listing in listings:
+        listing.raise_problems()
+    places = [place for listing in listings for place in listing.chosen(steps)]
+    replayer = _Replayer(config, tokenizer)
+    compared: list[EpisodeComparison] = []
+    first: tuple[StepPlace, EpisodeDifference] | None = None
+    for place in places:
+        batch = open_place(reader, place).load()
+        for rows in _trajectories(batch):
+            comparison = replayer.replay(rows, place.mode, where=f"{dump_dir}: {place}")
+            compared.append(comparison)
+            if first is None and comparison.difference is not None:
+                first = (place, comparison.difference)
+    replayer.close()
+    played = {listing.folder: [place.step for place in listing.chosen(steps)] for listing in listings}
+    return RecordingComparison(
+        steps=format_present({folder: found for folder, found in played.items() if found}),
+        present=format_present(reader.steps()),
+        num_rows=sum(comparison.num_rows for comparison in compared),
+        num_turns=sum(comparison.num_turns for comparison in compared),
+        num_tokens=sum(comparison.num_tokens for comparison in compared),
+        num_trajectories=len(compared),
+        num_different=sum(comparison.difference is not None for comparison in compared),
+        first=first,
+        changed_settings=tuple(_changed_settings(reader.manifest.contract, config)),
+    )
+
+
+def _trajectories(batch: RolloutBatch) -> Iterator[list[Trajectory]]:
+    """The rows of each trajectory, which lie side by side and in the order of their turns."""
+    for _, rows in groupby(batch.rows(), key=lambda row: row.identity.trajectory_key):
+        yield list(rows)
+
+
+def _check_vocabulary(recorded: Contract, tokenizer: GridTokenizer, dump_dir: str) -> None:
+    digests = [field.value for field in recorded.fields if field.name == "vocabulary"]
+    if not digests:
+        raise ContractError(
+            f"{dump_dir}: its contract names no vocabulary, so that its tokens cannot be read as those of these "
+            "environments: it was not recorded by this pipeline"
+        )
+    if digests[0] != tokenizer.digest():
+        raise ContractError(
+            f"{dump_dir} was recorded with the vocabulary {digests[0]}, and the configuration's is "
+            f"{tokenizer.digest()} ({tokenizer.vocab_size} tokens): use the environments of the recording"
+        )
+
+
+def _changed_settings(recorded: Contract, config: PipelineConfig) -> Iterator[str]:
+    """Each key that decides what is played and is not as recorded: ``seed: recorded 1, configured 2``."""
+    sections: dict[str, JSON] = {
+        "seed": config.seed,
+        "sequence_length": config.sequence_length,
+        "custom_envs": {tag: config.custom_envs[tag].model_dump(mode="json") for tag in config.tags_in_use},
+    }
+    configured = dict(iterate_leaves(sections))
+    known = {
+        field.name: field.value
+        for field in recorded.fields
+        if field.name in configured or field.name.startswith("custom_envs.")
+    }
+    for name in dict.fromkeys([*configured, *known]):
+        texts = [canonical_json(values[name]) if name in values else "missing" for values in (known, configured)]
+        if texts[0] != texts[1]:
+            yield f"{name}: recorded {texts[0]}, configured {texts[1]}"
+
+
+class _ArgumentParser(argparse.ArgumentParser):
+    """argparse whose usage errors are ConfigErrors, so that they exit as every other bad input does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``ConfigError``."""
+        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _ArgumentParser(prog="pipelines.replay_actions", allow_abbrev=False)
+    parser.add_argument("--config_path", "--config-path", default=DEFAULT_CONFIG_PATH, help="folder of YAML files")
+    parser.add_argument("--config_name", "--config-name", required=True, help="file in it, without .yaml")
+    parser.add_argument("--recording", required=True, help="rollout_mock.dump_dir of a run: folder or URL")
+    parser.add_argument("--steps", help="these only, as in 0-4,7 or 100-")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("overrides", nargs="*", help="a.b=c, in Hydra's grammar")
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _parse_steps(text: str | None) -> StepRanges | None:
+    if text is None:
+        return None
+    try:
+        return StepRanges.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--steps: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print the result and return the exit code; ``None``: the process's own arguments."""
+    end_with_parent(os.environ)
+    try:
+        parsed = _parse(sys.argv[1:] if arguments is None else arguments)
+        steps = _parse_steps(parsed.steps)
+        source = ConfigSource(
+            config_name=parsed.config_name, config_path=parsed.config_path, overrides=tuple(parsed.overrides)
+        )
+        comparison = compare_recording(source.load(), parsed.recording, steps)
+        print(f"recording    {parsed.recording}\n{comparison.describe()}", flush=True)
+        if parsed.json is not None:
+            save_json(parsed.json, comparison.as_json(), sort_keys=False)
+    except MockSchedulerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    except Exception:  # noqa: BLE001 - the edge of the process: Python's own code for it, 1, is a verdict here
+        traceback.print_exc()
+        return int(ExitCode.INTERNAL)
+    return int(comparison.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Forward passes over the rows of a block that keep, per layer, the keys and values of what the rows have read.
+
+The same pass computes a row's whole history, where nothing is kept, and its next few tokens, where all before them is:
+a token at position p sees the row's keys at positions up to p, wherever these were computed. Rows are padded on the
+right to the longest; what padding writes lies behind every row's tokens, is seen by nobody and overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.errors import ConfigError
+from pipelines.environments.grid_tokens import PAD_ID
+from pipelines.megatron.attention import CacheSlots, KeyValueCache, RowAttention, caching
+from pipelines.megatron.forward import forward_in_sequence
+from pipelines.megatron.places import ModelInputs
+from pipelines.megatron.runtime import Runtime
+from pipelines.rollout.messages import ForwardPass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassPlaces:
+    """Where the new tokens of a pass stand.
+
+    is_token: bool ``[b, s]``, False on padding. positions: int64 ``[b, s]`` in the row, on padding that of the row's
+    last token. last: int64 ``[b]``, the column of that. slots: where keys and values are written, ``[s, b]``.
+    """
+
+    is_token: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+    slots: CacheSlots
+
+
+def place_tokens(starts: Sequence[int], lengths: Sequence[int], *, multiple_of: int) -> PassPlaces:
+    """The places of ``lengths`` new tokens from position ``starts`` on, in as many columns as the longest row needs.
+
+    ``multiple_of``: of which the number of columns is a multiple. All tensors are on the host.
+    """
+    first = torch.tensor(starts, dtype=torch.int64).unsqueeze(1)
+    last = torch.tensor(lengths, dtype=torch.int64) - 1
+    width = -(-max(lengths) // multiple_of) * multiple_of
+    columns = torch.arange(width).unsqueeze(0)
+    is_token = columns <= last.unsqueeze(1)
+    positions = first + torch.minimum(columns, last.unsqueeze(1))
+    end = int(positions.max()) + 1
+    slots = torch.where(is_token, positions, end).transpose(0, 1).contiguous()
+    return PassPlaces(
+        is_token=is_token, positions=positions, last=last, slots=CacheSlots(slots=slots, end=int(slots.max()) + 1)
+    )
+
+
+class CachedPolicy:
+    """The policy's chunks on this rank, and the caches of their layers for the rows of one block.
+
+    Raises ``ConfigError`` where the layers are not Megatron's local ones, which alone can keep keys and values, and
+    the configuration asks for that, or for context parallelism, in which a replica's ranks read whole rows.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: PipelineConfig, runtime: Runtime) -> None:
+        self._chunks = list(chunks)
+        self._runtime = runtime
+        self._multiple_of = runtime.tp_size if config.parallel.sequence_parallel else 1
+        self._has_local_layers = config.model.transformer_impl == "local"
+        if not self._has_local_layers:
+            _check_fused_layers(config)
+        self._layers = [
+            module for chunk in self._chunks for module in chunk.modules() if isinstance(module, RowAttention)
+        ]
+        self._slots = CacheSlots(slots=torch.zeros(0, 0, dtype=torch.int64), end=0)
+        self._caches: list[KeyValueCache] = []
+        self._num_rows = 0
+
+    def read(self, item: ForwardPass) -> torch.Tensor | None:
+        """The logits ``[b, V / tp]`` that follow each row's last token; ``None`` off the last stage.
+
+        Every rank of the replica must call it with the same pass.
+        """
+        self._continue(item)
+        places = place_tokens(item.starts, [len(tokens) for tokens in item.tokens], multiple_of=self._multiple_of)
+        device = self._runtime.device
+        self._slots.slots, self._slots.end = places.slots.slots.to(device), places.slots.end
+        with caching(self._layers, self._caches):
+            output = forward_in_sequence(self._chunks, self._inputs(item, places), self._runtime)
+        if output is None:
+            return None
+        return output[torch.arange(len(item.tokens), device=device), places.last.to(device)]
+
+    def forget(self) -> None:
+        """Free all caches."""
+        self._caches, self._num_rows = [], 0
+
+    def _continue(self, item: ForwardPass) -> None:
+        """Keep the caches of the rows that go on, or begin new ones."""
+        if item.kept is None:
+            self._caches = [KeyValueCache(self._slots) for _ in self._layers]
+        elif len(item.kept) < self._num_rows:
+            rows = torch.tensor(item.kept, dtype=torch.int64, device=self._runtime.device)
+            for cache in self._caches:
+                cache.keep(rows)
+        self._num_rows = len(item.tokens)
+
+    def _inputs(self, item: ForwardPass, places: PassPlaces) -> ModelInputs:
+        is_token = places.is_token
+        tokens = torch.full(is_token.shape, PAD_ID, dtype=torch.int64)
+        tokens[is_token] = torch.tensor([token for row in item.tokens for token in row], dtype=torch.int64)
+        rows = torch.arange(len(is_token)).unsqueeze(1)
+        keys = torch.arange(places.slots.end)
+        mask = (keys > places.positions.unsqueeze(2)).unsqueeze(1)
+        device = self._runtime.device
+        return ModelInputs(
+            tokens=tokens.to(device),
+            positions=places.positions.to(device),
+            row_ids=torch.where(is_token, rows, -1).to(device),
+            # Fused layers are causal by themselves, and read rows from their beginning.
+            attention_mask=mask.to(device) if self._has_local_layers else None,
+        )
+
+
+def _check_fused_layers(config: PipelineConfig) -> None:
+    impl, cp_size = config.model.transformer_impl, config.parallel.context_parallel_size
+    if config.actor_infer.use_kv_cache:
+        raise ConfigError(
+            f"actor_infer.use_kv_cache keeps keys and values of local layers alone, and model.transformer_impl is "
+            f"{impl}: set actor_infer.use_kv_cache=false, or model.transformer_impl=local"
+        )
+    if cp_size > 1:
+        raise ConfigError(
+            f"model.transformer_impl {impl} splits the rows that it reads over context_parallel_size {cp_size}, and "
+            "episodes are played on whole rows: set parallel.context_parallel_size=1 or model.transformer_impl=local"
+        )

@@ -1,0 +1,97 @@
+"""Which episodes a request plays, and which of them share their forward passes: decided before any layout is known.
+
+Contract: pure functions of configuration and request. The episodes are in canonical order: by episode number, then
+group, then member; blocks are ``actor_infer.rows_per_forward`` of them in a row, groups cut where that is no multiple
+of the group size. Data-parallel replica r of dp plays the blocks k with k mod dp = r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mock_scheduler.batch import SampleIdentity
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.scheduler import Mode, RolloutRequest
+from pipelines.environments.base import Split
+from pipelines.environments.seeding import environment_seed, split_of
+from pipelines.megatron.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodePlan:
+    """One episode to play: who it is, and which environment, seed and layouts it is played on."""
+
+    identity: SampleIdentity
+    tag: str
+    seed: int
+    split: Split
+
+
+Block = Sequence[EpisodePlan]
+"""Episodes whose rows share forward passes."""
+
+
+def episodes_per_group(config: PipelineConfig, mode: Mode) -> int:
+    """How many episodes every group plays for one batch."""
+    manager = config.env_manager(mode)
+    return config.batch_size(mode) // (manager.num_env_groups * manager.group_size)
+
+
+def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
+    """The number of each group's first episode in a step: where the run's data stand.
+
+    Training episodes are numbered through the run; validation plays the same episodes every time.
+    """
+    return step * episodes_per_group(config, mode) if mode == "train" else 0
+
+
+def plan_episodes(config: PipelineConfig, request: RolloutRequest) -> list[EpisodePlan]:
+    """All episodes of a request, in canonical order."""
+    manager = config.env_manager(request.mode)
+    first = first_episode(config, request.mode, request.global_step)
+    episode_ids = range(first, first + episodes_per_group(config, request.mode))
+    return [
+        plan
+        for episode_id in episode_ids
+        for group_id in range(manager.num_env_groups)
+        for plan in _plan_group(config, request, group_id=group_id, episode_id=episode_id)
+    ]
+
+
+def _plan_group(
+    config: PipelineConfig, request: RolloutRequest, *, group_id: int, episode_id: int
+) -> list[EpisodePlan]:
+    """The members of a group: the same environment, seed and layouts for each."""
+    manager = config.env_manager(request.mode)
+    tag = manager.tags[group_id % len(manager.tags)]
+    seed = environment_seed(
+        config.seed,
+        tag=tag,
+        mode=request.mode,
+        scheduler_id=request.scheduler_id,
+        group_id=group_id,
+        episode_id=episode_id,
+    )
+    split = split_of(config.custom_envs[tag], request.mode)
+    identities = (
+        SampleIdentity(
+            scheduler_id=request.scheduler_id,
+            group_id=group_id,
+            episode_id=episode_id,
+            env_id=group_id * manager.group_size + member,
+            turn=0,
+        )
+        for member in range(manager.group_size)
+    )
+    return [EpisodePlan(identity=identity, tag=tag, seed=seed, split=split) for identity in identities]
+
+
+def cut_blocks(episodes: Sequence[EpisodePlan], *, rows_per_forward: int) -> list[Block]:
+    """The episodes in blocks of ``rows_per_forward``; the last one may have fewer."""
+    return [episodes[start : start + rows_per_forward] for start in range(0, len(episodes), rows_per_forward)]
+
+
+def own_blocks(blocks: Sequence[Block], runtime: Runtime) -> Sequence[Block]:
+    """The blocks that this rank's replica of the model plays."""
+    return blocks[runtime.dp_rank :: runtime.dp_size]

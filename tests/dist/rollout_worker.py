@@ -1,0 +1,182 @@
+"""What the ranks of a rollout test run: ``python -m tests.dist.rollout_worker FOLDER LAYOUT ...`` under any launcher.
+
+A layout is written as in ``pp2-vpp2-dp2``. For each, and for each model that it can run, every rank plays one batch and
+writes its digest to ``FOLDER/{layout}/{model}``; rank 0 writes the batch too. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from mock_scheduler.determinism.agreement import TorchRankGroup
+from mock_scheduler.launcher import LaunchPlan, run_plan
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.recording.step.container import StepInfo, encode_step
+from mock_scheduler.scheduler import Mode, RolloutRequest
+from pipelines.environments.registry import build_tokenizer
+from pipelines.megatron.runtime import Runtime, build_layout, start_runtime, stop_runtime
+from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.rollout.scheduler import AgenticRolloutScheduler
+from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT
+
+ONE_RANK = "tp1"
+SMALL = {"num_layers": 4, "hidden_size": 32, "init_method_std": 0.08}
+MODELS = {
+    "rope": ModelConfig(
+        **SMALL,
+        num_query_groups=2,
+        qk_layernorm=True,
+        untie_embeddings_and_output_weights=False,
+        rotary_base=100,
+        make_vocab_size_divisible_by=16,
+    ),
+    "learned": ModelConfig(
+        **SMALL,
+        normalization="LayerNorm",
+        swiglu=False,
+        add_bias_linear=True,
+        position_embedding_type="learned_absolute",
+    ),
+    "experts": ModelConfig(**SMALL, num_moe_experts=4, moe_ffn_hidden_size=32, rotary_base=100),
+}
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """``tp2-pp2-sp`` as a configuration."""
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", text)}
+    degrees = {_AXES[axis]: size for axis, size in sizes.items()}
+    return ParallelConfig(**degrees, sequence_parallel=text.endswith("-sp"))
+
+
+def models_of(layout: str) -> list[str]:
+    """The models that a layout plays: those with experts where experts are split, and in one process; else all others."""
+    has_experts = "ep" in layout
+    return [name for name in MODELS if layout == ONE_RANK or (name == "experts") == has_experts]
+
+
+def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: Any) -> PipelineConfig:
+    """Four groups of three episodes, in blocks of four rows: blocks cut groups, and three do not divide over dp."""
+    values: dict[str, Any] = {
+        "exp_name": "rollout",
+        "rollout_batch_size": 12,
+        "val_batch_size": 12,
+        "sequence_length": 96,
+        "model": model.model_dump(exclude_unset=True),
+        "parallel": parallel.model_dump(exclude_unset=True),
+        "training": {"micro_batch_size": 1, "global_batch_size": 12, "sequence_multiple_of": 8},
+        "actor_infer": {"max_new_tokens": 2, "rows_per_forward": 4, "generating_args": {"temperature": 0.8}},
+        "train_env_manager": {"num_env_groups": 4, "group_size": 3},
+        "val_env_manager": {"num_env_groups": 4, "group_size": 3},
+        "custom_envs": {"FrozenLake": {"max_steps": 5, "env_config": {"map_name": None}}},
+    }
+    for key, value in overrides.items():
+        is_section = isinstance(value, Mapping) and key in values
+        values[key] = {**values[key], **value} if is_section else value
+    return PipelineConfig.model_validate(values)
+
+
+def join_layout(config: PipelineConfig) -> Runtime:
+    """This rank's place in the layout; Megatron's groups are made anew in the same process group."""
+    if not dist.is_initialized():
+        return start_runtime(config.parallel, seed=config.seed)
+    parallel_state.destroy_model_parallel()
+    return build_layout(config.parallel, seed=config.seed)
+
+
+def build_trainer(config: PipelineConfig, runtime: Runtime) -> PolicyTrainer:
+    """The trainer as the pipeline builds it."""
+    tokenizer = build_tokenizer(config)
+    allowed = tokenizer.action_ids if config.actor_infer.only_action_tokens else None
+    return PolicyTrainer(config, runtime, vocab_size=tokenizer.vocab_size, allowed_tokens=allowed)
+
+
+def build_scheduler(trainer: PolicyTrainer, ledger: Ledger | None = None) -> AgenticRolloutScheduler:
+    """The real scheduler as the pipeline builds it."""
+    ranks = TorchRankGroup(trainer.runtime.device)
+    tokenizer = build_tokenizer(trainer.config)
+    return AgenticRolloutScheduler(trainer.config, trainer, tokenizer, ledger or Ledger(), ranks=ranks)
+
+
+def request(*, mode: Mode = "train", step: int = 0, policy_version: int = 0) -> RolloutRequest:
+    """A request for the 12 episodes of ``rollout_config``."""
+    return RolloutRequest(global_step=step, batch_size=12, mode=mode, policy_version=policy_version)
+
+
+def save_batch(path: Path, batch: RolloutBatch) -> None:
+    """The batch as a step file."""
+    info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="test", policy_version=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_step(batch, info).to_bytes())
+
+
+def play_layout(root: Path, layout: str, model: str) -> None:
+    """One batch under one layout."""
+    config = rollout_config(MODELS[model], parse_layout(layout))
+    trainer = build_trainer(config, join_layout(config))
+    ledger = Ledger()
+    scheduler = build_scheduler(trainer, ledger)
+    batch = scheduler.get_batch(request())
+    scheduler.close()
+    folder = root / layout / model
+    if trainer.runtime.is_writer:
+        save_batch(folder / "rows.safetensors", batch)
+    dist.barrier()
+    facts = {"digest": batch.digest(), "metrics": scheduler.collect_metrics(), "ledger": ledger.as_dict()}
+    (folder / f"rank_{trainer.runtime.global_rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def launch(num_ranks: int, module: str, folder: Path, *arguments: str) -> None:
+    """``python -m MODULE FOLDER ARGUMENTS`` in processes of their own; where one fails, all end and the log is shown."""
+    worker = ("-m", module, str(folder), *arguments)
+    environ = {**DETERMINISTIC, "PYTHONWARNINGS": "ignore"}
+    log_path = folder / f"{num_ranks}.log"
+    if num_ranks == 1:
+        finished = subprocess.run(
+            [sys.executable, *worker], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True,
+            timeout=240.0, check=False,
+        )  # fmt: skip
+        assert finished.returncode == 0, (finished.stdout + finished.stderr)[-6000:]
+        return
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
+    torchrun = ("--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
+    argv = (sys.executable, "-m", "mock_scheduler.launcher", str(folder), *torchrun, *worker)
+    own = {name: environ[name] for name in environ if name not in ("RANK", "WORLD_SIZE")}
+    plan = LaunchPlan(argv=argv, env=own, num_processes=num_ranks, world_size=num_ranks)
+    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)
+    assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
+
+
+def main() -> None:
+    """All layouts named on the command line, in order."""
+    root, layouts = Path(sys.argv[1]), sys.argv[2:]
+    torch.use_deterministic_algorithms(True)
+    for layout in layouts:
+        for model in models_of(layout):
+            play_layout(root, layout, model)
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()
