@@ -233,6 +233,7 @@ def replay_actions(
     entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
+    # No other command needs these: not for --help.
     import os
     import subprocess
     import tempfile

@@ -13,15 +13,22 @@ from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.initial_weights import compute_initial_weights_digest
 from pipelines.rollout.scheduler import first_episode
 
-# Fields of the model that change how it is computed and not what is computed.
-_IMPLEMENTATION = ("transformer_impl", "make_vocab_size_divisible_by")
+# Fields of the model that decide how it is computed or trained, and not what it computes.
+_IMPLEMENTATION = (
+    *("transformer_impl", "make_vocab_size_divisible_by", "moe_router_impl", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+)
+# Keys of how episodes are played that change no token, and of log-probabilities the last bits at most.
+_ENGINE = ("use_kv_cache", "rows_per_forward")
+_WORKERS = "num_env_workers"
 
 # Keys of the configuration that decide how a recorded batch is trained on: they may be what is being compared. The
 # keys that are in neither this table nor the one of what was played name files, or are in the contract as read back.
 _TRAINING = (
     *("parallel", "training", "precision", "max_steps", "eval_steps"),
-    *("adv_estimator", "reward_normalization", "ppo_epochs", "pg_clip", "loss_agg_mode"),
-    *("entropy_loss_coef", "use_kl_loss", "kl_loss_coef"),
+    *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
+    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "dual_clip", "loss_agg_mode"),
+    *("entropy_loss_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator"),
 )
 
 
@@ -102,16 +109,18 @@ def _configured(config: PipelineConfig) -> dict[str, JSON]:
 
     Sampling of training is that of ``actor_infer``, which the schema sees to; validation has what is in effect for it.
     """
-    model = {key: value for key, value in _dump(config.model).items() if key not in {*_IMPLEMENTATION, "vocab_size"}}
-    train_manager = {key: value for key, value in _dump(config.train_env_manager).items() if key != "generating_args"}
+    model = _without(_dump(config.model), *_IMPLEMENTATION, "vocab_size")
+    train_manager = _without(_dump(config.train_env_manager), "generating_args", _WORKERS)
+    val_manager = _without(_dump(config.val_env_manager), _WORKERS)
     sections: dict[str, JSON] = {
         "model": model,
         "sequence_length": config.sequence_length,
+        "rollout_form": config.rollout_form,
         "rollout_batch_size": config.rollout_batch_size,
         "val_batch_size": config.val_batch_size,
-        "actor_infer": _dump(config.actor_infer),
+        "actor_infer": _without(_dump(config.actor_infer), *_ENGINE),
         "train_env_manager": train_manager,
-        "val_env_manager": {**_dump(config.val_env_manager), "generating_args": _dump(config.sampling("val"))},
+        "val_env_manager": {**val_manager, "generating_args": _dump(config.sampling("val"))},
         "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in config.tags_in_use},
     }
     return dict(iterate_leaves(sections))
@@ -122,10 +131,16 @@ def _changeable(config: PipelineConfig, settings: Mapping[str, str]) -> dict[str
     model, values = _dump(config.model), _dump(config)
     sections: dict[str, JSON] = {
         "model": {key: model[key] for key in _IMPLEMENTATION},
+        "actor_infer": {key: values["actor_infer"][key] for key in _ENGINE},
+        **{name: {_WORKERS: values[name][_WORKERS]} for name in ("train_env_manager", "val_env_manager")},
         **{key: values[key] for key in _TRAINING},
     }
     kernels = {name: value for name, value in settings.items() if not is_repeatability_setting(name)}
     return {**dict(iterate_leaves(sections)), **kernels}
+
+
+def _without(values: Mapping[str, JSON], *names: str) -> dict[str, JSON]:
+    return {key: value for key, value in values.items() if key not in names}
 
 
 def _dump(section: ConfigSection) -> dict[str, JSON]:

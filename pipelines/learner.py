@@ -53,9 +53,7 @@ class Learner:
         self.config = config
         self.runtime = runtime
         self.policy = PolicyTrainer(config, runtime, vocab_size=vocab_size, allowed_tokens=allowed_tokens)
-        self.critic = (
-            CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
-        )
+        self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.kl_controller = AdaptiveKl(
             coef=config.kl_in_reward.coef, target=config.kl_in_reward.target, horizon=config.kl_in_reward.horizon
         )
@@ -119,9 +117,7 @@ class Learner:
             values=self.critic.compute_values(batches) if self.critic else None,
         )
 
-    def _prepare(
-        self, batch: RolloutBatch, plan: StepPlan, scores: Scores
-    ) -> tuple[TokenAdvantages, dict[str, float]]:
+    def _prepare(self, batch: RolloutBatch, plan: StepPlan, scores: Scores) -> tuple[TokenAdvantages, dict[str, float]]:
         """Advantages and their metrics; the coefficient of the KL in the reward moves on."""
         kl_penalty: torch.Tensor | None = None
         values = None if scores.values is None else self._response_values(plan, scores.values)
@@ -132,16 +128,15 @@ class Learner:
             estimator = self.config.kl_in_reward.estimator
             kl = compute_kl_penalty(old, ref, estimator=estimator, coef=1.0)
             kl_penalty = controller.coef * kl
-            measured_kl = float(kl.mean()) if len(kl) else 0.0
+            # NumPy's sum, since the last bits of torch's follow the number of threads.
+            measured_kl = float(kl.numpy().sum() / max(len(kl), 1))
             self.kl_controller = controller.update(measured_kl=measured_kl, num_samples=batch.num_trajectories)
         advantages, metrics = prepare_advantages(batch, self.config, kl_penalty=kl_penalty, values=values)
         return advantages, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
 
     def _response_values(self, plan: StepPlan, own_values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         owned = {own.batch.index: own for own in self._owned_of_step(plan)}
-        return response_values(
-            plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime)
-        )
+        return response_values(plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime))
 
     def _updates(
         self, plan: StepPlan, scores: Scores, *, trains_policy: bool, probe: UpdateProbe

@@ -219,22 +219,18 @@ def _check_vocabulary(recorded: Contract, tokenizer: GridTokenizer, dump_dir: st
 
 
 def _changed_settings(recorded: Contract, config: PipelineConfig) -> Iterator[str]:
-    """Each key that decides what is played and is not as recorded: ``seed: recorded 1, configured 2``."""
+    """Each recorded key that decides what is played and is another now: ``seed: recorded 1, configured 2``."""
     sections: dict[str, JSON] = {
         "seed": config.seed,
         "sequence_length": config.sequence_length,
-        "custom_envs": {tag: config.custom_envs[tag].model_dump(mode="json") for tag in config.tags_in_use},
+        "custom_envs": {tag: section.model_dump(mode="json") for tag, section in config.custom_envs.items()},
     }
-    configured = dict(iterate_leaves(sections))
-    known = {
-        field.name: field.value
-        for field in recorded.fields
-        if field.name in configured or field.name.startswith("custom_envs.")
-    }
-    for name in dict.fromkeys([*configured, *known]):
-        texts = [canonical_json(values[name]) if name in values else "missing" for values in (known, configured)]
-        if texts[0] != texts[1]:
-            yield f"{name}: recorded {texts[0]}, configured {texts[1]}"
+    configured = {name: canonical_json(value) for name, value in iterate_leaves(sections)}
+    for field in recorded.fields:
+        if field.name in configured or field.name.startswith("custom_envs."):
+            texts = canonical_json(field.value), configured.get(field.name, "missing")
+            if texts[0] != texts[1]:
+                yield f"{field.name}: recorded {texts[0]}, configured {texts[1]}"
 
 
 class _ArgumentParser(argparse.ArgumentParser):

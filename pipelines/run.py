@@ -34,7 +34,7 @@ from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.trace.files import remove_steps_from
-from pipelines.batch_metrics import compute_batch_metrics
+from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length
 from pipelines.clock import Clock
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -116,9 +116,9 @@ class AgenticPipeline:
         self._ledger = Ledger()
         self._clock = Clock()
         self._batch_digests: dict[str, str] = {}
-        setup = read_setup(build_transformer_config(config), environ=os.environ)
+        setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
         facts = find_conflicts(setup)
-        check_conflicts(facts, setup)
+        check_conflicts(facts, setup, allowed=config.parallel.allow_known_wrong)
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
         self._scheduler = build_scheduler(
@@ -149,7 +149,9 @@ class AgenticPipeline:
 
     def _make_real(self) -> AgenticRolloutScheduler:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
-        return AgenticRolloutScheduler(self._config, self._learner.policy, self._tokenizer, self._ledger, ranks=self._ranks)
+        return AgenticRolloutScheduler(
+            self._config, self._learner.policy, self._tokenizer, self._ledger, ranks=self._ranks
+        )
 
     def run(self) -> None:
         """All steps from the first to ``max_steps``, and the files that a run leaves."""
@@ -211,7 +213,8 @@ class AgenticPipeline:
     def _validate(self, request: RolloutRequest) -> dict[str, float]:
         with self._clock.measure("validation"):
             batch = self._get_batch(request)
-        return {f"val/{name}": value for name, value in compute_batch_metrics(batch).items()}
+        metrics = compute_batch_metrics(batch) | compute_success_by_length(batch)
+        return {f"val/{name}": value for name, value in metrics.items()}
 
     def _train(self, request: RolloutRequest) -> dict[str, float]:
         with self._clock.measure("rollout"):

@@ -12,20 +12,19 @@ import torch
 
 from mock_scheduler.config.model import ModelConfig
 
-Weights = dict[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor]
 
 
-def random_weights(model: ModelConfig, *, seed: int) -> Weights:
-    """float64, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"router.weight": (model.num_moe_experts, model.hidden_size)}
+def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of every weight of one layer with gated experts, by name."""
+    shapes: dict[str, tuple[int, ...]] = {"router.weight": (model.num_moe_experts or 0, model.hidden_size)}
     sizes = {f"experts.local_experts.{expert}": model.expert_ffn_size for expert in range(model.num_moe_experts or 0)}
     if model.moe_shared_expert_intermediate_size is not None:
         sizes["shared_experts"] = model.moe_shared_expert_intermediate_size
     for prefix, size in sizes.items():
         shapes[f"{prefix}.linear_fc1.weight"] = (2 * size, model.hidden_size)
         shapes[f"{prefix}.linear_fc2.weight"] = (model.hidden_size, size)
-    return {name: torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.4 for name, shape in shapes.items()}
+    return shapes
 
 
 def choose(

@@ -31,3 +31,13 @@ class ConfigSection(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable once loaded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+
+
+def union_tag(name: str) -> str:
+    """The tag of one section of several that a key may hold; pydantic puts it into the path of what is wrong there."""
+    return f"<{name}>"
+
+
+def is_union_tag(part: str | int) -> bool:
+    """Whether a part of such a path is a tag, and no key that a user wrote."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")

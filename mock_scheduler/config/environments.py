@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from mock_scheduler.config.base import ConfigSection, Fraction, NonNegativeInt, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Fraction, NonNegativeInt, PositiveInt, union_tag
 
 
 class GeneratingArgs(ConfigSection):
@@ -84,11 +84,29 @@ class SokobanEnvConfig(ConfigSection):
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
 
-EnvConfig: TypeAlias = FrozenLakeEnvConfig | SokobanEnvConfig
 ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig]] = {
     "frozen_lake": FrozenLakeEnvConfig,
     "sokoban": SokobanEnvConfig,
 }
+
+
+class _SettingsOfType(dict[str, Any]):
+    """An ``env_config`` as the user wrote it, with the type it belongs to."""
+
+    env_type: str = ""
+
+
+def _type_of(settings: Any) -> str | None:  # noqa: ANN401 - whatever the user wrote
+    if isinstance(settings, _SettingsOfType):
+        return union_tag(settings.env_type)
+    return next((union_tag(name) for name, section in ENV_CONFIGS.items() if isinstance(settings, section)), None)
+
+
+EnvConfig: TypeAlias = Annotated[
+    Annotated[FrozenLakeEnvConfig, Tag(union_tag("frozen_lake"))]
+    | Annotated[SokobanEnvConfig, Tag(union_tag("sokoban"))],
+    Discriminator(_type_of),
+]
 
 
 class CustomEnvConfig(ConfigSection):
@@ -102,9 +120,17 @@ class CustomEnvConfig(ConfigSection):
     @classmethod
     def _read_env_config(cls, values: Any) -> Any:  # noqa: ANN401 - whatever the user wrote
         """Settings are those of the type that is named, so that an unknown key is said to be unknown to that type."""
-        if not isinstance(values, Mapping):
+        env_type = values.get("env_type", "frozen_lake") if isinstance(values, Mapping) else None
+        if env_type not in ENV_CONFIGS:
             return values
-        section = ENV_CONFIGS.get(values.get("env_type", "frozen_lake"))
-        if section is None or isinstance(values.get("env_config"), section):
-            return values
-        return {**values, "env_config": section.model_validate(values.get("env_config", {}))}
+        settings = values.get("env_config", {})
+        if isinstance(settings, Mapping):
+            settings = _SettingsOfType(settings)
+            settings.env_type = str(env_type)
+        return {**values, "env_config": settings}
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> CustomEnvConfig:
+        if not isinstance(self.env_config, ENV_CONFIGS[self.env_type]):
+            raise ValueError(f"env_config has the settings of another type than env_type {self.env_type}")
+        return self

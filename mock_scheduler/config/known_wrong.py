@@ -20,7 +20,7 @@ from mock_scheduler.text import bullet_list
 
 MEGATRON = "megatron-core"
 # The policy's loss function returns a sum, its number of tokens and metrics (pipelines/megatron/trainer.py).
-_LOSS_VALUES = 3
+LOSS_VALUES = 3
 _AUX_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
@@ -214,7 +214,7 @@ def layout_values(parallel: ParallelConfig, model: ModelConfig, training: Traini
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_impl": model.moe_router_impl,
         "calculate_per_token_loss": training.calculate_per_token_loss,
-        "loss_values": _LOSS_VALUES,
+        "loss_values": LOSS_VALUES,
     }
 
 

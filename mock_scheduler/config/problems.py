@@ -13,6 +13,7 @@ from typing import NoReturn, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from mock_scheduler.config.base import is_union_tag
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.text import count_of
 
@@ -62,7 +63,7 @@ def _describe(details: ErrorDetails, model: type[BaseModel], section: str) -> Pr
 
 
 def _dotted(section: str, path: _KeyPath) -> str:
-    return ".".join(str(part) for part in (*filter(None, (section,)), *path))
+    return ".".join(str(part) for part in (*filter(None, (section,)), *path) if not is_union_tag(part))
 
 
 def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) -> str:
@@ -84,10 +85,18 @@ def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
     for part in path:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             annotation = annotation.model_fields[str(part)].annotation
+        elif is_union_tag(part):
+            annotation = _member_of_union(annotation, str(part))
         else:
             annotation = get_args(annotation)[-1]
         annotation = _without_none(annotation)
     return annotation
+
+
+def _member_of_union(annotation: object, tag: str) -> object:
+    """The section of a union that bears the tag."""
+    tagged = {item.tag: get_args(member)[0] for member in get_args(annotation) for item in get_args(member)[1:]}
+    return tagged[tag]
 
 
 def _without_none(annotation: object) -> object:

@@ -124,8 +124,8 @@ class _Episode:
     def compare_end(self, row: Trajectory) -> EpisodeDifference | None:
         """Whether the trajectory ended as its environment, or the room in its sequence, says."""
         ended = self._ended()
-        has_room = len(self._history) < self._sequence_length
-        expected = ended or (None if has_room else Termination.TRUNCATED)
+        is_full = len(self._history) >= self._sequence_length
+        expected = Termination.TRUNCATED if ended is None and is_full else ended
         if row.termination is expected or (row.termination is Termination.ABORTED and ended is None):
             return None
         return self._difference(

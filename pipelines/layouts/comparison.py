@@ -93,9 +93,7 @@ def _read_metrics(folder: Path) -> list[dict[str, float]]:
     return steps
 
 
-def _compare_metrics(
-    reference: list[dict[str, float]], candidate: list[dict[str, float]]
-) -> dict[str, float]:
+def _compare_metrics(reference: list[dict[str, float]], candidate: list[dict[str, float]]) -> dict[str, float]:
     worst: dict[str, float] = {}
     for one, other in zip(reference, candidate, strict=True):
         if one.keys() != other.keys():

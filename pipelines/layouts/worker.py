@@ -1,4 +1,4 @@
-"""Trains every layout of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
+"""Trains layouts of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
 
 A case is ``model/precision/layout``. Of each, ``FOLDER/model/precision/layout`` gets the metrics of all steps, which
 all ranks hold alike, and a trace of all gradients and parameters. Nothing is judged here.
@@ -27,9 +27,7 @@ METRICS_FILE = "metrics.json"
 def train_case(folder: Path, config: PipelineConfig) -> None:
     """The steps of one layout, from the canonical initial weights. Every rank must call it."""
     runtime = build_layout(config.parallel, seed=SEED)
-    learner = Learner(
-        config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS))
-    )
+    learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
     steps: list[dict[str, float]] = []
     for step in range(NUM_STEPS):
         probe = StepProbe(list(learner.models.values()), runtime, folder, step=step)

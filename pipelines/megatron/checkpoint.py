@@ -1,38 +1,65 @@
 """Distributed checkpoints: written under one layout, read under any other.
 
-Contract: ``{folder}/{model}`` holds Megatron's distributed checkpoint of each model under training (parameters,
-optimizer, schedule), and ``{folder}/run_state.json`` step, seed, mode, model, precision, kind of optimizer and the
-states of rollout scheduler and learner. It is written last: a folder without it is not a checkpoint.
+Contract: ``{folder}/{model}`` holds Megatron's distributed checkpoint of each model under training: parameters and
+buffers (the bias of experts among them), Adam's state of each parameter, the number of updates and the schedule.
+``{folder}/random_states/rank_00000.safetensors`` holds the random states of one rank; nothing draws from them in
+training, whose randomness follows from seeds and names, so they are set again only under the same layout, and are
+otherwise left as the run's seed made them. ``{folder}/run_state.json`` holds step, mode, the settings that the tensors
+follow from, the states of rollout scheduler and learner, and the size of every other file. It is written last: a
+folder without it is not a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import load_json_object, save_json
 from mock_scheduler.text import bullet_list
-from pipelines.megatron.model import unwrapped
 from pipelines.learner import Learner
+from pipelines.megatron.model import unwrapped
+from pipelines.megatron.optimizer_state import (
+    ParameterState,
+    count_updates,
+    read_states,
+    state_dtype,
+    state_names,
+    write_states,
+)
+from pipelines.megatron.random_states import load_random_states, save_random_states
 from pipelines.megatron.trained_model import TrainedModel
 
 RUN_STATE_FILE = "run_state.json"
+_RANDOM_STATES = "random_states"
+_FILES = "files"
 
-# Gathers the optimizer's buffers into tensors of the parameters' own shapes, which any layout can read
-# (DistributedOptimizer.sharded_state_dict, megatron-core 0.16.1 and 0.19.2).
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+_Sharded = ShardedTensor | ShardedTensorFactory
+
+# What only the loss asks for, or how memory is laid out: no tensor and no sample follows from it.
+_FREE_MODEL_KEYS = frozenset(
+    {
+        "make_vocab_size_divisible_by",
+        "moe_aux_loss_coeff",
+        "moe_router_bias_update_rate",
+        "moe_router_impl",
+        "moe_router_load_balancing_type",
+        "moe_z_loss_coeff",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +85,8 @@ def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON
     return {
         "seed": config.seed,
         "precision": config.precision,
-        "training.use_distributed_optimizer": config.training.use_distributed_optimizer,
-        **{f"model.{name}": value for name, value in model.items()},
+        "models": ["policy", "critic"] if config.adv_estimator == "gae" else ["policy"],
+        **{f"model.{name}": value for name, value in model.items() if name not in _FREE_MODEL_KEYS},
     }
 
 
@@ -88,17 +115,26 @@ def checkpoint_folder(root: Path, next_step: int) -> Path:
     return root / f"step_{next_step:06d}"
 
 
-def _sharded_state(model: TrainedModel, *, is_loading: bool) -> dict[str, Any]:
-    chunks = {_chunk_key(model, index): unwrapped(chunk) for index, chunk in enumerate(model.chunks)}
-    model_state = {key: chunk.sharded_state_dict() for key, chunk in chunks.items()}
-    # The optimizer finds its parameters in the state of one chunk, or of all by ``model0``, ``model1``, ...
-    of_all = model_state if len(model.chunks) > 1 else model_state["model"]
-    optimizer_state = model.optimizer.sharded_state_dict(of_all, is_loading=is_loading, metadata=_RESHARDABLE)
-    return {**model_state, "optimizer": optimizer_state, "lr_schedule": model.lr_schedule.state_dict()}
+def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
+    return {f"model{index}": unwrapped(chunk).sharded_state_dict() for index, chunk in enumerate(model.chunks)}
 
 
-def _chunk_key(model: TrainedModel, index: int) -> str:
-    return f"model{index}" if len(model.chunks) > 1 else "model"
+def _sharded_states(
+    chunks: Mapping[str, Any], states: Mapping[torch.nn.Parameter, ParameterState]
+) -> dict[str, dict[str, _Sharded]]:
+    """Adam's tensors, named and cut as the parameters that they belong to (``fully_reshardable`` in Megatron)."""
+    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _Sharded)}
+    return {
+        str(index): {name: _like(sharded[id(parameter)], name, tensor) for name, tensor in state.items()}
+        for index, (parameter, state) in enumerate(states.items())
+    }
+
+
+def _like(sharded: _Sharded, name: str, tensor: torch.Tensor) -> _Sharded:
+    key = f"optimizer.state.{name}.{sharded.key}"
+    if isinstance(sharded, ShardedTensor):
+        return replace(sharded, key=key, data=tensor, dtype=tensor.dtype)
+    return replace(sharded, key=key, data=tensor)
 
 
 def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
@@ -109,24 +145,62 @@ def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     """
     if (folder / RUN_STATE_FILE).exists():
         raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
+    runtime = learner.runtime
     dist.barrier()
-    if learner.runtime.is_writer:
-        for name in learner.models:
+    if runtime.is_writer:
+        for name in (*learner.models, _RANDOM_STATES):
             (folder / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     for name, model in learner.models.items():
-        dist_checkpointing.save(_sharded_state(model, is_loading=False), str(folder / name))
+        _save_model(folder / name, model)
+    save_random_states(folder / _RANDOM_STATES, runtime, layout=learner.config.parallel.describe())
     dist.barrier()
-    if learner.runtime.is_writer:
+    if runtime.is_writer:
         content = {
             "next_step": state.next_step,
             "mode": state.mode,
             "fixed": dict(state.fixed),
             "scheduler": dict(state.scheduler),
             "learner": dict(state.learner),
+            _FILES: _file_sizes(folder),
         }
         save_json(folder / RUN_STATE_FILE, content)
     dist.barrier()
+
+
+def _save_model(folder: Path, model: TrainedModel) -> None:
+    chunks = _sharded_chunks(model)
+    states = _sharded_states(chunks, read_states(model))
+    num_updates = count_updates(model, device=model.runtime.device)
+    further = {"optimizer": states, "num_updates": num_updates, "lr_schedule": model.lr_schedule.state_dict()}
+    dist_checkpointing.save({**chunks, **further}, str(folder))
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RUN_STATE_FILE)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a checkpoint of which a file is missing or cut off; looks at sizes and reads nothing but the run state.
+
+    Raises:
+        ConfigError: with every file that is not as it was written.
+    """
+    path = folder / RUN_STATE_FILE
+    written, found = load_json_object(path).get(_FILES), _file_sizes(folder)
+    if not isinstance(written, dict) or not written:
+        raise _broken(path, f"{_FILES} is missing")
+    problems = [
+        f"{name}: written with {size} bytes, found {f'with {found[name]}' if name in found else 'missing'}"
+        for name, size in written.items()
+        if found.get(name) != size
+    ]
+    if problems:
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} is not whole:{bullet_list(problems, limit=10)}\n"
+            "Copy it again from where it was written, or resume from another checkpoint."
+        )
 
 
 def read_run_state(folder: Path) -> RunState:
@@ -173,64 +247,36 @@ def _broken(path: Path, problem: str) -> ConfigError:
 
 
 def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
-    """Set models, optimizers and schedules from a checkpoint of any layout. Every rank must call it."""
+    """Set models, optimizers and schedules from a checkpoint of any layout. Every rank must call it.
+
+    Raises:
+        ConfigError: a model's files cannot be read, or hold another model.
+    """
     for name, model in learner.models.items():
-        _load_model(folder / name, model)
+        try:
+            _load_model(folder / name, model)
+        except (CheckpointingException, CheckpointException) as error:
+            raise ConfigError(
+                f"resume_from_checkpoint: {folder / name} cannot be read, or is of another model: {error}\n"
+                "Resume from another checkpoint."
+            ) from error
+    load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())
     learner.load_state_dict(state.learner)
 
 
 def _load_model(folder: Path, model: TrainedModel) -> None:
-    on_torch_adam = [optimizer for optimizer in model.optimizers if _is_distributed_torch_adam(optimizer)]
-    for optimizer in on_torch_adam:
-        _allocate_state(optimizer)
-        _keep_steps_while_loading(optimizer)
-    loaded = dist_checkpointing.load(_sharded_state(model, is_loading=True), str(folder))
+    chunks = _sharded_chunks(model)
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    targets = {parameter: _empty_state(parameter) for parameter in parameters}
+    loaded = dist_checkpointing.load({**chunks, "optimizer": _sharded_states(chunks, targets)}, str(folder))
     for index, chunk in enumerate(model.chunks):
-        unwrapped(chunk).load_state_dict(loaded[_chunk_key(model, index)])
-    model.optimizer.load_state_dict(loaded["optimizer"])
-    for optimizer in on_torch_adam:
-        _separate_steps(optimizer)
+        unwrapped(chunk).load_state_dict(loaded[f"model{index}"])
+    states = {parameter: loaded["optimizer"][str(index)] for index, parameter in enumerate(parameters)}
+    write_states(model, states, num_updates=loaded["num_updates"])
     model.lr_schedule.num_steps = 0  # loading adds the stored number to it
     model.lr_schedule.load_state_dict(loaded["lr_schedule"])
 
 
-# Megatron's distributed optimizer loads into TransformerEngine's and apex's Adam, which keep one step per group. On
-# torch's, with a step per parameter, three things are missing in megatron-core 0.16.1; all that follows can go when
-# ``DistributedOptimizer.load_state_dict`` works on a fresh ``torch.optim.AdamW``.
-
-
-def _is_distributed_torch_adam(optimizer: MegatronOptimizer) -> bool:
-    return isinstance(optimizer, DistributedOptimizer) and isinstance(
-        optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
-    )
-
-
-def _inner_parameters(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-
-
-def _allocate_state(optimizer: DistributedOptimizer) -> None:
-    """Make the state that torch's Adam makes at its first update: reading the step of an empty one fails."""
-    state = optimizer.optimizer.state
-    for parameter in _inner_parameters(optimizer):
-        if not state[parameter]:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-def _keep_steps_while_loading(optimizer: DistributedOptimizer) -> None:
-    """Let parameter states be set without a step: it was set before, and the loaded states have none."""
-
-    def set_states(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        current = optimizer._get_main_param_and_optimizer_states(model_param)
-        for name, value in tensors.items():
-            current[name].copy_(value)
-
-    optimizer._set_main_param_and_optimizer_states = set_states
-
-
-def _separate_steps(optimizer: DistributedOptimizer) -> None:
-    """Give every parameter a step of its own: loading puts one tensor into all, which each would then count up."""
-    for parameter in _inner_parameters(optimizer):
-        state = optimizer.optimizer.state[parameter]
-        state["step"] = state["step"].clone()
+def _empty_state(parameter: torch.nn.Parameter) -> ParameterState:
+    dtype = state_dtype(parameter)
+    return {name: torch.empty_like(parameter, dtype=dtype).detach() for name in state_names(parameter)}

@@ -13,6 +13,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
+from mock_scheduler.config.known_wrong import LOSS_VALUES
+from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.determinism.megatron import Setup
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
 from mock_scheduler.tensor_bytes import dtype_name
@@ -44,14 +46,16 @@ def read_setup(
     transformer_config: TransformerConfig,
     ddp_config: DistributedDataParallelConfig | None = None,
     *,
+    model: ModelConfig,
     environ: Mapping[str, str],
 ) -> Setup:
     """All that the library's rules look at, for ``find_conflicts`` and ``check_conflicts``. Every rank may call it.
 
-    ``environ``: ``os.environ``.
+    ``model``: says whose router is used. ``environ``: ``os.environ``.
     """
+    own = {"moe_router_impl": model.moe_router_impl, "loss_values": LOSS_VALUES}
     return Setup(
-        values=megatron_values(transformer_config, ddp_config),
+        values={**megatron_values(transformer_config, ddp_config), **own},
         environ=environ,
         versions=installed_versions(),
         device=gpu_capability(environ),

@@ -48,11 +48,6 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-def _backward(tensor: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:  # noqa: ANN401
-    """``Tensor.backward`` by the function behind it, which no mode intercepts."""
-    torch.autograd.backward(tensor, gradient, **options)
-
-
 class HostDeviceMode(TorchFunctionMode):
     """Maps CUDA device arguments, ``cuda()`` and ``to("cuda")`` to the host.
 
@@ -72,10 +67,6 @@ class HostDeviceMode(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         if kwargs and "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": HOST}
-        if func is torch.Tensor.backward:
-            # A mode is off inside of what it handles, but recomputation runs forward passes in there.
-            with self:
-                return _backward(*args, **(kwargs or {}))
         if func is torch.Tensor.to:
             args = [HOST if _is_cuda(argument) else argument for argument in args]
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -164,6 +155,21 @@ def _install_random_tracker() -> None:
     megatron_random._set_cuda_rng_state = set_state
 
 
+def _install_backward() -> None:
+    """Keep the mode on in backward passes, in which recomputation runs forward passes.
+
+    torch hands ``backward`` to the mode as one function, and a mode is off inside of what it handles.
+    """
+    run = torch.autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def run_with_mode(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with HostDeviceMode():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_with_mode
+
+
 def _install_split_sizes() -> None:
     """Give the all-to-all its split sizes as NumPy integers.
 
@@ -219,6 +225,7 @@ def use_host_device() -> None:
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
     _install_cuda_functions()
     _install_random_tracker()
+    _install_backward()
     _install_split_sizes()
     _install_full_precision_gradients()
     HostDeviceMode().__enter__()

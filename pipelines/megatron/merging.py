@@ -52,6 +52,4 @@ def exchange_tokens(
             lines[:, slice(None) if columns is None else columns] = own_values[batch.index].detach().double()
     dist.all_reduce(table)  # each value is one rank's; all others add 0
     parts = table.cpu().split(sizes)
-    return {
-        batch.index: part.view(batch.tokens.shape) for batch, part in zip(micro_batches, parts, strict=True)
-    }
+    return {batch.index: part.view(batch.tokens.shape) for batch, part in zip(micro_batches, parts, strict=True)}

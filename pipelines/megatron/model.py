@@ -85,10 +85,15 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
         persist_layer_norm=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         calculate_per_token_loss=training.calculate_per_token_loss,
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=_finalize_wide if dtype is torch.float64 else finalize_model_grads,
         **_recomputation(training),
         **moe_config_fields(model, parallel, dtype),
     )
+
+
+def _finalize_wide(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
+    """Megatron's reduction of gradients; by an int count of tokens it divides in float32, by a float64 one in float64."""
+    finalize_model_grads(chunks, None if num_tokens is None else num_tokens.double(), **kwargs)
 
 
 def _recomputation(training: TrainingConfig) -> dict[str, object]:

@@ -6,7 +6,7 @@ Context parallelism splits a line of T tokens into 2 · cp pieces, of which rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,11 +61,12 @@ def row_mask(
 
 def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
     """This rank's share of a micro-batch, on its device, with the mask that attention needs."""
+    is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
     cp_size = runtime.cp_size
     if cp_size == 1:
         mask = None
-        if not batch.is_plain:
+        if not is_plain:
             mask = row_mask(batch.row_ids, batch.positions, batch.row_ids, batch.positions)
         return OwnBatch(batch=batch, inputs=_inputs(batch, mask))
     columns = [
@@ -82,10 +83,7 @@ def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
 
 
 def _of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(
-        batch, **{name: value[:, columns] for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    )
+    return replace(batch, **{name: value[:, columns] for name, value in batch.tensors().items()})
 
 
 def _inputs(batch: MicroBatch, mask: torch.Tensor | None) -> ModelInputs:

@@ -42,9 +42,7 @@ class TrainedModel:
         self.runtime = runtime
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
         self.transformer_config = build_transformer_config(config)
-        self.chunks = build_chunks(
-            config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head
-        )
+        self.chunks = build_chunks(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head)
         load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed)
         self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
             self.chunks, self.transformer_config, config.training

@@ -134,9 +134,7 @@ class PolicyTrainer:
             "skipped_updates": 0.0 if result.succeeded else 1.0,
         }
 
-    def _merge_metrics(
-        self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]
-    ) -> dict[str, float]:
+    def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
         totals = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS)).sum(axis=1).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
         num_tokens = named.pop("num_tokens")

@@ -321,9 +321,10 @@ OFF, ON = "sequence parallelism off", "sequence parallelism on"
         (
             (*MOE_TP2_EP2, "model.add_bias_linear=true"),
             f"tp2 pp1 ep2 dp1 sp (2 processes: tp 2, pp 1, vpp 1, cp 1, ep 2, etp 1, dp 1, {ON})",
-            "num_moe_experts is 4, add_bias_linear is True, tensor_model_parallel_size is 2, sequence_parallel is True, "
-            "transformer_impl is 'local': gradients of the experts' second biases are summed over tp, whose ranks hold "
-            "different experts, or count twice: with tp 2 and ep 2, gradients of 1 and of 2 of two experts both became "
+            "num_moe_experts is 4, add_bias_linear is True, tensor_model_parallel_size is 2, sequence_parallel is "
+            "True, transformer_impl is 'local': gradients of the experts' second biases are summed over tp, whose "
+            "ranks hold different experts, or count twice: with tp 2 and ep 2, gradients of 1 and of 2 of two experts "
+            "both became "
             "3. Set add_bias_linear=False, or tensor_model_parallel_size=1. [expert-bias-under-tp; "
             "megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1]",
             "expert-bias-under-tp",

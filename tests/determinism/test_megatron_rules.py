@@ -490,7 +490,8 @@ def test_only_rules_about_wrong_values_can_be_allowed() -> None:
         check_conflicts([], setup, allowed=["sequence-parallel-without-tp"])
     assert str(caught.value) == (
         "parallel.allow_known_wrong has names that are no rule about known wrong layouts (known: pipeline-crossing, "
-        "experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n  - 'sequence-parallel-without-tp'"
+        "experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n"
+        "  - 'sequence-parallel-without-tp'"
     )
 
 

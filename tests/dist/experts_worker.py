@@ -89,7 +89,7 @@ class Case:
 
 WHOLE_BATCH = {"moe_router_load_balancing_type": "aux_loss"}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-MEGATRON = WHOLE_BATCH | {"moe_router_impl": "megatron"}
+MEGATRON = WHOLE_BATCH | {"moe_router_impl": "megatron", "moe_aux_loss_coeff": 10.0}
 CASES = {
     "ep2": Case(layout="ep2", keys=BIASED),
     "ep4": Case(layout="ep4", keys=WHOLE_BATCH),
@@ -141,7 +141,8 @@ def build_batches(case: Case) -> list[Batch]:
             row_ids[: len(ids), column] = torch.tensor(ids, dtype=torch.int64)
             row += len(line)
         shape = (LENGTH, len(lines), HIDDEN)
-        slopes = torch.randn(shape, generator=generator, dtype=torch.float64)
+        # Small, so that the main loss does not hide those of the router.
+        slopes = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.05
         batch = Batch(
             hidden=torch.randn(shape, generator=generator, dtype=torch.float64) * 2,
             slopes=slopes * (row_ids >= 0).unsqueeze(-1),
@@ -321,7 +322,7 @@ def run_case(folder: Path, case: Case) -> None:
         optimizer="adam",
         lr=LEARNING_RATE,
         weight_decay=0.0,
-        clip_grad=0.0,
+        clip_grad=1e6,  # never reached, but what clips must take float64
         params_dtype=torch.float64,
         use_distributed_optimizer=case.steps,
     )

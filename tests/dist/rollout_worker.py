@@ -71,25 +71,28 @@ def parse_layout(text: str) -> ParallelConfig:
 
 
 def models_of(layout: str) -> list[str]:
-    """The models that a layout plays: those with experts where experts are split, and in one process; else all others."""
-    has_experts = "ep" in layout
-    return [name for name in MODELS if layout == ONE_RANK or (name == "experts") == has_experts]
+    """The models that a layout plays: that with experts where these are split, and learned positions in two others."""
+    if layout == ONE_RANK:
+        return list(MODELS)
+    if "ep" in layout:
+        return ["experts"]
+    return ["rope", "learned"] if layout in ("tp2-pp2", "pp2-vpp2-dp2") else ["rope"]
 
 
-def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: Any) -> PipelineConfig:
+def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: object) -> PipelineConfig:
     """Four groups of three episodes, in blocks of four rows: blocks cut groups, and three do not divide over dp."""
     values: dict[str, Any] = {
         "exp_name": "rollout",
         "rollout_batch_size": 12,
         "val_batch_size": 12,
-        "sequence_length": 96,
+        "sequence_length": 64,
         "model": model.model_dump(exclude_unset=True),
         "parallel": parallel.model_dump(exclude_unset=True),
         "training": {"micro_batch_size": 1, "global_batch_size": 12, "sequence_multiple_of": 8},
         "actor_infer": {"max_new_tokens": 2, "rows_per_forward": 4, "generating_args": {"temperature": 0.8}},
         "train_env_manager": {"num_env_groups": 4, "group_size": 3},
         "val_env_manager": {"num_env_groups": 4, "group_size": 3},
-        "custom_envs": {"FrozenLake": {"max_steps": 5, "env_config": {"map_name": None}}},
+        "custom_envs": {"FrozenLake": {"max_steps": 3, "env_config": {"map_name": None}}},
     }
     for key, value in overrides.items():
         is_section = isinstance(value, Mapping) and key in values
@@ -148,7 +151,7 @@ def play_layout(root: Path, layout: str, model: str) -> None:
 
 
 def launch(num_ranks: int, module: str, folder: Path, *arguments: str) -> None:
-    """``python -m MODULE FOLDER ARGUMENTS`` in processes of their own; where one fails, all end and the log is shown."""
+    """``python -m MODULE FOLDER ARGUMENTS`` in new processes; where one fails, all end and the log is shown."""
     worker = ("-m", module, str(folder), *arguments)
     environ = {**DETERMINISTIC, "PYTHONWARNINGS": "ignore"}
     log_path = folder / f"{num_ranks}.log"

@@ -27,14 +27,11 @@ from mock_scheduler.recording.step.container import StepInfo, decode_step, encod
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.trace.files import TraceEntry, save_rank_trace
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron import runtime as runtime_module
+from pipelines.learner import Learner
 from pipelines.megatron.checkpoint import RunState, load_checkpoint, save_checkpoint
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.probes import StepProbe, _gradients
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
-from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.megatron.weights import iterate_parameters
-from pipelines.micro_batches import MicroBatch, build_micro_batches
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.faults import norm_gradients_not_reduced
 from tests.faults.harness import Fired
@@ -99,52 +96,60 @@ def join_layout(config: PipelineConfig) -> Runtime:
     """This rank's place in the layout; Megatron's groups are made anew in the same process group."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        runtime_module._init_process_group = lambda world_size: None
     return start_runtime(config.parallel, seed=config.seed)
 
 
-def build_trainer(config: PipelineConfig, runtime: Runtime) -> PolicyTrainer:
-    """The trainer as the pipeline builds it."""
+def build_learner(config: PipelineConfig, runtime: Runtime) -> Learner:
+    """The learner as the pipeline builds it."""
     tokenizer = build_tokenizer(config)
-    return PolicyTrainer(config, runtime, vocab_size=tokenizer.vocab_size, allowed_tokens=tokenizer.action_ids)
+    return Learner(config, runtime, vocab_size=tokenizer.vocab_size, allowed_tokens=tokenizer.action_ids)
 
 
-def write_rows(folder: Path, trainer: PolicyTrainer) -> RolloutBatch:
+def write_rows(folder: Path, learner: Learner) -> RolloutBatch:
     """Sample one batch; the first rank writes it, every rank its digest."""
-    tokenizer = build_tokenizer(trainer.config)
+    tokenizer = build_tokenizer(learner.config)
     scheduler = AgenticRolloutScheduler(
-        trainer.config, trainer, tokenizer, Ledger(), ranks=TorchRankGroup(trainer.runtime.device)
+        learner.config, learner.policy, tokenizer, Ledger(), ranks=TorchRankGroup(learner.runtime.device)
     )
     batch = scheduler.get_batch(RolloutRequest(global_step=0, batch_size=8, mode="train", policy_version=0))
     scheduler.close()
     write_metrics(folder, "rollout", scheduler.collect_metrics())
-    rank = trainer.runtime.global_rank
+    rank = learner.runtime.global_rank
     (folder / f"rows_digest_{rank}.txt").write_text(batch.digest(), encoding="utf-8")
-    if trainer.runtime.is_writer:
+    if learner.runtime.is_writer:
         info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="test", policy_version=0)
         (folder / "rows.safetensors").write_bytes(encode_step(batch, info).to_bytes())
     return batch
 
 
-def micro_batches_of(path: Path, trainer: PolicyTrainer) -> list[MicroBatch]:
-    """Those of the rows that one process sampled, with advantages from -1 to 1."""
+def batch_of(path: Path) -> RolloutBatch:
+    """The rows that one process sampled, with rewards from -1 to 1, so that every group has something to learn."""
     batch, _ = decode_step(path.read_bytes())
-    advantages = torch.linspace(-1.0, 1.0, len(batch), dtype=torch.float64)
-    return build_micro_batches(batch, advantages, micro_batch_size=2, multiple_of=8)
+    rewards = torch.linspace(-1.0, 1.0, len(batch)).tolist()
+    rows = []
+    for row, reward in zip(batch.rows(), rewards, strict=True):
+        turn_rewards = torch.zeros_like(row.turn_rewards)
+        turn_rewards[-1:] = reward
+        rows.append(replace(row, turn_rewards=turn_rewards, reward=None))
+    return RolloutBatch.from_trajectories(rows, sampling=batch.sampling, group_size=2)
 
 
-def write_state(folder: Path, trainer: PolicyTrainer) -> None:
+def probe_of(learner: Learner, folder: Path) -> StepProbe:
+    """What the pipeline traces of a step."""
+    return StepProbe(list(learner.models.values()), learner.runtime, folder, step=0)
+
+
+def write_state(folder: Path, learner: Learner) -> None:
     """Parameters and Adam's moments as a trace: update 0, 1 and 2 are parameter, mean and mean of squares."""
-    runtime = trainer.runtime
-    probe = StepProbe(trainer, folder, step=0)
+    runtime, model = learner.runtime, learner.policy.policy
     entries: list[TraceEntry] = []
-    for local in iterate_parameters(trainer.policy, trainer.shape, runtime):
+    for local in model.parameters():
         value = local.parameter.detach().cpu().clone()
         entries.append(TraceEntry(update=0, kind="parameter", spec=local.spec, tensor=value))
-        owned = next((spec for spec, _ in probe._gradients(local)), None)
+        owned = next((spec for spec, _ in _gradients(local, model.optimizers)), None)
         if owned is None:
             continue
-        states = moments(trainer, local.parameter)
+        states = moments(learner, local.parameter)
         for update, name in ((1, "exp_avg"), (2, "exp_avg_sq")):
             state = states[name].detach().cpu().flatten()
             start, stop = owned.flat_range or (0, state.numel())
@@ -162,9 +167,9 @@ def write_state(folder: Path, trainer: PolicyTrainer) -> None:
     )
 
 
-def moments(trainer: PolicyTrainer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def moments(learner: Learner, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Adam's state of the part of a parameter that this rank owns."""
-    for optimizer in trainer.optimizers:
+    for optimizer in learner.policy.policy.optimizers:
         assert isinstance(optimizer, DistributedOptimizer)
         if parameter in optimizer.model_param_group_index_map:
             return optimizer._get_main_param_and_optimizer_states(parameter)
@@ -177,21 +182,27 @@ def write_metrics(folder: Path, name: str, metrics: dict[str, float]) -> None:
     path.write_text(json.dumps(metrics), encoding="utf-8")
 
 
-def write_live_logits(folder: Path, trainer: PolicyTrainer, micro_batches: list[MicroBatch]) -> None:
+def write_live_logits(folder: Path, learner: Learner, batch: RolloutBatch) -> None:
     """How many micro-batches' logits are in memory whenever one is reduced to log-probabilities."""
     seen: list[weakref.ref[torch.Tensor]] = []
     counts: list[int] = []
-    compute = trainer._logprobs
+    policy = learner.policy
+    compute = policy._logprobs
 
     def counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(weakref.ref(logits))
         counts.append(sum(1 for ref in seen if (tensor := ref()) is not None and tensor.numel() > 0))
         return compute(logits, targets)
 
-    trainer._logprobs = counted  # type: ignore[method-assign]
-    trainer.compute_logprobs([batch.to(trainer.runtime.device) for batch in trainer.owned(micro_batches)])
-    del trainer._logprobs
+    policy._logprobs = counted  # type: ignore[method-assign]
+    policy.compute_logprobs(learner._owned_of_step(learner._plan(batch, None)))
+    del policy._logprobs
     (folder / f"live_logits_{dist.get_rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
+def saved_state(learner: Learner) -> RunState:
+    """Where the run of a variant stands after its first step."""
+    return RunState(next_step=1, mode="real", fixed={"seed": 42}, scheduler={}, learner=learner.state_dict())
 
 
 def run_variant(root: Path, layout: str, variant: str) -> None:
@@ -200,24 +211,24 @@ def run_variant(root: Path, layout: str, variant: str) -> None:
     runtime = join_layout(config)
     folder = root / layout / variant
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = build_trainer(config, runtime)
-    initial = StepProbe(trainer, folder / "initial", step=0)
-    initial(0, "parameter")
+    learner = build_learner(config, runtime)
+    initial = probe_of(learner, folder / "initial")
+    initial(learner.policy.policy, 0, "parameter")
     initial.save()
     if not config.parallel.sequence_parallel:
-        write_rows(folder, trainer)
+        write_rows(folder, learner)
     dist.barrier()
-    micro_batches = micro_batches_of(root / ONE_RANK / variant / "rows.safetensors", trainer)
-    write_live_logits(folder, trainer, micro_batches)
-    probe = StepProbe(trainer, folder / "trained", step=0)
-    write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
+    batch = batch_of(root / ONE_RANK / variant / "rows.safetensors")
+    write_live_logits(folder, learner, batch)
+    probe = probe_of(learner, folder / "trained")
+    write_metrics(folder, "first", learner.train_step(batch, probe=probe))
     probe.save()
-    write_state(folder / "state", trainer)
+    write_state(folder / "state", learner)
     if not config.parallel.sequence_parallel:
         checkpoint = folder / "checkpoint"
-        save_checkpoint(checkpoint, trainer, RunState(next_step=1, mode="real", fixed={"seed": 42}, scheduler={}))
-    write_metrics(folder, "next", trainer.train_step(micro_batches))
-    write_state(folder / "next_state", trainer)
+        save_checkpoint(checkpoint, learner, saved_state(learner))
+    write_metrics(folder, "next", learner.train_step(batch))
+    write_state(folder / "next_state", learner)
 
 
 def load_elsewhere(root: Path, source: str, layout: str, variant: str) -> None:
@@ -226,14 +237,14 @@ def load_elsewhere(root: Path, source: str, layout: str, variant: str) -> None:
     runtime = join_layout(config)
     folder = root / f"{source}_in_{layout}" / variant
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = build_trainer(config, runtime)
+    learner = build_learner(config, runtime)
     # The reference policy is rebuilt from the seed, not stored: the KL term needs the saved run's.
-    trainer.reference = build_trainer(build_config(variant, parse_layout(layout)), runtime).policy.requires_grad_(False)
-    load_checkpoint(root / source / variant / "checkpoint", trainer)
-    write_state(folder / "state", trainer)
-    micro_batches = micro_batches_of(root / ONE_RANK / variant / "rows.safetensors", trainer)
-    write_metrics(folder, "next", trainer.train_step(micro_batches))
-    write_state(folder / "next_state", trainer)
+    learner.policy.reference = build_learner(build_config(variant, parse_layout(layout)), runtime).policy.reference
+    load_checkpoint(root / source / variant / "checkpoint", learner, saved_state(learner))
+    write_state(folder / "state", learner)
+    batch = batch_of(root / ONE_RANK / variant / "rows.safetensors")
+    write_metrics(folder, "next", learner.train_step(batch))
+    write_state(folder / "next_state", learner)
 
 
 def run_planted_fault(root: Path, layout: str) -> None:
@@ -241,12 +252,12 @@ def run_planted_fault(root: Path, layout: str) -> None:
     config = build_config("qwen", parse_layout(layout))
     folder = root / f"{layout}-fault" / "qwen"
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = build_trainer(config, join_layout(config))
+    learner = build_learner(config, join_layout(config))
     fired = Fired()
     norm_gradients_not_reduced.plant(fired)
-    micro_batches = micro_batches_of(root / ONE_RANK / "qwen" / "rows.safetensors", trainer)
-    probe = StepProbe(trainer, folder / "trained", step=0)
-    write_metrics(folder, "first", trainer.train_step(micro_batches, probe=probe))
+    batch = batch_of(root / ONE_RANK / "qwen" / "rows.safetensors")
+    probe = probe_of(learner, folder / "trained")
+    write_metrics(folder, "first", learner.train_step(batch, probe=probe))
     probe.save()
     assert fired.count > 0, "the fault never fired"
 

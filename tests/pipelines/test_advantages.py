@@ -381,16 +381,13 @@ def turn_row(env_id: int, mask: list[bool], turn_rewards: list[float], *, turn: 
 def test_grpo_by_default_is_the_formula_to_the_bit(method: str) -> None:
     """The formula written out with torch, group by group, on rewards of 32 random rows in groups of 4."""
     batch = make_batch(8, 4, seed=7)
-    rewards = batch.rewards.double().reshape(8, 4)
-    expected = rewards - rewards.mean(1, keepdim=True)
-    for group in range(8):
-        expected[group] = rewards[group] - rewards[group].mean()
-        if method == "mean_std":
-            expected[group] /= rewards[group].std() + 1e-6
-    found, _ = prepare_advantages(
-        batch, config_of(reward_normalization={"method": method}), kl_penalty=None, values=None
-    )
-    assert torch.equal(found.advantages, expected.flatten().repeat_interleave(batch.response_lengths))
+    expected = []
+    for rewards in batch.rewards.double().split(4):
+        scale = rewards.std() + 1e-6 if method == "mean_std" else 1.0
+        expected.append((rewards - rewards.mean()) / scale)
+    config = config_of(reward_normalization={"method": method})
+    found, _ = prepare_advantages(batch, config, kl_penalty=None, values=None)
+    assert torch.equal(found.advantages, torch.cat(expected).repeat_interleave(batch.response_lengths))
 
 
 STEP_FORM = (
@@ -446,6 +443,15 @@ def test_groups_without_variance_are_counted_after_the_clip() -> None:
     rows = [make_row(group, env, turn_rewards=[reward]) for env, (group, reward) in enumerate(rewards)]
     _, metrics = prepare_advantages(batch_of(*rows), config_of(reward_clip=2.0), kl_penalty=None, values=None)
     assert metrics["groups_without_variance"] == 0.75
+
+
+@pytest.mark.parametrize(("estimator", "fraction"), [("grpo", 0.0), ("rloo", 0.0), ("reinforce_plus_plus", 1.0)])
+def test_groups_without_variance_are_those_of_the_rewards_that_are_compared(estimator: str, fraction: float) -> None:
+    """Equal totals with rewards at different turns: discounted by turn they differ."""
+    rows = (turn_row(0, [F, T, F, T], [2.0, 0.0]), turn_row(1, [F, T, F, T], [0.0, 2.0]))
+    config = config_of(adv_estimator=estimator, gamma=0.5)
+    _, metrics = prepare_advantages(batch_of(*rows), config, kl_penalty=None, values=None)
+    assert metrics["groups_without_variance"] == fraction
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae", "reinforce_plus_plus"])

@@ -63,6 +63,9 @@ PLANTED = {
     "model.rotary_base": "1000",
     "model.untie_embeddings_and_output_weights": "false",
     "model.init_method_std": "0.02",
+    "model.num_moe_experts": "4",
+    "rollout_form": "step",
+    "actor_infer.max_new_tokens": "2",
     "actor_infer.only_action_tokens": "false",
     "actor_infer.generating_args.temperature": "0.9",
     "train_env_manager.num_env_groups": "4",
@@ -77,6 +80,33 @@ PLANTED = {
     f"{ENV}.env_config.p": "0.7",
     f"{ENV}.env_config.is_slippery": "true",
     f"{ENV}.env_config.format_penalty": "-0.5",
+    f"{ENV}.env_config.held_out_fraction": "0.25",
+}
+# The same for a policy with experts, whose keys have no effect without.
+EXPERTS = ("model.num_moe_experts=4",)
+PLANTED_EXPERTS = {
+    "model.moe_layer_freq": "2",
+    "model.moe_ffn_hidden_size": "32",
+    "model.moe_shared_expert_intermediate_size": "32",
+    "model.moe_router_topk": "3",
+    "model.moe_router_score_function": "sigmoid",
+    "model.moe_router_pre_softmax": "true",
+    "model.moe_router_topk_scaling_factor": "2.0",
+}
+EXPERT_BIAS = "model.moe_router_enable_expert_bias"  # needs sigmoid, and is planted on top of it
+# And for the environment whose settings are others.
+SOKOBAN = (f"{ENV}.env_type=sokoban", f"~{ENV}.env_config")
+PLANTED_SOKOBAN = {
+    "size": "5",
+    "num_boxes": "2",
+    "max_solution": "5",
+    "step_penalty": "-0.2",
+    "box_reward": "2.0",
+    "solved_reward": "5.0",
+    "sparse_reward": "true",
+    "show_walls_around": "false",
+    "format_penalty": "-0.5",
+    "held_out_fraction": "0.25",
 }
 # These change the vocabulary or the initial weights as well, or have fields of their own where they are set.
 IMPLIED = {
@@ -85,7 +115,14 @@ IMPLIED = {
     "actor_infer.generating_args.temperature": ["val_env_manager.generating_args.temperature"],
 }
 INITIAL_WEIGHTS = (
-    *("seed", "model.vocab_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *(
+        "model.num_moe_experts",
+        "seed",
+        "model.vocab_size",
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_attention_heads",
+    ),
     *("model.num_query_groups", "model.ffn_hidden_size", "model.normalization", "model.swiglu"),
     *("model.add_bias_linear", "model.add_qkv_bias", "model.qk_layernorm", "model.position_embedding_type"),
     *("model.untie_embeddings_and_output_weights", "model.init_method_std"),
@@ -96,10 +133,12 @@ NOT_PLANTED = {f"{ENV}.env_type"} | {
     f"{section}.generating_args.{name}" for section in ("actor_infer", "val_env_manager") for name in ("top_k", "top_p")
 }
 NOT_PLANTED |= {"val_env_manager.generating_args.temperature"}
+CHANGES_WEIGHTS = ("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+CHANGES_VOCABULARY = ("size", "show_walls_around")
 
 
-def differing_fields(config: PipelineConfig, **settings: str) -> list[str]:
-    differences = contract_of(config, **settings).differences(RECORDED)
+def differing_fields(config: PipelineConfig, recorded: Contract = RECORDED, **settings: str) -> list[str]:
+    differences = contract_of(config, **settings).differences(recorded)
     return [difference.name for difference in differences if difference.is_blocking]
 
 
@@ -116,7 +155,45 @@ def test_every_field_that_must_match_has_a_planted_change() -> None:
     must_match = {field.name for field in RECORDED.fields if field.rule is Rule.MUST_MATCH}
     determinism = {f"determinism.{name}" for name in REPEATABILITY}
     implied = {"vocabulary", "initial_weights", "data_cursor"}
-    assert must_match == PLANTED.keys() | implied | NOT_PLANTED | determinism
+    experts = PLANTED_EXPERTS.keys() | {EXPERT_BIAS}
+    assert must_match == PLANTED.keys() | experts | implied | NOT_PLANTED | determinism
+
+
+@pytest.mark.parametrize(("name", "value"), PLANTED_EXPERTS.items(), ids=PLANTED_EXPERTS.keys())
+def test_a_changed_expert_is_refused_by_name(name: str, value: str) -> None:
+    implied = ["initial_weights"] if name.endswith(CHANGES_WEIGHTS) else []
+    changed = load(*EXPERTS, f"{name}={value}")
+    assert sorted(differing_fields(changed, contract_of(load(*EXPERTS)))) == sorted([name, *implied])
+
+
+def test_a_changed_expert_bias_is_refused_by_name() -> None:
+    sigmoid = (*EXPERTS, "model.moe_router_score_function=sigmoid")
+    assert differing_fields(load(*sigmoid, f"{EXPERT_BIAS}=true"), contract_of(load(*sigmoid))) == [EXPERT_BIAS]
+
+
+@pytest.mark.parametrize(("name", "value"), PLANTED_SOKOBAN.items(), ids=PLANTED_SOKOBAN.keys())
+def test_a_changed_puzzle_is_refused_by_name(name: str, value: str) -> None:
+    implied = ["vocabulary", "model.vocab_size", "initial_weights"] if name in CHANGES_VOCABULARY else []
+    key = f"{ENV}.env_config.{name}"
+    changed = load(*SOKOBAN, f"{key}={value}")
+    assert sorted(differing_fields(changed, contract_of(load(*SOKOBAN)))) == sorted([key, *implied])
+
+
+def test_every_setting_of_sokoban_has_a_planted_change() -> None:
+    names = {field.name for field in contract_of(load(*SOKOBAN)).fields if field.rule is Rule.MUST_MATCH}
+    assert {
+        name.removeprefix(f"{ENV}.env_config.") for name in names if ".env_config." in name
+    } == PLANTED_SOKOBAN.keys()
+
+
+def test_losses_of_the_router_are_part_of_training_and_may_differ() -> None:
+    changes = [
+        "router_load_balancing_type=seq_aux_loss",
+        "aux_loss_coeff=0.1",
+        "z_loss_coeff=0.1",
+        "router_impl=megatron",
+    ]
+    assert differing_fields(load(*EXPERTS, *(f"model.moe_{c}" for c in changes)), contract_of(load(*EXPERTS))) == []
 
 
 # Keys that name files or runs, or whose effect is in the contract as it was read back.

@@ -19,6 +19,7 @@ GOLDEN = json.loads((ROOT / "tests" / "golden" / "parameters.json").read_text(en
 
 QWEN = ModelConfig(num_query_groups=2, ffn_hidden_size=128, qk_layernorm=True)
 GPT2 = ModelConfig(normalization="LayerNorm", swiglu=False, add_bias_linear=True)
+MOE = QWEN.model_copy(update={"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 48, "num_layers": 3})
 VARIANTS = {
     "qwen": QWEN,
     "gpt2": GPT2,
@@ -27,6 +28,10 @@ VARIANTS = {
     ),
     "bias of qkv alone": QWEN.model_copy(update={"add_qkv_bias": True, "num_layers": 1}),
     "norms with bias of queries and keys": QWEN.model_copy(update={"normalization": "LayerNorm", "swiglu": False}),
+    "experts": MOE,
+    "experts in every other layer, with biases": GPT2.model_copy(
+        update={"num_moe_experts": 3, "moe_layer_freq": 2, "moe_ffn_hidden_size": 40}
+    ),
     "padded vocabulary": QWEN.model_copy(update={"make_vocab_size_divisible_by": 100}),
 }
 
@@ -97,10 +102,40 @@ KEEPING: dict[str, object] = {
     "transformer_impl": "transformer_engine",
     "vocab_size": 128,  # the argument counts, which is what is in effect
 }
+# The same on a model with experts, whose fields have no effect without.
+EXPERTS_CHANGING: dict[str, object] = {
+    "num_moe_experts": 8,
+    "moe_layer_freq": 2,
+    "moe_ffn_hidden_size": 40,
+    "moe_shared_expert_intermediate_size": None,
+}
+EXPERTS_KEEPING: dict[str, object] = {
+    "moe_router_topk": 3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_enable_expert_bias": True,  # a bias starts at 0, and is no parameter
+    "moe_router_bias_update_rate": 0.1,
+    "moe_router_impl": "megatron",
+}
 
 
 def test_every_field_of_the_model_is_covered_below() -> None:
-    assert CHANGING.keys() | KEEPING.keys() == ModelConfig.model_fields.keys()
+    experts = EXPERTS_CHANGING.keys() | EXPERTS_KEEPING.keys()
+    assert CHANGING.keys() | KEEPING.keys() | experts == ModelConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("field", EXPERTS_CHANGING)
+def test_a_field_that_changes_the_experts_changes_the_digest(field: str) -> None:
+    assert digest(MOE.model_copy(update={field: EXPERTS_CHANGING[field]})) != digest(MOE)
+
+
+@pytest.mark.parametrize("field", EXPERTS_KEEPING)
+def test_a_field_of_routing_leaves_the_digest(field: str) -> None:
+    assert digest(MOE.model_copy(update={field: EXPERTS_KEEPING[field]})) == digest(MOE)
 
 
 @pytest.mark.parametrize("field", CHANGING)

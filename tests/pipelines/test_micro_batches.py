@@ -158,6 +158,14 @@ def test_dynamic_micro_batches_are_padded_to_their_own_longest_row() -> None:
             id="dynamic, rounded",
         ),
         pytest.param(
+            (5, 6, 4),
+            {"batching": "dynamic", "max_tokens_per_micro_batch": 8, "sequence_multiple_of": 4},
+            # The longest first by their own length, though rows 0 and 1 are both padded to 8.
+            [[[[1]], [[0]], [[2]]]],
+            [(1, 8), (1, 8), (1, 4)],
+            id="dynamic, equal when rounded",
+        ),
+        pytest.param(
             (4, 9, 4, 4),
             {"batching": "dynamic", "max_tokens_per_micro_batch": 12, "global_batch_size": 2},
             [[[[1]], [[0]]], [[[2], [3]]]],
@@ -500,6 +508,11 @@ def narrow_targets(plan: StepPlan) -> StepPlan:
             lambda plan: edited(plan, 0, positions={7: 2}),
             ["micro-batch 0, line 0, column 7, padding: position is 2; expected 0"],
             id="a position on padding",
+        ),
+        pytest.param(
+            lambda plan: edited(plan, 1, positions={7: 1}),
+            ["micro-batch 1, line 0, column 7, padding: position is 1; expected 0"],
+            id="positions that go on through padding",
         ),
         pytest.param(
             lambda plan: edited(plan, 0, tokens={7: 5}),

@@ -20,7 +20,7 @@ def logits_of(*probabilities: float) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, uniform: float, args: GeneratingArgs = PLAIN) -> tuple[int, float]:
     tokens, logprobs = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), args)
-    assert logprobs.dtype is torch.float32
+    assert logprobs.dtype is torch.float64
     return int(tokens), float(logprobs)
 
 
@@ -100,7 +100,7 @@ def test_the_logprob_is_that_of_the_processed_distribution() -> None:
     logits = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     uniforms = torch.rand(40, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     tokens, logprobs = sample_tokens(logits, uniforms, args)
-    expected = process_logits(logits, args)[torch.arange(40), tokens].float()
+    expected = process_logits(logits, args)[torch.arange(40), tokens]
     assert logprobs.tolist() == expected.tolist()
     assert torch.isfinite(logprobs).all()
 
