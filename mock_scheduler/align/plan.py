@@ -15,6 +15,7 @@ from typing import Literal
 
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
+from mock_scheduler.config.sections import FLOAT64_TOLERANCE
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError
 from mock_scheduler.launcher import DEFAULT_ENTRY
@@ -139,13 +140,15 @@ def has_module(module: str) -> bool:
 
 
 def stated_tolerance(config: PipelineConfig) -> ToleranceConfig:
-    """The tolerance of ``align.tolerance``, or the default for float32.
+    """The tolerance of ``align.tolerance``, or the default for float32 or float64.
 
     Raises ``ConfigError`` in bfloat16 without a stated one: its rounding grows to the size of the gradients within a
     few updates (measured: 1.5 % at the first, more than 100 % after ten), so no default would tell it from a fault.
     """
     if config.align.tolerance is not None:
         return config.align.tolerance
+    if config.precision == "float64":
+        return FLOAT64_TOLERANCE
     if config.precision != "float32":
         raise ConfigError(
             f"align.tolerance must be stated for precision {config.precision}: no default separates its rounding from "

@@ -68,12 +68,14 @@ class SokobanEnvConfig(ConfigSection):
 
     Rewards are gym-sokoban's: ``step_penalty`` for every turn, ``box_reward`` for a box that comes to a target, minus
     it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for that and
-    nothing else. ``max_solution``: pushes and moves of the longest puzzle. ``show_walls_around``: tokens for the outer
-    wall, which never changes, too. ``held_out_fraction``: as of FrozenLake.
+    nothing else. ``format_penalty`` is added for a turn that is no action, in any case. ``min_solution`` and
+    ``max_solution``: moves of the shortest solution, the least and the most; a board of size 4 has no puzzle.
+    ``show_walls_around``: tokens for the outer wall, which never changes, too. ``held_out_fraction``: as of FrozenLake.
     """
 
     size: Annotated[int, Field(ge=4, le=10)] = 6
     num_boxes: Annotated[int, Field(ge=1, le=4)] = 1
+    min_solution: PositiveInt = 1
     max_solution: PositiveInt = 10
     step_penalty: float = -0.1
     box_reward: float = 1.0
@@ -82,6 +84,12 @@ class SokobanEnvConfig(ConfigSection):
     show_walls_around: bool = True
     format_penalty: float = -0.15
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+    @model_validator(mode="after")
+    def _check_solution(self) -> SokobanEnvConfig:
+        if self.min_solution > self.max_solution:
+            raise ValueError(f"min_solution {self.min_solution} is larger than max_solution {self.max_solution}")
+        return self
 
 
 ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig]] = {

@@ -107,7 +107,11 @@ class ModelConfig(ConfigSection):
         problems = []
         if self.moe_router_topk > num_experts:
             problems.append(f"moe_router_topk {self.moe_router_topk} is larger than num_moe_experts {num_experts}")
-        if self.moe_router_topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+        if (
+            self.moe_router_topk == 1
+            and self.moe_router_score_function == "softmax"
+            and not self.moe_router_pre_softmax
+        ):
             problems.append(
                 "moe_router_topk 1 with moe_router_score_function softmax needs moe_router_pre_softmax true: a softmax "
                 "over the one score that was chosen has no gradient"

@@ -35,6 +35,11 @@ class ToleranceConfig(ConfigSection):
     update: NonNegativeFloat = 5e-3
 
 
+# float64 leaves 1e-14 of gradients under any layout, after several updates too (docs/layouts.md), and more of an
+# update's change, which Adam makes as large where a gradient is nearly 0.
+FLOAT64_TOLERANCE = ToleranceConfig(metric=1e-11, gradient=1e-11, update=1e-8)
+
+
 class CandidateConfig(ConfigSection):
     """One candidate of an alignment run: what makes it differ from the baseline.
 
@@ -50,7 +55,8 @@ class CandidateConfig(ConfigSection):
 class AlignConfig(ConfigSection):
     """``mock-scheduler align``: what the baseline and each candidate override, and the stated tolerance.
 
-    ``tolerance``: ``None`` is ``ToleranceConfig``'s own for float32; bfloat16 has no default, so it must be stated.
+    ``tolerance``: ``None`` is ``ToleranceConfig``'s own for float32 and ``FLOAT64_TOLERANCE`` for float64; bfloat16 has
+    no default, so it must be stated.
     """
 
     output_dir: str | None = None

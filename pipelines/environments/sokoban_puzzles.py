@@ -89,10 +89,11 @@ def generate_puzzle(settings: SokobanEnvConfig, *, split: Split, seed: int) -> P
             continue
         walls, targets = layout
         layers = _search_backwards(settings, walls, targets)
-        if not layers:
+        first = settings.min_solution - 1
+        if len(layers) <= first:
             continue
         for _ in range(_DRAWS_PER_LAYOUT):
-            depth = _draw(rng, len(layers))
+            depth = first + _draw(rng, len(layers) - first)
             player, boxes = layers[depth][_draw(rng, len(layers[depth]))]
             puzzle = Puzzle(
                 size=settings.size,
@@ -106,7 +107,8 @@ def generate_puzzle(settings: SokobanEnvConfig, *, split: Split, seed: int) -> P
                 return puzzle
     raise ConfigError(
         f"sokoban: {_MAX_LAYOUTS} random layouts gave no puzzle for size {settings.size}, num_boxes "
-        f"{settings.num_boxes}, max_solution {settings.max_solution}, held_out_fraction {settings.held_out_fraction} "
+        f"{settings.num_boxes}, min_solution {settings.min_solution}, max_solution {settings.max_solution}, "
+        f"held_out_fraction {settings.held_out_fraction} "
         f"(split '{split}'): set a larger size, fewer boxes, or another held_out_fraction"
     )
 

@@ -1,17 +1,17 @@
-"""How far a layout's training is from that of one process: metrics, gradients and parameters of all steps."""
+"""How far a case's training is from that of one process: metrics, gradients and parameters of all steps."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mock_scheduler.trace.files import TraceKey
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.reader import MergedTensor, open_trace
 from pipelines.layouts.worker import METRICS_FILE
 
 # A metric that is a difference of nearly equal numbers is judged against what was subtracted, which is of this size.
@@ -27,15 +27,17 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutComparison:
-    """Relative differences between a layout's training and the reference.
+class CaseComparison:
+    """Relative differences between a case's training and the reference.
 
-    ``metrics``: by name, |a - b| / max(|a|, |b|, 1e-3), the largest of all steps. ``gradient``, ``parameter``: the
-    largest ||a - b|| / ||b|| of any tensor and update, with its name. ``num_conflicts``: replicas within the run that
-    are not equal to the last bit. ``num_tensors``: how many were compared.
+    ``metrics``: by name, |a - b| / max(|a|, |b|, 1e-3), the largest of all steps. The others are the largest
+    ||a - b|| / ||b|| of any tensor, with its name: ``first_gradient`` of the first update, which all begin with equal
+    parameters, ``gradient`` and ``parameter`` of all updates. ``num_conflicts``: replicas within the run that are not
+    equal to the last bit. ``num_tensors``: how many were compared.
     """
 
     metrics: Mapping[str, float]
+    first_gradient: Difference
     gradient: Difference
     parameter: Difference
     num_conflicts: int
@@ -46,35 +48,49 @@ class LayoutComparison:
         return max([*self.metrics.values(), self.gradient.value, self.parameter.value])
 
 
-def compare_layout(reference_dir: Path, candidate_dir: Path) -> LayoutComparison:
+def compare_cases(reference_dir: Path, candidate_dir: Path) -> CaseComparison:
     """Compare two cases as ``worker`` leaves them.
 
     Raises:
         ValueError: they hold other metrics or other tensors; the message says which.
     """
-    metrics = _compare_metrics(_read_metrics(reference_dir), _read_metrics(candidate_dir))
+    differences: dict[TraceKey, float] = {}
+    num_conflicts = 0
+    for key, reference, candidate in merged_pairs(reference_dir, candidate_dir):
+        differences[key] = relative_difference(reference.tensor, candidate.tensor)
+        num_conflicts += len(candidate.conflicts)
+    gradients = {key: value for key, value in differences.items() if key.kind == "gradient"}
+    return CaseComparison(
+        metrics=_compare_metrics(read_metrics(reference_dir), read_metrics(candidate_dir)),
+        first_gradient=_worst((key, value) for key, value in gradients.items() if is_first_update(key)),
+        gradient=_worst(gradients.items()),
+        parameter=_worst((key, value) for key, value in differences.items() if key not in gradients),
+        num_conflicts=num_conflicts,
+        num_tensors=len(differences),
+    )
+
+
+def merged_pairs(reference_dir: Path, candidate_dir: Path) -> Iterator[tuple[TraceKey, MergedTensor, MergedTensor]]:
+    """Every tensor of both traces, put together from all ranks, one at a time.
+
+    Raises:
+        ValueError: one trace has other tensors, or other steps.
+    """
     with open_trace(reference_dir) as reference, open_trace(candidate_dir) as candidate:
-        worst = {"gradient": Difference(value=0.0, place="-"), "parameter": Difference(value=0.0, place="-")}
-        num_conflicts = num_tensors = 0
+        if reference.steps != candidate.steps:
+            raise ValueError(f"steps {reference.steps} and {candidate.steps} cannot be compared")
         for step in reference.steps:
             keys = reference.keys(step)
             if keys != candidate.keys(step):
-                raise ValueError(f"step {step}: tensors of one run only: {_names(keys ^ candidate.keys(step))}")
+                names = sorted({key.name for key in keys ^ candidate.keys(step)})
+                raise ValueError(f"step {step}: tensors of one run only: {', '.join(names[:5])}")
             for key in sorted(keys, key=str):
-                one, other = reference.merge(key), candidate.merge(key)
-                num_conflicts += len(other.conflicts)
-                num_tensors += 1
-                kind = "gradient" if key.kind == "gradient" else "parameter"
-                value = relative_difference(one.tensor, other.tensor)
-                if not value <= worst[kind].value:
-                    worst[kind] = Difference(value=value, place=key.name)
-    return LayoutComparison(
-        metrics=metrics,
-        gradient=worst["gradient"],
-        parameter=worst["parameter"],
-        num_conflicts=num_conflicts,
-        num_tensors=num_tensors,
-    )
+                yield key, reference.merge(key), candidate.merge(key)
+
+
+def is_first_update(key: TraceKey) -> bool:
+    """Whether a tensor is of the run's first update."""
+    return (key.step, key.update) == (0, 0)
 
 
 def relative_difference(reference: torch.Tensor, candidate: torch.Tensor) -> float:
@@ -84,11 +100,18 @@ def relative_difference(reference: torch.Tensor, candidate: torch.Tensor) -> flo
     return difference / scale if scale > 0 else difference
 
 
-def _names(keys: frozenset[TraceKey]) -> str:
-    return ", ".join(sorted({key.name for key in keys})[:5])
+def _worst(differences: Iterable[tuple[TraceKey, float]]) -> Difference:
+    """The largest difference; one that is no number counts as the largest of all."""
+    worst = Difference(value=0.0, place="-")
+    for key, value in differences:
+        size = math.inf if math.isnan(value) else value
+        if size > worst.value:
+            worst = Difference(value=size, place=key.name)
+    return worst
 
 
-def _read_metrics(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
     steps: list[dict[str, float]] = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
     return steps
 

@@ -1,17 +1,17 @@
-"""Starts the layouts of each world size in one process group each, since importing costs more than training."""
+"""Starts the cases of each world size in one process group each, since importing costs more than training."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.config.schema import ParallelConfig
-from pipelines.layouts.cases import LAYOUTS, ONE_PROCESS, parallel_of
+from mock_scheduler.text import count_of
+from pipelines.layouts.cases import Case
 
 _WORKER = "pipelines.layouts.worker"
 _QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -21,28 +21,20 @@ class LayoutRunError(RuntimeError):
     """The processes of one world size failed; the message has the end of what they said."""
 
 
-def world_size_of(layout: str) -> int:
-    """Processes that a layout needs."""
-    return ParallelConfig(**parallel_of(layout)).world_size
+def run_cases(root: Path, cases: Iterable[Case], console: Console) -> None:
+    """Train every case and what it is compared with, each once; its files are in ``root/{case}``.
 
-
-def layouts_of(model: str, max_world_size: int) -> list[str]:
-    """One process first, then all others that fit."""
-    return [ONE_PROCESS, *(layout for layout in LAYOUTS[model] if world_size_of(layout) <= max_world_size)]
-
-
-def run_cases(
-    root: Path, models: Sequence[str], precisions: Sequence[str], *, max_world_size: int, console: Console
-) -> None:
-    """Train every case; its files are in ``root/model/precision/layout``. Raises ``LayoutRunError``."""
-    cases: dict[int, list[str]] = {}
-    for model in models:
-        for layout in layouts_of(model, max_world_size):
-            names = [f"{model}/{precision}/{layout}" for precision in precisions]
-            cases.setdefault(world_size_of(layout), []).extend(names)
-    for world_size, names in sorted(cases.items()):
-        console.print(f"{world_size} processes: {len(names)} runs")
-        _run(root, world_size, names)
+    Raises:
+        LayoutRunError: a process failed.
+    """
+    by_size: dict[int, dict[str, None]] = {}
+    for case in cases:
+        for needed in (case.reference, case):
+            by_size.setdefault(needed.world_size, {})[needed.name] = None
+    for world_size, names in sorted(by_size.items()):
+        processes, runs = count_of(world_size, "process", "processes"), count_of(len(names), "run", "runs")
+        console.print(f"{processes}: {runs}")
+        _run(root, world_size, list(names))
 
 
 def _run(root: Path, world_size: int, names: Sequence[str]) -> None:

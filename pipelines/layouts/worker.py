@@ -1,7 +1,7 @@
-"""Trains layouts of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
+"""Trains cases of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
 
-A case is ``model/precision/layout``. Of each, ``FOLDER/model/precision/layout`` gets the metrics of all steps, which
-all ranks hold alike, and a trace of all gradients and parameters. Nothing is judged here.
+A case is ``model/precision/layout/option``. Of each, ``FOLDER/{case}`` gets the metrics of all steps, which all ranks
+hold alike, and a trace of all gradients and parameters. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.config.schema import PipelineConfig
-from pipelines.layouts.cases import LONGEST_ROW, NUM_STEPS, SEED, build_config
+from pipelines.layouts.cases import LONGEST_ROW, NUM_STEPS, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.learner import Learner
 from pipelines.megatron.probes import StepProbe
@@ -25,13 +25,13 @@ METRICS_FILE = "metrics.json"
 
 
 def train_case(folder: Path, config: PipelineConfig) -> None:
-    """The steps of one layout, from the canonical initial weights. Every rank must call it."""
+    """The steps of one case, from the canonical initial weights. Every rank must call it."""
     runtime = build_layout(config.parallel, seed=SEED)
     learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
     steps: list[dict[str, float]] = []
     for step in range(NUM_STEPS):
         probe = StepProbe(list(learner.models.values()), runtime, folder, step=step)
-        batch = random_batch(SEED + step, longest=LONGEST_ROW)
+        batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
         steps.append(learner.train_step(batch, step=step, probe=probe))
         probe.save()
     if runtime.is_writer:
@@ -45,8 +45,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    cases = [case.split("/") for case in sys.argv[2:]]
-    configs = {"/".join(case): build_config(*(case[0], case[2], case[1])) for case in cases}
+    configs = {name: build_config(Case.parse(name)) for name in sys.argv[2:]}
     start_runtime(next(iter(configs.values())).parallel, seed=SEED)
     parallel_state.destroy_model_parallel()
     for name, config in configs.items():

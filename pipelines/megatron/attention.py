@@ -84,7 +84,7 @@ class RowAttention(DotProductAttention):
         attention_mask: torch.Tensor | None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Context of the queries; mask: bool ``[b, 1, sq, sk]``, True where a key is not seen, or ``None`` if causal."""
+        """Context of the queries; mask: bool ``[b, 1, sq, sk]``, True where a key is not seen; ``None``: causal."""
         if self.cache is not None:
             key, value = self.cache.append(key, value)
         elif self.splits_context:

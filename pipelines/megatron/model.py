@@ -92,7 +92,7 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
 
 
 def _finalize_wide(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
-    """Megatron's reduction of gradients; by an int count of tokens it divides in float32, by a float64 one in float64."""
+    """Megatron's reduction of gradients; by an int count of tokens it divides in float32, by a float64 one as wide."""
     finalize_model_grads(chunks, None if num_tokens is None else num_tokens.double(), **kwargs)
 
 

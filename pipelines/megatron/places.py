@@ -50,9 +50,10 @@ def context_columns(length: int, *, cp_rank: int, cp_size: int) -> torch.Tensor:
 def row_mask(
     query_rows: torch.Tensor, query_positions: torch.Tensor, key_rows: torch.Tensor, key_positions: torch.Tensor
 ) -> torch.Tensor:
-    """bool ``[b, 1, s, k]``: True where a key is of another row or later than the query; all int64 ``[b, s]``, ``[b, k]``.
+    """bool ``[b, 1, s, k]``: True where a key is of another row or later than the query.
 
-    Padding (row -1, position 0) sees padding, so that no query is left without a key.
+    Queries: int64 ``[b, s]``; keys: int64 ``[b, k]``. Padding (row -1, position 0) sees padding, so that no query is
+    left without a key.
     """
     same_row = query_rows.unsqueeze(2) == key_rows.unsqueeze(1)
     not_later = key_positions.unsqueeze(1) <= query_positions.unsqueeze(2)

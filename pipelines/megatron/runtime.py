@@ -66,7 +66,7 @@ class Runtime:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches of an update must be a multiple of: dp, and pp for the interleaved schedule."""
+        """What the micro-batches of an update must be a multiple of: dp, and pp for the interleaved schedule."""
         return self.dp_size * (self.pp_size if self.num_chunks > 1 else 1)
 
     @property
@@ -185,7 +185,7 @@ def build_layout(parallel: ParallelConfig, *, seed: int) -> Runtime:
 
 
 def _replica_group(parallel: ParallelConfig) -> dist.ProcessGroup | None:
-    """The ranks with this one's place on dp, in ascending order: Megatron numbers them tp, cp, dp, pp, the first fastest."""
+    """The ranks with this one's place on dp, ascending; Megatron numbers ranks by tp, cp, dp, pp, the first fastest."""
     own: dist.ProcessGroup | None = None
     inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     dp_size = parallel.data_parallel_size

@@ -19,6 +19,8 @@ def gather_rows(
 
     Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
     """
+    if ranks.world_size == 1:
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
     # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
     own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
     parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")

@@ -30,6 +30,7 @@ from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.runtime import Runtime, build_layout, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.rollout.messages import FIRST_WORDS, ForwardPass, ReplicaChannel
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT
 
@@ -150,6 +151,23 @@ def play_layout(root: Path, layout: str, model: str) -> None:
     (folder / f"rank_{trainer.runtime.global_rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
+def tell_replica(root: Path, layout: str) -> None:
+    """What every rank of a replica has of what its leader said: a short pass, a long one, and that it is done."""
+    runtime = join_layout(rollout_config(MODELS["rope"], parse_layout(layout)))
+    channel = ReplicaChannel(runtime)
+    told = [
+        ForwardPass(kept=[0, 2], starts=[3, 4], tokens=[[5], [6, 7]], uniforms=[0.25, 0.1]),
+        ForwardPass(kept=None, starts=[0], tokens=[list(range(2 * FIRST_WORDS))], uniforms=[0.5]),
+        None,
+    ]
+    if runtime.is_leader:
+        for item in told:
+            channel.send(item)
+    else:
+        assert [channel.receive() for _ in told] == told
+    (root / layout / f"told_{runtime.global_rank}").touch()
+
+
 def launch(num_ranks: int, module: str, folder: Path, *arguments: str) -> None:
     """``python -m MODULE FOLDER ARGUMENTS`` in new processes; where one fails, all end and the log is shown."""
     worker = ("-m", module, str(folder), *arguments)
@@ -178,6 +196,8 @@ def main() -> None:
     for layout in layouts:
         for model in models_of(layout):
             play_layout(root, layout, model)
+        if layout != ONE_RANK:
+            tell_replica(root, layout)
     stop_runtime()
 
 

@@ -90,3 +90,9 @@ def test_all_ranks_make_the_same_number_of_passes_where_experts_span_replicas(pl
     assert experts[0] > 0
     dense = [facts["metrics"]["rollout/forward_passes"] for facts in facts(played, "dp4", "rope")]
     assert dense[3] == 0
+
+
+@pytest.mark.parametrize("layout", [*SAME_SUMS, *OTHER_SUMS])
+def test_a_leader_reaches_its_replica_with_passes_of_any_length(played: Path, layout: str) -> None:
+    """Each rank compares what it receives itself, and says so with a file."""
+    assert sorted(path.name for path in (played / layout).glob("told_*")) == [f"told_{rank}" for rank in range(4)]

@@ -99,6 +99,7 @@ SOKOBAN = (f"{ENV}.env_type=sokoban", f"~{ENV}.env_config")
 PLANTED_SOKOBAN = {
     "size": "5",
     "num_boxes": "2",
+    "min_solution": "3",
     "max_solution": "5",
     "step_penalty": "-0.2",
     "box_reward": "2.0",

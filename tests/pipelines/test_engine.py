@@ -71,7 +71,7 @@ def test_a_cache_changes_no_token_and_no_logprob_beyond_rounding(played: Path, m
 
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_rows_of_different_lengths_are_drawn_as_each_alone_by_a_plain_pass(played: Path, precision: str) -> None:
-    """Eleven draws with each of two ways to sample, plain and cut by top-k and top-p; rows end and grow between them."""
+    """Eleven draws with each of two ways to sample, plain and cut by top-k and top-p; rows end and grow."""
     content = facts(played, f"rows{precision}")
     assert len(content["found"]) == 11 * len(ARGS)
     assert [token for token, _ in content["found"]] == [token for token, _ in content["expected"]]
