@@ -29,7 +29,7 @@ from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
-from pipelines.learner import Learner
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 

@@ -59,6 +59,22 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
+def compute_success_by_tag(batch: RolloutBatch) -> dict[str, float]:
+    """``success/{tag}`` and ``episodes/{tag}``: of each tag's trajectories the fraction that succeeded, and the number.
+
+    A tag is that of a trajectory's last row. Raises as ``compute_batch_metrics``.
+    """
+    trajectories = _find_trajectories(batch)
+    tags = [batch.tags[row] for row in trajectories.last_rows.tolist()]
+    successes = _successes(trajectories).tolist()
+    metrics: dict[str, float] = {}
+    for tag in sorted(set(tags)):
+        of_tag = [success for name, success in zip(tags, successes, strict=True) if name == tag]
+        metrics[f"success/{tag}"] = sum(of_tag) / len(of_tag)
+        metrics[f"episodes/{tag}"] = float(len(of_tag))
+    return metrics
+
+
 def compute_success_by_length(batch: RolloutBatch) -> dict[str, float]:
     """``success/length_{n}`` and ``episodes/length_{n}`` of the trajectories whose shortest solution has n moves.
 

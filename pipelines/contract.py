@@ -15,7 +15,13 @@ from pipelines.rollout.scheduler import first_episode
 
 # Fields of the model that decide how it is computed or trained, and not what it computes.
 _IMPLEMENTATION = (
-    *("transformer_impl", "make_vocab_size_divisible_by", "moe_router_impl", "moe_router_load_balancing_type"),
+    *(
+        "transformer_impl",
+        "attention_backend",
+        "make_vocab_size_divisible_by",
+        "moe_router_impl",
+        "moe_router_load_balancing_type",
+    ),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
 )
 # Keys of how episodes are played that change no token, and of log-probabilities the last bits at most.
@@ -28,7 +34,7 @@ _TRAINING = (
     *("parallel", "training", "precision", "max_steps", "eval_steps"),
     *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
     *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "dual_clip", "loss_agg_mode"),
-    *("entropy_loss_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator"),
+    *("entropy_loss_coef", "entropy_loss_coef_final", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator"),
 )
 
 

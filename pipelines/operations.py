@@ -10,7 +10,7 @@ from pathlib import Path
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
-from pipelines.learner import Learner
+from pipelines.megatron.learner import Learner
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class StepProgress:
         """One step of training has ended."""
         if not self._enabled:
             return
-        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN)
+        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
         elapsed_s = metrics["time/rollout"] + metrics["time/train"]
         self._console.print(f"step {step + 1}/{self._max_steps}  {values}  {elapsed_s:.2f} s", soft_wrap=True)
         if self._bar is not None:
@@ -57,14 +57,19 @@ class StepProgress:
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation has ended."""
-        if self._enabled:
-            self._console.print(
-                f"validation before step {step + 1}: success {metrics['val/success']:.3f}  "
-                f"reward {metrics['val/reward']:.3f}"
-                if step < self._max_steps
-                else f"validation after {step} steps: success {metrics['val/success']:.3f}  "
-                f"reward {metrics['val/reward']:.3f}"
-            )
+        if not self._enabled:
+            return
+        when = f"before step {step + 1}" if step < self._max_steps else f"after {step} steps"
+        values = "  ".join(f"{name} {metrics[f'val/{name}']:.3f}" for name in ("success", "reward"))
+        self._console.print(f"validation {when}: {values}{_by_tag(metrics)}", soft_wrap=True)
+
+
+def _by_tag(metrics: Mapping[str, float]) -> str:
+    """Success of each tag, where there are several: ``  Seen 0.912  Unseen 0.873``."""
+    prefix = "val/episodes/"
+    names = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    tags = [name for name in names if not name.startswith("length_")]
+    return "".join(f"  {tag} {metrics[f'val/success/{tag}']:.3f}" for tag in tags) if len(tags) > 1 else ""
 
 
 class _TerminalHandler(logging.Handler):

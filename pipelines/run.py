@@ -34,14 +34,14 @@ from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.trace.files import remove_steps_from
-from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length
+from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.clock import Clock
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.learner import Learner
 from pipelines.megatron.checkpoint import (
     RunState,
+    check_files,
     check_same_settings,
     checkpoint_folder,
     fixed_settings,
@@ -50,6 +50,7 @@ from pipelines.megatron.checkpoint import (
     save_checkpoint,
 )
 from pipelines.megatron.conflicts import read_setup
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.probes import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
@@ -213,7 +214,7 @@ class AgenticPipeline:
     def _validate(self, request: RolloutRequest) -> dict[str, float]:
         with self._clock.measure("validation"):
             batch = self._get_batch(request)
-        metrics = compute_batch_metrics(batch) | compute_success_by_length(batch)
+        metrics = compute_batch_metrics(batch) | compute_success_by_tag(batch) | compute_success_by_length(batch)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     def _train(self, request: RolloutRequest) -> dict[str, float]:
@@ -324,6 +325,7 @@ def _read_resumed_state(config: PipelineConfig, *, vocab_size: int) -> RunState 
     folder = Path(config.resume_from_checkpoint)
     resumed = read_run_state(folder)
     check_same_settings(folder, resumed, fixed_settings(config, vocab_size=vocab_size))
+    check_files(folder)
     if resumed.next_step >= config.max_steps:
         raise ConfigError(
             f"resume_from_checkpoint: {config.resume_from_checkpoint} is where step {resumed.next_step} starts, and "

@@ -29,7 +29,10 @@ def test_help_imports_neither_torch_nor_hydra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    names = ("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version")
+    names = (
+        *("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version"),
+        *("doctor", "replay-actions"),
+    )
     assert [name for name in names if f"│ {name} " not in done.stdout] == []
 
 

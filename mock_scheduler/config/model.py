@@ -13,6 +13,7 @@ from mock_scheduler.text import bullet_list
 class ModelConfig(ConfigSection):
     """The policy; the critic of ``adv_estimator: gae`` has the same layers and a value head.
 
+    ``attention_backend``: which kernel TransformerEngine's attention uses; the local layers have one of their own.
     ``num_moe_experts``: every layer that ``moe_layer_freq`` names (1: all, n: each n-th from the first, or one 0 or 1
     per layer) has that many experts in the MLP's place; the ``moe_*`` keys count only then.
     ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on which rows
@@ -39,6 +40,7 @@ class ModelConfig(ConfigSection):
     vocab_size: PositiveInt | None = None
     make_vocab_size_divisible_by: PositiveInt = 1
     transformer_impl: Literal["local", "transformer_engine"] = "local"
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
 
     num_moe_experts: PositiveInt | None = None
     moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1

@@ -111,6 +111,7 @@ class PipelineConfig(ConfigSection):
     dual_clip: float | None = Field(default=None, gt=1.0)
     loss_agg_mode: Literal["token-mean"] = "token-mean"
     entropy_loss_coef: NonNegativeFloat = 0.0
+    entropy_loss_coef_final: NonNegativeFloat | None = None
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_estimator: KlEstimator = "k3"

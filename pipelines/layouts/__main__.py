@@ -22,7 +22,7 @@ from pipelines.layouts.runs import run_cases
 from pipelines.layouts.table import build_results, render
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-_WIDTH_OF_FILES = 150
+_WIDTH_OF_FILES = 160
 
 
 @app.command()
@@ -39,6 +39,8 @@ def layouts(
     chosen_models, chosen_precisions = _chosen(models or ",".join(known), known), _chosen(precisions, PRECISIONS)
     every_case = (option_cases if options else layout_cases)(chosen_models, chosen_precisions)
     cases = [case for case in every_case if case.world_size <= max_world_size]
+    if output_dir is not None and output_dir.exists() and any(output_dir.iterdir()):
+        raise typer.BadParameter(f"--output-dir {output_dir} is not empty; name a new folder")
     with tempfile.TemporaryDirectory() as temporary:
         root = output_dir or Path(temporary)
         run_cases(root, cases, Console(stderr=True))

@@ -1,4 +1,4 @@
-"""Ways to compute the same training, by name, and changes of what is computed, which a comparison must make on both sides.
+"""Ways to compute the same training, by name, and changes of what is computed, which both sides must have.
 
 A case names any number of them, as in ``packing+recompute-full``.
 """
@@ -56,7 +56,7 @@ OPTIONS: dict[str, Option] = {
         for rule in KNOWN_WRONG
     },
     "turns": Option(changes={"rollout_form": "step"}, changes_values=True),
-    "one-update": Option(changes={"training": {"global_batch_size": 16}}, changes_values=True),
+    "one-update": Option(changes={"max_steps": 1, "training": {"global_batch_size": 16}}, changes_values=True),
     "micro-batch-means": Option(changes={"training": {"calculate_per_token_loss": False}}, changes_values=True),
     "megatron-router": Option(changes={"model": {"moe_router_impl": "megatron"}}, changes_values=True),
     "biases": Option(

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from mock_scheduler.config.schema import PipelineConfig
-from pipelines.layouts.cases import LONGEST_ROW, NUM_STEPS, SEED, Case, build_config
+from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from pipelines.learner import Learner
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.probes import StepProbe
-from pipelines.megatron.runtime import build_layout, start_runtime, stop_runtime
+from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 METRICS_FILE = "metrics.json"
 
@@ -29,7 +28,7 @@ def train_case(folder: Path, config: PipelineConfig) -> None:
     runtime = build_layout(config.parallel, seed=SEED)
     learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
     steps: list[dict[str, float]] = []
-    for step in range(NUM_STEPS):
+    for step in range(config.max_steps):
         probe = StepProbe(list(learner.models.values()), runtime, folder, step=step)
         batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
         steps.append(learner.train_step(batch, step=step, probe=probe))
@@ -37,7 +36,6 @@ def train_case(folder: Path, config: PipelineConfig) -> None:
     if runtime.is_writer:
         (folder / METRICS_FILE).write_text(json.dumps(steps), encoding="utf-8")
     dist.barrier()
-    parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
@@ -47,11 +45,12 @@ def main() -> None:
     torch.set_num_threads(1)
     configs = {name: build_config(Case.parse(name)) for name in sys.argv[2:]}
     start_runtime(next(iter(configs.values())).parallel, seed=SEED)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     for name, config in configs.items():
         folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
         train_case(folder, config)
+        leave_layout()
     stop_runtime()
 
 

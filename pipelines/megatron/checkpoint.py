@@ -30,7 +30,7 @@ from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import load_json_object, save_json
 from mock_scheduler.text import bullet_list
-from pipelines.learner import Learner
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.optimizer_state import (
     ParameterState,

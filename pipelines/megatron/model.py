@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -27,6 +28,7 @@ from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
 from pipelines.megatron.host_device import has_cuda
 from pipelines.megatron.norm import TorchNorm
+from pipelines.megatron.repairs import repair_layers
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.value_head import ValueHead
 
@@ -63,6 +65,7 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         transformer_impl=model.transformer_impl,
+        attention_backend=AttnBackend[model.attention_backend],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
@@ -87,7 +90,8 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
         calculate_per_token_loss=training.calculate_per_token_loss,
         finalize_model_grads_func=_finalize_wide if dtype is torch.float64 else finalize_model_grads,
         **_recomputation(training),
-        **moe_config_fields(model, parallel, dtype),
+        # Lengths that vary need a dispatcher that takes them, which Megatron asks of models without experts too.
+        **{"moe_token_dispatcher_type": "alltoall", **moe_config_fields(model, parallel, dtype)},
     )
 
 
@@ -228,6 +232,10 @@ def _build_chunk(
         gpt.output_layer = ValueHead(transformer_config)
     if model.position_embedding_type == "rope" and model.transformer_impl == "local":
         gpt.rotary_pos_emb = RowRotaryEmbedding(gpt.rotary_pos_emb, num_positions=num_positions(config))
+    repair_layers(gpt)
+    if model.position_embedding_type == "learned_absolute" and gpt.pre_process:
+        # Megatron makes them in float32, whatever the model's dtype.
+        gpt.embedding.position_embeddings.to(dtype=transformer_config.params_dtype)
     gpt = gpt.to(runtime.device)
     return Float16Module(transformer_config, gpt) if transformer_config.bf16 else gpt
 

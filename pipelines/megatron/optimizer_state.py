@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WIDE_COPY = "fp32_param"
 
 ParameterState = dict[str, torch.Tensor]
-"""``exp_avg``, ``exp_avg_sq`` and, of a bfloat16 parameter, ``fp32_param``: of the local shard's shape, float32 or wider."""
+"""``exp_avg``, ``exp_avg_sq`` and, of a bfloat16 parameter, ``fp32_param``: of the local shard's shape."""
 
 
 def state_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,7 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.schema import ParallelConfig
 from mock_scheduler.errors import LayoutError
@@ -195,6 +198,22 @@ def _replica_group(parallel: ParallelConfig) -> dist.ProcessGroup | None:
         if dist.get_rank() in ranks:
             own = group
     return own
+
+
+def leave_layout() -> None:
+    """Destroy Megatron's groups and those of ``build_layout``, so that another layout can follow. Every rank calls it.
+
+    Models of the layout end with it. Megatron only forgets its groups; each of gloo's has threads, of which one wakes a
+    hundred times a second, until nothing knows it any more. A model in ``DistributedDataParallel`` would know it for
+    good: the wrapper's gradient hooks hold it in a cycle through autograd's nodes, which Python cannot see.
+    """
+    for wrapper in [item for item in gc.get_objects() if type(item) is DistributedDataParallel]:
+        wrapper.__dict__.clear()
+    parallel_state.destroy_model_parallel()
+    world = dist.group.WORLD
+    for group in [group for group in distributed_c10d._world.pg_map if group is not world]:
+        dist.destroy_process_group(group)
+    gc.collect()
 
 
 def stop_runtime() -> None:

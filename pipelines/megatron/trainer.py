@@ -53,10 +53,16 @@ class PolicyTrainer:
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
         self.router_ledger = attach_router_ledger(self.policy.chunks)
-        self._loss_config = PolicyLossConfig(
+
+    def _loss_config(self) -> PolicyLossConfig:
+        """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""
+        config, first = self.config, self.config.entropy_loss_coef
+        last = first if config.entropy_loss_coef_final is None else config.entropy_loss_coef_final
+        progress = min(self.policy.lr_schedule.num_steps / config.lr_decay_updates, 1.0)
+        return PolicyLossConfig(
             pg_clip=config.pg_clip,
             dual_clip=config.dual_clip,
-            entropy_loss_coef=config.entropy_loss_coef,
+            entropy_loss_coef=first + (last - first) * progress,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_loss_estimator=config.kl_loss_estimator,
         )
@@ -110,6 +116,8 @@ class PolicyTrainer:
         probe. ``ref_logprobs`` is given where the loss has a KL term.
         """
 
+        loss_config = self._loss_config()
+
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             batch = own.batch
             new_logprobs, entropy = self._logprobs(logits, batch.targets)
@@ -121,7 +129,7 @@ class PolicyTrainer:
                 advantages=batch.advantages,
                 response_mask=batch.response_mask,
             )
-            output = compute_policy_loss(inputs, self._loss_config)
+            output = compute_policy_loss(inputs, loss_config)
             return output.total, output.num_tokens.int(), output.metrics
 
         sums = accumulate_gradients(self.policy, batches, loss)

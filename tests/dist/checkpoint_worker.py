@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -29,11 +28,11 @@ from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
-from pipelines.learner import Learner
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.probes import StepProbe, _owned_range
-from pipelines.megatron.runtime import Runtime, build_layout, start_runtime, stop_runtime
+from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 
@@ -90,11 +89,13 @@ CASES: dict[str, dict[str, Any]] = {
     "critic-warmup": {"model": DENSE, **WARMUP},
     "adaptive-kl": {"model": DENSE, **ADAPTIVE_KL},
 }
-# A rate that changes with every update shows a schedule that is off by one.
+# A rate that changes with every update shows a schedule that is off by one. Adam turns rounding in a gradient that is
+# 0, as that of a key's bias, into an update of up to lr / eps times as much.
 TRAINING = {
-    "micro_batch_size": 1,
+    "micro_batch_size": 2,
     "global_batch_size": 8,
     "lr": 1e-3,
+    "adam_eps": 1e-5,
     "lr_decay_style": "linear",
     "lr_warmup_iters": 2,
     "lr_decay_iters": 20,
@@ -232,9 +233,10 @@ def write_facts(folder: Path, learner: Learner, **further: object) -> None:
 def save_case(root: Path, task: str) -> None:
     """Train, save, go on."""
     folder = root / task
+    folder.mkdir(parents=True, exist_ok=True)
     config = config_of(*task.split("/"))
     learner = build_learner(config)
-    train(learner, 0, folder / "first")
+    learner.train_step(random_batch(SEED, longest=LONGEST_ROW))
     torch.manual_seed(17)  # a state that no start of a run has
     write_state(learner, folder / "state")
     state = RunState(
@@ -272,11 +274,11 @@ def main() -> None:
     torch.set_num_threads(1)
     first = tasks[0].split("/")
     start_runtime(config_of(first[0], first[1], first[2].split(">")[-1]).parallel, seed=SEED)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     for task in tasks:
         (load_case if ">" in task else save_case)(root, task)
         dist.barrier()
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     stop_runtime()
 
 

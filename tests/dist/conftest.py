@@ -15,9 +15,9 @@ LAYOUTS = ("tp2-pp2", "pp2-dp2", "tp2-dp2-sp")
 FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(num_ranks: int, folder: Path, layouts: tuple[str, ...]) -> None:
-    """Run the worker; where any rank fails, the launcher ends the others and the test shows the log."""
-    worker = ("-m", "tests.dist.worker", str(folder), *layouts)
+def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str = "tests.dist.worker") -> None:
+    """Run a worker; where any rank fails, the launcher ends the others and the test shows the log."""
+    worker = ("-m", module, str(folder), *tasks)
     if num_ranks == 1:
         argv, env = (sys.executable, *worker), {**FIXED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     else:

@@ -34,6 +34,7 @@ from pipelines.megatron.expert_router import all_reduce_router_sums, attach_rout
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
 from pipelines.megatron.host_device import use_host_device
 from pipelines.megatron.norm import TorchNorm
+from pipelines.megatron.runtime import leave_layout
 
 HIDDEN, EXPERTS, LENGTH, VOCAB = 8, 4, 8, 16
 LEARNING_RATE = 1e-2
@@ -291,7 +292,7 @@ def gpt_loss(case: Case, network: torch.nn.Module, batch: Batch) -> torch.Tensor
 def join(parallel: ParallelConfig) -> None:
     """Megatron's groups, made anew in the same process group."""
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
@@ -356,7 +357,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     for name, case in CASES.items():
         run_case(Path(sys.argv[1]) / name, case)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     dist.destroy_process_group()
 
 

@@ -7,32 +7,26 @@ writes its digest to ``FOLDER/{layout}/{model}``; rank 0 writes the batch too. N
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
-from mock_scheduler.launcher import LaunchPlan, run_plan
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo, encode_step
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.runtime import Runtime, build_layout, start_runtime, stop_runtime
+from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.messages import FIRST_WORDS, ForwardPass, ReplicaChannel
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT
 
 ONE_RANK = "tp1"
 SMALL = {"num_layers": 4, "hidden_size": 32, "init_method_std": 0.08}
@@ -105,7 +99,7 @@ def join_layout(config: PipelineConfig) -> Runtime:
     """This rank's place in the layout; Megatron's groups are made anew in the same process group."""
     if not dist.is_initialized():
         return start_runtime(config.parallel, seed=config.seed)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return build_layout(config.parallel, seed=config.seed)
 
 
@@ -147,46 +141,28 @@ def play_layout(root: Path, layout: str, model: str) -> None:
     if trainer.runtime.is_writer:
         save_batch(folder / "rows.safetensors", batch)
     dist.barrier()
-    facts = {"digest": batch.digest(), "metrics": scheduler.collect_metrics(), "ledger": ledger.as_dict()}
+    facts = {
+        "digest": batch.digest(),
+        "metrics": scheduler.collect_metrics(),
+        "ledger": ledger.as_dict(),
+        "hears_leader": hears_leader(trainer.runtime),
+    }
     (folder / f"rank_{trainer.runtime.global_rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def tell_replica(root: Path, layout: str) -> None:
-    """What every rank of a replica has of what its leader said: a short pass, a long one, and that it is done."""
-    runtime = join_layout(rollout_config(MODELS["rope"], parse_layout(layout)))
+def hears_leader(runtime: Runtime) -> bool:
+    """Whether this rank has what its replica's leader said: a short pass, a long one, and that it is done."""
     channel = ReplicaChannel(runtime)
     told = [
         ForwardPass(kept=[0, 2], starts=[3, 4], tokens=[[5], [6, 7]], uniforms=[0.25, 0.1]),
         ForwardPass(kept=None, starts=[0], tokens=[list(range(2 * FIRST_WORDS))], uniforms=[0.5]),
         None,
     ]
-    if runtime.is_leader:
-        for item in told:
-            channel.send(item)
-    else:
-        assert [channel.receive() for _ in told] == told
-    (root / layout / f"told_{runtime.global_rank}").touch()
-
-
-def launch(num_ranks: int, module: str, folder: Path, *arguments: str) -> None:
-    """``python -m MODULE FOLDER ARGUMENTS`` in new processes; where one fails, all end and the log is shown."""
-    worker = ("-m", module, str(folder), *arguments)
-    environ = {**DETERMINISTIC, "PYTHONWARNINGS": "ignore"}
-    log_path = folder / f"{num_ranks}.log"
-    if num_ranks == 1:
-        finished = subprocess.run(
-            [sys.executable, *worker], cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True,
-            timeout=240.0, check=False,
-        )  # fmt: skip
-        assert finished.returncode == 0, (finished.stdout + finished.stderr)[-6000:]
-        return
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-    torchrun = ("--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
-    argv = (sys.executable, "-m", "mock_scheduler.launcher", str(folder), *torchrun, *worker)
-    own = {name: environ[name] for name in environ if name not in ("RANK", "WORLD_SIZE")}
-    plan = LaunchPlan(argv=argv, env=own, num_processes=num_ranks, world_size=num_ranks)
-    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)
-    assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
+    if not runtime.is_leader:
+        return [channel.receive() for _ in told] == told
+    for item in told:
+        channel.send(item)
+    return True
 
 
 def main() -> None:
@@ -196,8 +172,6 @@ def main() -> None:
     for layout in layouts:
         for model in models_of(layout):
             play_layout(root, layout, model)
-        if layout != ONE_RANK:
-            tell_replica(root, layout)
     stop_runtime()
 
 

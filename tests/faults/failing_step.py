@@ -14,28 +14,28 @@ def plant(fired: Fired) -> None:
     """Refuse to store step 1, fail at its training, and say when the real scheduler is closed."""
     from mock_scheduler.errors import RecordingError
     from mock_scheduler.recording.storage.local import LocalStorage
-    from pipelines.megatron.trainer import PolicyTrainer
+    from pipelines.megatron.learner import Learner
     from pipelines.rollout.scheduler import AgenticRolloutScheduler
 
-    publish, train_step, close = LocalStorage.publish, PolicyTrainer.train_step, AgenticRolloutScheduler.close
+    publish, train_step, close = LocalStorage.publish, Learner.train_step, AgenticRolloutScheduler.close
 
     def refuse_step_1(storage: LocalStorage, name: str, *arguments: Any) -> int:  # noqa: ANN401 - passed on
         if "step_000001" in name:
             raise RecordingError(f"{name}: no space left on device")
         return publish(storage, name, *arguments)
 
-    def fail_at_step_1(trainer: PolicyTrainer, *arguments: Any, **named: Any) -> dict[str, float]:  # noqa: ANN401
+    def fail_at_step_1(learner: Learner, *arguments: Any, **named: Any) -> dict[str, float]:  # noqa: ANN401
         fired.count += 1
         if fired.count == 2:
             raise RuntimeError("the step failed")
-        return train_step(trainer, *arguments, **named)
+        return train_step(learner, *arguments, **named)
 
     def close_and_say(scheduler: AgenticRolloutScheduler) -> None:
         close(scheduler)
         print("the real scheduler was closed")
 
     LocalStorage.publish = refuse_step_1
-    PolicyTrainer.train_step = fail_at_step_1
+    Learner.train_step = fail_at_step_1
     AgenticRolloutScheduler.close = close_and_say
 
 

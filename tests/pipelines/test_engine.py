@@ -21,8 +21,9 @@ from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.runtime import Runtime
 from pipelines.rollout.cached_policy import CachedPolicy, place_tokens
 from pipelines.rollout.messages import FIRST_WORDS, ForwardPass
-from tests.dist.rollout_worker import launch, rollout_config
-from tests.pipelines.engine_worker import ARGS, CASES, MODELS, parse_layout
+from tests.dist.conftest import launch
+from tests.dist.rollout_worker import MODELS, parse_layout, rollout_config
+from tests.pipelines.engine_worker import ARGS, CASES
 
 ROUNDING = {"": 1e-6, " float64": 1e-12}
 """Logits of a few units, summed in another order."""
@@ -34,7 +35,7 @@ ACTIONS = range(2, 6)
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which the worker has written."""
     folder = tmp_path_factory.mktemp("engine")
-    launch(1, "tests.pipelines.engine_worker", folder)
+    launch(1, folder, (), module="tests.pipelines.engine_worker")
     return folder
 
 

@@ -100,6 +100,7 @@ KEEPING: dict[str, object] = {
     "rotary_base": 1000,
     "make_vocab_size_divisible_by": 128,
     "transformer_impl": "transformer_engine",
+    "attention_backend": "flash",
     "vocab_size": 128,  # the argument counts, which is what is in effect
 }
 # The same on a model with experts, whose fields have no effect without.

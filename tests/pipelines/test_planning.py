@@ -120,10 +120,10 @@ def test_a_folder_without_run_state_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_state_is_read_back(tmp_path: Path) -> None:
-    content = {"next_step": 3, "mode": "mock", "fixed": {"seed": 7}, "scheduler": {"policy_version": 2}}
+    content = {"next_step": 3, "mode": "mock", "fixed": {"seed": 7}, "scheduler": {"policy_version": 2}, "learner": {}}
     (tmp_path / "run_state.json").write_text(json.dumps(content), encoding="utf-8")
     assert read_run_state(tmp_path) == RunState(
-        next_step=3, mode="mock", fixed={"seed": 7}, scheduler={"policy_version": 2}
+        next_step=3, mode="mock", fixed={"seed": 7}, scheduler={"policy_version": 2}, learner={}
     )
 
 
@@ -134,7 +134,7 @@ def test_a_run_state_is_read_back(tmp_path: Path) -> None:
         ("[1]", "it is of type list, expected an object"),
         (
             '{"next_step": "3", "fixed": {}, "scheduler": null}',
-            'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object',
+            'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object; learner is missing',
         ),
     ],
 )
@@ -157,12 +157,11 @@ def test_every_setting_that_a_checkpoint_does_not_fit_is_refused_at_once() -> No
     """Only the seed was compared; another model failed inside Megatron, and another precision or kind of optimizer
     loaded what was not there.
     """
-    state = RunState(next_step=1, mode="real", fixed=settings_of(), scheduler={})
+    state = RunState(next_step=1, mode="real", fixed=settings_of(), scheduler={}, learner={})
     check_same_settings(Path("c"), state, settings_of(model={"vocab_size": 69}, max_steps=3, training={"lr": 0.1}))
     other = settings_of(
         seed=7,
         precision="bfloat16",
-        training={"use_distributed_optimizer": False},
         model={"num_layers": 4, "vocab_size": 70},
     )
     with pytest.raises(ConfigError) as caught:
@@ -172,7 +171,6 @@ def test_every_setting_that_a_checkpoint_does_not_fit_is_refused_at_once() -> No
         "or samples follow from:\n"
         "  - seed: the checkpoint has 42, this run has 7\n"
         '  - precision: the checkpoint has "float32", this run has "bfloat16"\n'
-        "  - training.use_distributed_optimizer: the checkpoint has true, this run has false\n"
         "  - model.num_layers: the checkpoint has 2, this run has 4\n"
         "  - model.vocab_size: the checkpoint has 69, this run has 70\n"
         "Set them as they were, or start a new run."

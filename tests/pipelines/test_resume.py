@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.errors import ConfigError
+from pipelines import run
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command
 
@@ -56,7 +61,7 @@ def test_a_checkpoint_of_a_mock_run_says_so_and_where_it_stands(resumed: Path) -
     state = read_json(resumed / "whole" / "checkpoints" / "step_000001" / "run_state.json")
     assert (state["next_step"], state["mode"]) == (1, "mock")
     fixed = {name: value for name, value in state["fixed"].items() if not name.startswith("model.")}
-    assert fixed == {"seed": 42, "precision": "float32", "training.use_distributed_optimizer": True}
+    assert fixed == {"seed": 42, "precision": "float32", "models": ["policy"]}
     assert state["fixed"]["model.vocab_size"] == 69
     assert state["scheduler"] == {
         "mode": "mock",
@@ -94,6 +99,22 @@ def test_a_run_of_another_kind_is_refused_before_anything_is_built(resumed: Path
         "Set them as they were, or start a new run."
     )
     assert sorted(path.name for path in (resumed / "other").iterdir()) == ["error.json"]
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused_before_anything_is_built(resumed: Path, tmp_path: Path) -> None:
+    """It failed inside Megatron, after all models were built."""
+    checkpoint = Path(shutil.copytree(resumed / "whole" / "checkpoints" / "step_000001", tmp_path / "step_000001"))
+    size = (checkpoint / "policy" / "common.pt").stat().st_size
+    (checkpoint / "policy" / "common.pt").unlink()
+    values = yaml.safe_load((resumed / "whole" / "config.yaml").read_text(encoding="utf-8"))
+    config = PipelineConfig.model_validate({**values, "resume_from_checkpoint": str(checkpoint)})
+    with pytest.raises(ConfigError) as caught:
+        run._read_resumed_state(config, vocab_size=69)
+    assert str(caught.value) == (
+        f"resume_from_checkpoint: {checkpoint} is not whole:\n"
+        f"  - policy/common.pt: written with {size} bytes, found missing\n"
+        "Copy it again from where it was written, or resume from another checkpoint."
+    )
 
 
 def test_the_resumed_step_has_the_same_gradients_and_parameters_to_the_bit(resumed: Path) -> None:

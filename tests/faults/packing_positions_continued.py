@@ -1,0 +1,34 @@
+"""A planted fault: positions run on through a packed line, instead of starting from 0 with every row.
+
+Rows still attend within themselves. Rotary embeddings turn queries and keys by the difference of positions, so that
+with them alone nothing changes but rounding; it is learned positions that show the fault. Run as the ``entry`` of an
+alignment candidate.
+"""
+
+from __future__ import annotations
+
+from tests.faults.harness import Fired, run_with_fault
+
+
+def plant(fired: Fired) -> None:
+    """Give the model the columns of the line as positions."""
+    from dataclasses import replace
+
+    import torch
+
+    from pipelines import learner
+    from pipelines.megatron.places import OwnBatch, own_batch
+    from pipelines.megatron.runtime import Runtime
+    from pipelines.micro_batches import MicroBatch
+
+    def own_batch_by_column(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
+        own = own_batch(batch, runtime)
+        columns = torch.arange(batch.tokens.shape[1], device=runtime.device).expand_as(own.inputs.tokens)
+        fired.count += 1
+        return replace(own, inputs=replace(own.inputs, positions=columns))
+
+    learner.own_batch = own_batch_by_column
+
+
+if __name__ == "__main__":
+    run_with_fault(plant)

@@ -1,0 +1,105 @@
+"""What the GPU tests of training run, each case in a process: ``python -m tests.gpu.training_worker FOLDER CASE``.
+
+A case is ``impl-precision`` with words behind it, as ``local-bfloat16-repeat``: the first run of a pair or the second
+(``repeat``), without deterministic settings (``free``), or only the last step from the checkpoint of the first run
+(``resumed``). Each trains three steps of two updates on rows that follow from a seed, and writes metrics, a trace of
+all gradients and parameters, and the settings read back to ``FOLDER/{case}``. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.guard import apply_deterministic_mode
+from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
+from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.runtime import start_runtime, stop_runtime
+
+SEED, NUM_STEPS, LONGEST_ROW = 42, 3, 120
+FACTS_FILE = "facts.json"
+# Heads of 64 and sizes in multiples of 64: what the kernels of a GPU are made for.
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 512,
+    "qk_layernorm": True,
+    "rotary_base": 10000,
+    "init_method_std": 0.05,
+    "vocab_size": VOCAB_SIZE,
+    "make_vocab_size_divisible_by": 64,
+}
+
+
+def build_config(impl: str, precision: str) -> PipelineConfig:
+    """Two updates of eight rows per step."""
+    groups = {"num_env_groups": NUM_GROUPS, "group_size": GROUP_SIZE}
+    return PipelineConfig.model_validate(
+        {
+            "exp_name": "gpu",
+            "seed": SEED,
+            "max_steps": NUM_STEPS,
+            "rollout_batch_size": NUM_GROUPS * GROUP_SIZE,
+            "val_batch_size": NUM_GROUPS * GROUP_SIZE,
+            "sequence_length": 128,
+            "precision": precision,
+            "use_kl_loss": True,
+            "model": {**MODEL, "transformer_impl": impl},
+            "training": {"micro_batch_size": 2, "global_batch_size": 8, "sequence_multiple_of": 64, "lr": 1e-4},
+            "actor_infer": {"only_action_tokens": True},
+            "train_env_manager": groups,
+            "val_env_manager": groups,
+        }
+    )
+
+
+def train(learner: Learner, step: int, folder: Path) -> dict[str, float]:
+    """One step, traced."""
+    probe = StepProbe(list(learner.models.values()), learner.runtime, folder, step=step)
+    metrics = learner.train_step(random_batch(SEED + step, longest=LONGEST_ROW), step=step, probe=probe)
+    probe.save()
+    return metrics
+
+
+def main() -> None:
+    """One case."""
+    root, case = Path(sys.argv[1]), sys.argv[2]
+    impl, precision, *words = case.split("-")
+    folder, checkpoint = root / case, root / f"{impl}-{precision}" / "checkpoint"
+    folder.mkdir(parents=True)
+    apply_deterministic_mode(os.environ)
+    config = build_config(impl, precision)
+    runtime = start_runtime(config.parallel, seed=SEED)
+    learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
+    first_step, metrics = 0, {}
+    if "resumed" in words:
+        state = read_run_state(checkpoint)
+        load_checkpoint(checkpoint, learner, state)
+        first_step = state.next_step
+    for step in range(first_step, NUM_STEPS):
+        metrics[step] = train(learner, step, folder)
+        if not words and step == NUM_STEPS - 2:
+            fixed = fixed_settings(config, vocab_size=VOCAB_SIZE)
+            state = RunState(next_step=step + 1, mode="real", fixed=fixed, scheduler={}, learner=learner.state_dict())
+            save_checkpoint(checkpoint, learner, state)
+    facts = {
+        "metrics": metrics,
+        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+        "device": runtime.device.type,
+        "optimizer": type(learner.policy.policy.optimizers[0].optimizer).__module__.split(".")[0],
+    }
+    (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()
