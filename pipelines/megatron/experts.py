@@ -11,6 +11,7 @@ which is the model's expert ep_rank · E / ep + I) and ``shared_experts.linear_f
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -61,7 +62,7 @@ def _is_not_about_mlp_type(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Unknown MLP type")
 
 
-def expert_mlp_spec(model: ModelConfig) -> ModuleSpec:
+def expert_mlp_spec(model: ModelConfig) -> ModuleSpec | functools.partial[MoELayer]:
     """The ``mlp`` of a layer with experts: Megatron's, with our layer and router unless its own are asked for."""
     define_router_gemm()
     spec = get_moe_module_spec(
@@ -70,6 +71,9 @@ def expert_mlp_spec(model: ModelConfig) -> ModuleSpec:
     if model.moe_router_impl == "megatron":
         return spec
     logging.getLogger(transformer_layer.__name__).addFilter(_is_not_about_mlp_type)
+    if isinstance(spec, functools.partial):  # from megatron-core 0.19 on
+        submodules = replace(spec.keywords["submodules"], router=LayoutInvariantRouter)
+        return functools.partial(RowMoELayer, submodules=submodules)
     return replace(spec, module=RowMoELayer, submodules=replace(spec.submodules, router=LayoutInvariantRouter))
 
 

@@ -134,7 +134,8 @@ def test_a_run_state_is_read_back(tmp_path: Path) -> None:
         ("[1]", "it is of type list, expected an object"),
         (
             '{"next_step": "3", "fixed": {}, "scheduler": null}',
-            'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object; learner is missing',
+            'next_step is "3", should be a step; mode is missing; scheduler is null, should be an object; '
+            "learner is missing",
         ),
     ],
 )

@@ -201,7 +201,8 @@ def test_a_board_without_a_puzzle_is_refused_with_its_settings() -> None:
         generate_puzzle(settings_of(size=4), split="all", seed=0)
     assert str(caught.value) == (
         "sokoban: 1000 random layouts gave no puzzle for size 4, num_boxes 1, min_solution 1, "
-        "max_solution 10, held_out_fraction 0.0 (split 'all'): set a larger size, fewer boxes, or another held_out_fraction"
+        "max_solution 10, held_out_fraction 0.0 "
+        "(split 'all'): set a larger size, fewer boxes, or another held_out_fraction"
     )
 
 
