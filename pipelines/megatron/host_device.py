@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 HOST = torch.device("cpu")
 
 # ``DistributedOptimizer`` and the gradient clipping refuse a type that they do not list, and they list no float64: a
-# float64 tensor passes as what they call full precision. What they then do to it keeps its dtype, but for one place:
-# see ``_install_full_precision_gradients``.
+# float64 tensor passes as what they call full precision (``full_precision`` keeps it what it is).
 _CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float64: "torch.cuda.FloatTensor",
@@ -69,21 +68,6 @@ class HostDeviceMode(TorchFunctionMode):
             kwargs = {**kwargs, "device": HOST}
         if func is torch.Tensor.to:
             args = [HOST if _is_cuda(argument) else argument for argument in args]
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-class _Float64StaysMode(TorchFunctionMode):
-    """Lets ``Tensor.float()`` return a float64 tensor as it is."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
-        if func is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -188,20 +172,6 @@ def _install_split_sizes() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
 
 
-def _install_full_precision_gradients() -> None:
-    """Let ``DistributedOptimizer`` take float64 gradients as they are: it converts all to float32 (0.16.1)."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    copy = DistributedOptimizer._copy_model_grads_to_main_grads
-
-    @functools.wraps(copy)
-    def copy_without_narrowing(optimizer: DistributedOptimizer) -> None:
-        with _Float64StaysMode():
-            copy(optimizer)
-
-    DistributedOptimizer._copy_model_grads_to_main_grads = copy_without_narrowing
-
-
 def define_router_gemm() -> None:
     """Say that there is no TransformerEngine GEMM for routers where Megatron-core left its name undefined.
 
@@ -227,5 +197,4 @@ def use_host_device() -> None:
     _install_random_tracker()
     _install_backward()
     _install_split_sizes()
-    _install_full_precision_gradients()
     HostDeviceMode().__enter__()

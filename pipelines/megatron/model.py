@@ -26,6 +26,7 @@ from mock_scheduler.config.schema import ModelConfig, PipelineConfig, TrainingCo
 from mock_scheduler.errors import ConfigError
 from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
+from pipelines.megatron.full_precision import finalize_wide
 from pipelines.megatron.host_device import has_cuda
 from pipelines.megatron.norm import TorchNorm
 from pipelines.megatron.repairs import repair_layers
@@ -88,16 +89,11 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
         persist_layer_norm=False,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         calculate_per_token_loss=training.calculate_per_token_loss,
-        finalize_model_grads_func=_finalize_wide if dtype is torch.float64 else finalize_model_grads,
+        finalize_model_grads_func=finalize_wide if dtype is torch.float64 else finalize_model_grads,
         **_recomputation(training),
         # Lengths that vary need a dispatcher that takes them, which Megatron asks of models without experts too.
         **{"moe_token_dispatcher_type": "alltoall", **moe_config_fields(model, parallel, dtype)},
     )
-
-
-def _finalize_wide(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
-    """Megatron's reduction of gradients; by an int count of tokens it divides in float32, by a float64 one as wide."""
-    finalize_model_grads(chunks, None if num_tokens is None else num_tokens.double(), **kwargs)
 
 
 def _recomputation(training: TrainingConfig) -> dict[str, object]:

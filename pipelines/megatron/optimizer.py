@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer import optimizer as megatron_optimizer
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mock_scheduler.config.schema import PipelineConfig
+from pipelines.megatron.full_precision import prepare_optimizer
 from pipelines.megatron.model import DTYPES
 
 
 def build_optimizer(config: PipelineConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's Adam over the gradient buffers of a model's chunks."""
     training, dtype = config.training, DTYPES[config.precision]
-    megatron_optimizer.get_grad_norm_fp32 = wide_gradient_norm if dtype is torch.float64 else get_grad_norm_fp32
+    prepare_optimizer(dtype)
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -38,25 +36,6 @@ def build_optimizer(config: PipelineConfig, chunks: Sequence[DistributedDataPara
         ),
         list(chunks),
     )
-
-
-def wide_gradient_norm(
-    grads_for_norm: list[torch.Tensor] | torch.Tensor,
-    norm_type: float = 2.0,
-    grad_stats_parallel_group: dist.ProcessGroup | None = None,
-) -> float:
-    """The 2-norm of float64 gradients, in float64; in the place of ``get_grad_norm_fp32``, which narrows to float32.
-
-    Its error of 6e-8 would go through the clip factor into every parameter of a float64 run. Collective.
-    """
-    if float(norm_type) != 2.0:
-        raise ValueError(f"norm_type is {norm_type}; only the 2-norm is clipped by")
-    grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
-    total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
-    for grad in grads:
-        total += grad.double().square().sum()
-    dist.all_reduce(total, group=grad_stats_parallel_group)
-    return float(total.sqrt())
 
 
 class LearningRateSchedule(OptimizerParamScheduler):

@@ -1,0 +1,100 @@
+"""Keeps a float64 run in float64 where Megatron-core (0.16.1, 0.19.2) narrows to float32 or knows no such type.
+
+Megatron's optimizers list the types they take and float64 is none of them; gradients are converted on the way to the
+optimizer, their norm is taken in float32, and so is the division by the number of tokens. A float64 run is there to
+tell rounding from a wrong computation: one step in float32 would leave 1e-8 of everything behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.overrides import TorchFunctionMode
+
+from pipelines.megatron.host_device import has_cuda
+
+_FULL_PRECISION = "torch.cuda.FloatTensor"
+
+
+class _Float64TypeMode(TorchFunctionMode):
+    """Lets ``Tensor.type()`` call a float64 tensor what Megatron calls full precision."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
+            return _FULL_PRECISION
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _Float64StaysMode(TorchFunctionMode):
+    """Lets ``Tensor.float()`` return a float64 tensor as it is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
+        if func is torch.Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+@functools.cache
+def _install() -> None:
+    """What a float64 run needs and no other is touched by; installed once, and left on."""
+    copy = DistributedOptimizer._copy_model_grads_to_main_grads
+
+    @functools.wraps(copy)
+    def copy_without_narrowing(optimizer: DistributedOptimizer) -> None:
+        with _Float64StaysMode():
+            copy(optimizer)
+
+    DistributedOptimizer._copy_model_grads_to_main_grads = copy_without_narrowing
+    if has_cuda():  # without, ``HostDeviceMode`` answers for every type
+        _Float64TypeMode().__enter__()
+
+
+def prepare_optimizer(dtype: torch.dtype) -> None:
+    """Let Megatron build and run optimizers of parameters of this dtype; before the first is built."""
+    if dtype is torch.float64:
+        _install()
+    megatron_optimizer.get_grad_norm_fp32 = wide_gradient_norm if dtype is torch.float64 else get_grad_norm_fp32
+
+
+def wide_gradient_norm(
+    grads_for_norm: list[torch.Tensor] | torch.Tensor,
+    norm_type: float = 2.0,
+    grad_stats_parallel_group: dist.ProcessGroup | None = None,
+) -> float:
+    """The 2-norm of float64 gradients, in float64; in the place of ``get_grad_norm_fp32``, which narrows to float32.
+
+    Its error of 6e-8 would go through the clip factor into every parameter. Collective.
+    """
+    if float(norm_type) != 2.0:
+        raise ValueError(f"norm_type is {norm_type}; only the 2-norm is clipped by")
+    grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
+    total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+    for grad in grads:
+        total += grad.double().square().sum()
+    dist.all_reduce(total, group=grad_stats_parallel_group)
+    return float(total.sqrt())
+
+
+def finalize_wide(chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
+    """Megatron's reduction of gradients; by an int count of tokens it divides in float32, by a float64 one as wide."""
+    finalize_model_grads(chunks, None if num_tokens is None else num_tokens.double(), **kwargs)
