@@ -1,7 +1,8 @@
 """Keeps a float64 run in float64 where Megatron-core (0.16.1, 0.19.2) narrows to float32 or knows no such type.
 
 Megatron's optimizers list the types they take and float64 is none of them; gradients are converted on the way to the
-optimizer, their norm is taken in float32, and so is the division by the number of tokens. A float64 run is there to
+optimizer, their norm is taken in float32, and so are the division by the number of tokens and the angles of the rotary
+embedding. A float64 run is there to
 tell rounding from a wrong computation: one step in float32 would leave 1e-8 of everything behind it.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -74,6 +76,13 @@ def prepare_optimizer(dtype: torch.dtype) -> None:
     if dtype is torch.float64:
         _install()
     megatron_optimizer.get_grad_norm_fp32 = wide_gradient_norm if dtype is torch.float64 else get_grad_norm_fp32
+
+
+def widen_rotary(embedding: RotaryEmbedding, *, rotary_base: int) -> None:
+    """Let the angles of a rotary embedding be float64: Megatron's frequencies are float32, and so are their cosines."""
+    size = 2 * len(embedding.inv_freq)
+    exponents = torch.arange(0, size, 2, dtype=torch.float64, device=embedding.inv_freq.device) / size
+    embedding.inv_freq = 1.0 / rotary_base**exponents
 
 
 def wide_gradient_norm(

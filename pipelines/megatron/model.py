@@ -26,7 +26,7 @@ from mock_scheduler.config.schema import ModelConfig, PipelineConfig, TrainingCo
 from mock_scheduler.errors import ConfigError
 from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
-from pipelines.megatron.full_precision import finalize_wide
+from pipelines.megatron.full_precision import finalize_wide, widen_rotary
 from pipelines.megatron.host_device import has_cuda
 from pipelines.megatron.norm import TorchNorm
 from pipelines.megatron.repairs import repair_layers
@@ -228,6 +228,8 @@ def _build_chunk(
         gpt.output_layer = ValueHead(transformer_config)
     if model.position_embedding_type == "rope" and model.transformer_impl == "local":
         gpt.rotary_pos_emb = RowRotaryEmbedding(gpt.rotary_pos_emb, num_positions=num_positions(config))
+        if transformer_config.params_dtype is torch.float64:
+            widen_rotary(gpt.rotary_pos_emb.inner, rotary_base=model.rotary_base)
     repair_layers(gpt)
     if model.position_embedding_type == "learned_absolute" and gpt.pre_process:
         # Megatron makes them in float32, whatever the model's dtype.
