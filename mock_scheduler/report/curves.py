@@ -24,6 +24,9 @@ _NUM_LISTED = 40
 _DEFAULT_METRICS = ("success", "val/success", "entropy", "grad_norm")
 
 
+_LEGEND_PX = 45  # below plotly's own buttons
+
+
 def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: Path) -> None:
     """Write one panel per metric with a curve per run; ``metrics`` are names as in ``metrics.jsonl``.
 
@@ -46,12 +49,14 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
                 col=index % columns + 1,
             )
     figure.update_xaxes(title_text="step")
+    height = 340 * rows + 40
     figure.update_layout(
         template="plotly_white",
-        height=340 * rows,
+        height=height,
         width=960,
-        legend={"orientation": "h", "y": 1.1},
-        margin={"t": 90, "r": 20},
+        # From the top of the page, so that it stays above the titles however many panels there are.
+        legend={"orientation": "h", "yref": "container", "y": 1 - _LEGEND_PX / height, "yanchor": "top"},
+        margin={"t": 110, "r": 20},
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.write_html(output, include_plotlyjs=True, full_html=True)
