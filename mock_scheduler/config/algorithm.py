@@ -52,4 +52,36 @@ class KlInRewardConfig(ConfigSection):
             raise ValueError("target and horizon belong together: set both for an adaptive coefficient, or neither")
         if self.target is not None and self.coef == 0:
             raise ValueError("target has no effect with coef 0; set the coefficient to begin with")
+        if self.estimator != "k1" and self.coef == 0:
+            raise ValueError(
+                f"estimator {self.estimator} has no effect with coef 0, which takes no penalty off the reward; set "
+                "coef above 0, or leave the estimator out"
+            )
         return self
+
+
+def check_critic(critic: CriticConfig, *, estimator: AdvantageEstimator, min_lr: float, max_steps: int) -> None:
+    """Refuse critic settings that cannot take effect, or leave the policy untrained.
+
+    Raises:
+        ValueError: says which keys, and what to set.
+    """
+    if estimator != "gae":
+        given, default = critic.model_dump(), CriticConfig().model_dump()
+        changed = ", ".join(f"critic.{key} {value}" for key, value in given.items() if value != default[key])
+        if changed:
+            raise ValueError(
+                f"adv_estimator {estimator} leaves these keys without effect: {changed}; set adv_estimator=gae, which "
+                "alone has a critic, or leave them out"
+            )
+        return
+    if min_lr > critic.lr:
+        raise ValueError(
+            f"training.min_lr {min_lr} is larger than critic.lr {critic.lr}, and both models decay to the one min_lr; "
+            f"set training.min_lr to at most {critic.lr}, or raise critic.lr"
+        )
+    if critic.warmup_steps >= max_steps:
+        raise ValueError(
+            f"critic.warmup_steps {critic.warmup_steps} leaves no step of max_steps {max_steps} in which the policy is "
+            f"trained; set it to at most {max_steps - 1}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -49,7 +49,7 @@ class EnvManagerConfig(ConfigSection):
 
 
 class FrozenLakeEnvConfig(ConfigSection):
-    """Gymnasium's FrozenLake: a fixed map by name, or random maps of ``size`` with frozen fraction ``p``.
+    """Gymnasium's FrozenLake: a fixed map by name, or else random maps of ``size`` with frozen fraction ``p``.
 
     ``held_out_fraction``: the part of all maps, by their content, that training never plays and that validation plays
     alone; 0 makes no difference between the two.
@@ -62,6 +62,23 @@ class FrozenLakeEnvConfig(ConfigSection):
     format_penalty: float = -0.01
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
+    @model_validator(mode="after")
+    def _check_named_map(self) -> FrozenLakeEnvConfig:
+        if self.map_name is None:
+            return self
+        changed = _changed(self, ("size", "p"))
+        if changed:
+            raise ValueError(
+                f"map_name {self.map_name} is a map of its own, on which {changed} would have no effect; set "
+                f"map_name: null for random maps of size {self.size}"
+            )
+        if self.held_out_fraction > 0:
+            raise ValueError(
+                f"held_out_fraction {self.held_out_fraction} needs random maps, and map_name {self.map_name} is one "
+                "map; set map_name: null, or held_out_fraction: 0"
+            )
+        return self
+
 
 class SokobanEnvConfig(ConfigSection):
     """Seeded, solvable Sokoban puzzles on a board of ``size`` × ``size``, walls around it included.
@@ -69,11 +86,11 @@ class SokobanEnvConfig(ConfigSection):
     Rewards are gym-sokoban's: ``step_penalty`` for every turn, ``box_reward`` for a box that comes to a target, minus
     it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for that and
     nothing else. ``format_penalty`` is added for a turn that is no action, in any case. ``min_solution`` and
-    ``max_solution``: moves of the shortest solution, the least and the most; a board of size 4 has no puzzle.
+    ``max_solution``: moves of the shortest solution, the least and the most. A board smaller than 5 has no puzzle.
     ``show_walls_around``: tokens for the outer wall, which never changes, too. ``held_out_fraction``: as of FrozenLake.
     """
 
-    size: Annotated[int, Field(ge=4, le=10)] = 6
+    size: Annotated[int, Field(ge=5, le=10)] = 6
     num_boxes: Annotated[int, Field(ge=1, le=4)] = 1
     min_solution: PositiveInt = 1
     max_solution: PositiveInt = 10
@@ -90,6 +107,23 @@ class SokobanEnvConfig(ConfigSection):
         if self.min_solution > self.max_solution:
             raise ValueError(f"min_solution {self.min_solution} is larger than max_solution {self.max_solution}")
         return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> SokobanEnvConfig:
+        changed = _changed(self, ("step_penalty", "box_reward", "solved_reward"))
+        if self.sparse_reward and changed:
+            raise ValueError(
+                f"sparse_reward gives 1 for a solved puzzle and nothing else, so that {changed} would have no effect; "
+                "set sparse_reward: false, or leave the other rewards out"
+            )
+        return self
+
+
+def _changed(section: ConfigSection, names: Sequence[str]) -> str:
+    """Those of the keys that differ from their defaults, as ``size 3, p 0.9``."""
+    values = {name: getattr(section, name) for name in names}
+    fields = type(section).model_fields
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value != fields[name].default)
 
 
 ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig]] = {
@@ -142,3 +176,25 @@ class CustomEnvConfig(ConfigSection):
         if not isinstance(self.env_config, ENV_CONFIGS[self.env_type]):
             raise ValueError(f"env_config has the settings of another type than env_type {self.env_type}")
         return self
+
+
+def check_held_out(envs: Mapping[str, CustomEnvConfig], *, train_tags: Sequence[str], val_tags: Sequence[str]) -> None:
+    """Refuse a validation of held-out layouts that training may play.
+
+    A layout is held out where its digest is in the lowest ``held_out_fraction`` of all, so that a smaller fraction
+    holds out some of what a larger one does.
+
+    Raises:
+        ValueError: names both tags with their fractions, and says what to set.
+    """
+    for val_tag in val_tags:
+        for train_tag in train_tags:
+            trained, validated = envs[train_tag], envs[val_tag]
+            ours, theirs = trained.env_config.held_out_fraction, validated.env_config.held_out_fraction
+            if trained.env_type == validated.env_type and theirs > ours:
+                raise ValueError(
+                    f"custom_envs.{val_tag}.env_config.held_out_fraction {theirs} of val_env_manager.tags is larger "
+                    f"than {ours}, that of {train_tag} of train_env_manager.tags and of the same env_type "
+                    f"{trained.env_type}: training would play some of the layouts that validation calls held out; set "
+                    f"both to the same fraction, or that of {val_tag} to 0 to validate on all layouts"
+                )

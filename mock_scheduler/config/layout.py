@@ -94,6 +94,8 @@ class Workload:
     ``num_micro_batches``: of one update, over all data-parallel ranks; ``None`` where it follows from the data.
     ``averages_micro_batches``: whether the loss is a mean over micro-batches, not over tokens.
     ``layers_per_recomputation``: layers that uniform recomputation takes together; 1 where there is none.
+    ``layers_of_block_recomputation``: layers of each stage or chunk that block recomputation takes; 0 where there is
+    none.
     """
 
     model: ModelConfig
@@ -101,6 +103,7 @@ class Workload:
     sequence_multiple_of: int
     averages_micro_batches: bool = False
     layers_per_recomputation: int = 1
+    layers_of_block_recomputation: int = 0
 
 
 def layout_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
@@ -151,13 +154,24 @@ def _pipeline_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
         problems.append("virtual_pipeline_model_parallel_size 1 would have no effect; leave it out, or set it above 1")
     if num_chunks > 1 and pp == 1:
         problems.append(f"virtual_pipeline_model_parallel_size {num_chunks} needs pipeline_model_parallel_size > 1")
-    together = work.layers_per_recomputation
-    layers = num_layers // (pp * num_chunks)
-    if not problems and layers % together:
+    if not problems:
         place = "model chunk" if num_chunks > 1 else "pipeline stage"
+        problems = _recomputation_problems(work, place=place, layers=num_layers // (pp * num_chunks))
+    return problems
+
+
+def _recomputation_problems(work: Workload, *, place: str, layers: int) -> list[str]:
+    together, block = work.layers_per_recomputation, work.layers_of_block_recomputation
+    problems = []
+    if layers % together:
         problems.append(
             f"the {layers} layers of a {place} are not a multiple of training.recompute_num_layers {together}, as "
             "recompute_method uniform needs"
+        )
+    if block > layers:
+        problems.append(
+            f"training.recompute_num_layers {block} is larger than the {layers} layers of a {place}, of which "
+            f"recompute_method block takes the first ones; set it to at most {layers}"
         )
     return problems
 
@@ -177,20 +191,31 @@ def _batch_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 def _filling_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
     """Where the data decides how many micro-batches there are, empty ones make them as many as the layout needs; in a
-    mean over micro-batches they would count.
+    mean over micro-batches they would count, and Megatron's own router cannot take them.
     """
     axes = {
         "data_parallel_size": parallel.data_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.num_chunks,
     }
     splits = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
-    if not work.averages_micro_batches or not splits:
+    if not splits:
         return []
-    return [
-        f"training.calculate_per_token_loss false is a mean over micro-batches, and with {' and '.join(splits)} an "
-        "update is filled up with empty ones, which would count; set it to true, or fix the number of micro-batches "
-        "(training.batching fixed without sequence_packing, rollout_form trajectory)"
-    ]
+    needs, model, problems = " and ".join(splits), work.model, []
+    fixed = (
+        "or fix the number of micro-batches (training.batching fixed without sequence_packing, rollout_form trajectory)"
+    )
+    if work.averages_micro_batches:
+        problems.append(
+            f"training.calculate_per_token_loss false is a mean over micro-batches, and with {needs} an update is "
+            f"filled up with empty ones, which would count; set it to true, {fixed}"
+        )
+    if model.num_moe_experts is not None and model.moe_router_impl == "megatron":
+        problems.append(
+            f"model.moe_router_impl megatron with model.num_moe_experts {model.num_moe_experts}: with {needs} an "
+            "update is filled up with empty micro-batches, for which Megatron's own router divides by 0 or counts "
+            f"padding; set model.moe_router_impl to layout_invariant, {fixed}"
+        )
+    return problems
 
 
 def _sequence_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
@@ -214,6 +239,12 @@ def _sequence_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
         reason = f"tensor_model_parallel_size {tp}, as sequence_parallel needs"
     if multiple % needed:
         problems.append(f"training.sequence_multiple_of {multiple} is not a multiple of {reason}")
+    if cp > 1 and work.model.transformer_impl == "transformer_engine":
+        problems.append(
+            f"context_parallel_size {cp} with model.transformer_impl transformer_engine is not supported here yet: "
+            "masks and packed lines are described to each rank as the local layers take them; set "
+            "model.transformer_impl to local, or context_parallel_size to 1"
+        )
     return problems
 
 

@@ -92,6 +92,13 @@ class ModelConfig(ConfigSection):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.query_groups}"
             )
+        head_size = self.hidden_size // self.num_attention_heads
+        if self.position_embedding_type == "rope" and head_size % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} is an odd head size, "
+                f"{head_size}, and position_embedding_type rope turns a head's elements in pairs; choose sizes whose "
+                "quotient is even, or set position_embedding_type=learned_absolute"
+            )
         return self
 
     @model_validator(mode="after")
@@ -132,6 +139,11 @@ class ModelConfig(ConfigSection):
             )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
             problems.append("moe_router_enable_expert_bias needs moe_router_score_function sigmoid")
+        if self._is_changed("moe_router_bias_update_rate") and not self.moe_router_enable_expert_bias:
+            problems.append(
+                f"moe_router_bias_update_rate {self.moe_router_bias_update_rate} has no effect without expert biases; "
+                "set moe_router_enable_expert_bias=true, or leave the rate out"
+            )
         if self.add_bias_linear and self.moe_shared_expert_intermediate_size is not None:
             problems.append("moe_shared_expert_intermediate_size needs add_bias_linear false")
         return problems

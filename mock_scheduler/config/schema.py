@@ -17,6 +17,7 @@ from mock_scheduler.config.algorithm import (
     KlEstimator,
     KlInRewardConfig,
     RewardNormalizationConfig,
+    check_critic,
 )
 from mock_scheduler.config.base import (
     ConfigSection,
@@ -34,6 +35,7 @@ from mock_scheduler.config.environments import (
     FrozenLakeEnvConfig,
     GeneratingArgs,
     SokobanEnvConfig,
+    check_held_out,
 )
 from mock_scheduler.config.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
@@ -46,7 +48,7 @@ from mock_scheduler.config.sections import (
     ToleranceConfig,
     TraceConfig,
 )
-from mock_scheduler.config.training import TrainingConfig
+from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
 from mock_scheduler.text import bullet_list
 
 __all__ = [
@@ -197,6 +199,7 @@ class PipelineConfig(ConfigSection):
                 f"training.lr_warmup_iters {training.lr_warmup_iters} leaves no update to decay in: the decay ends "
                 f"with update {self.lr_decay_updates} (training.lr_decay_iters, or all updates of the run)"
             )
+        check_critic(self.critic, estimator=self.adv_estimator, min_lr=training.min_lr, max_steps=self.max_steps)
         return self
 
     @model_validator(mode="after")
@@ -214,45 +217,41 @@ class PipelineConfig(ConfigSection):
             unknown = [tag for tag in manager.tags if tag not in self.custom_envs]
             if unknown:
                 raise ValueError(f"{manager_key}.tags {unknown} are not in custom_envs {sorted(self.custom_envs)}")
-        global_batch, micro_batch = self.training.global_batch_size, self.training.micro_batch_size
-        if self.rollout_batch_size % global_batch:
+        check_held_out(self.custom_envs, train_tags=self.train_env_manager.tags, val_tags=self.val_env_manager.tags)
+        check_batch_sizes(
+            self.training, rollout_batch_size=self.rollout_batch_size, sequence_length=self.sequence_length
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _check_transformer_engine(self) -> PipelineConfig:
+        if self.model.transformer_impl == "local":
+            return self
+        impl = f"model.transformer_impl {self.model.transformer_impl}"
+        if self.precision == "float64":
             raise ValueError(
-                f"rollout_batch_size {self.rollout_batch_size} is not a multiple of "
-                f"training.global_batch_size {global_batch}"
+                f"{impl} with precision float64: TransformerEngine has no kernels for it; set "
+                "model.transformer_impl=local, or another precision"
             )
-        if global_batch % micro_batch:
+        if self.actor_infer.use_kv_cache and self.rollout_mock.modes_in_use != {"mock"}:
             raise ValueError(
-                f"training.global_batch_size {global_batch} is not a multiple of "
-                f"training.micro_batch_size {micro_batch}"
-            )
-        budget = self.training.max_tokens_per_micro_batch
-        if budget is not None and budget < self.sequence_length:
-            raise ValueError(
-                f"training.max_tokens_per_micro_batch {budget} is smaller than sequence_length {self.sequence_length}: "
-                "the longest rows would fit into no micro-batch"
-            )
-        if budget is not None and budget % self.training.sequence_multiple_of:
-            raise ValueError(
-                f"training.max_tokens_per_micro_batch {budget} is not a multiple of training.sequence_multiple_of "
-                f"{self.training.sequence_multiple_of}"
-            )
-        if self.sequence_length % self.training.sequence_multiple_of:
-            raise ValueError(
-                f"sequence_length {self.sequence_length} is not a multiple of training.sequence_multiple_of "
-                f"{self.training.sequence_multiple_of}: the longest rows would be padded beyond it"
+                f"{impl} with actor_infer.use_kv_cache true: the engine keeps keys and values of local layers alone; "
+                "set actor_infer.use_kv_cache=false, or model.transformer_impl=local"
             )
         return self
 
     @model_validator(mode="after")
     def _check_layout(self) -> PipelineConfig:
         training = self.training
-        is_uniform = training.recompute_granularity == "full" and training.recompute_method == "uniform"
+        together = training.recompute_num_layers if training.recompute_granularity == "full" else None
+        is_uniform = training.recompute_method == "uniform"
         work = Workload(
             model=self.model,
             num_micro_batches=None if self.rollout_form == "step" else training.num_micro_batches,
             sequence_multiple_of=training.sequence_multiple_of,
             averages_micro_batches=not training.calculate_per_token_loss,
-            layers_per_recomputation=training.recompute_num_layers if is_uniform else 1,
+            layers_per_recomputation=together if together and is_uniform else 1,
+            layers_of_block_recomputation=together if together and not is_uniform else 0,
         )
         problems = layout_problems(self.parallel, work)
         if problems:

@@ -16,7 +16,7 @@ class TrainingConfig(ConfigSection):
     ``max_tokens_per_micro_batch``, padding included. ``sequence_packing`` puts rows one after another into lines of
     that many tokens, which attend within themselves and count positions from 0; one line is a micro-batch.
     ``calculate_per_token_loss``: the loss is divided by the update's tokens; false is Megatron's other form, the mean
-    over micro-batches of each one's mean.
+    over micro-batches of each one's mean. Logged metrics are means over tokens with either, as ``loss_agg_mode`` says.
     ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; a decay that is not given ends with the run's last one.
     """
 
@@ -72,3 +72,50 @@ class TrainingConfig(ConfigSection):
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
         return self
+
+    @model_validator(mode="after")
+    def _check_recomputation(self) -> TrainingConfig:
+        values = {
+            "recompute_method": (self.recompute_method, "uniform"),
+            "recompute_num_layers": (self.recompute_num_layers, 1),
+        }
+        changed = ", ".join(f"{name} {value}" for name, (value, default) in values.items() if value != default)
+        if changed and self.recompute_granularity != "full":
+            raise ValueError(
+                f"recompute_granularity {self.recompute_granularity} leaves these keys without effect: {changed}; set "
+                "recompute_granularity=full, which alone takes whole layers, or leave them out"
+            )
+        return self
+
+
+def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequence_length: int) -> None:
+    """Refuse batch sizes and lengths that do not divide each other, or a budget that no row fits into.
+
+    Raises:
+        ValueError: names the keys with their values.
+    """
+    global_batch, micro_batch = training.global_batch_size, training.micro_batch_size
+    budget, multiple = training.max_tokens_per_micro_batch, training.sequence_multiple_of
+    if rollout_batch_size % global_batch:
+        raise ValueError(
+            f"rollout_batch_size {rollout_batch_size} is not a multiple of training.global_batch_size {global_batch}"
+        )
+    if not training.has_token_budget and global_batch % micro_batch:
+        raise ValueError(
+            f"training.global_batch_size {global_batch} is not a multiple of training.micro_batch_size {micro_batch}"
+        )
+    if budget is not None and budget < sequence_length:
+        raise ValueError(
+            f"training.max_tokens_per_micro_batch {budget} is smaller than sequence_length {sequence_length}: "
+            "the longest rows would fit into no micro-batch"
+        )
+    if budget is not None and budget % multiple:
+        raise ValueError(
+            f"training.max_tokens_per_micro_batch {budget} is not a multiple of training.sequence_multiple_of "
+            f"{multiple}"
+        )
+    if sequence_length % multiple:
+        raise ValueError(
+            f"sequence_length {sequence_length} is not a multiple of training.sequence_multiple_of {multiple}: the "
+            "longest rows would be padded beyond it"
+        )

@@ -76,8 +76,10 @@ def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> Valu
     squared_error = (new_values - returns).square()
     larger, is_clipped = squared_error, torch.zeros_like(mask)
     if config.value_clip is not None:
-        change = (new_values - old_values).clamp(-config.value_clip, config.value_clip)
-        clipped = (old_values + change - returns).square()
+        change = new_values - old_values
+        clipped = (old_values + change.clamp(-config.value_clip, config.value_clip) - returns).square()
+        # Within the range old + (new - old) is new but for its last bit, which must not count as clipped.
+        clipped = torch.where(change.abs() > config.value_clip, clipped, squared_error)
         larger, is_clipped = torch.maximum(squared_error, clipped), clipped > squared_error
     loss = 0.5 * larger
 

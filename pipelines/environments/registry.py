@@ -59,7 +59,8 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
     """The one tokenizer of a run: all of its environments share a vocabulary.
 
     Raises:
-        ConfigError: the tags in use speak different vocabularies, or the model's vocabulary is too small.
+        ConfigError: the tags in use speak different vocabularies, the model's vocabulary is too small, or the first
+            prompt leaves no token of ``sequence_length`` for an action.
     """
     tokenizers = {tag: _tokenizer_of(config.custom_envs[tag]) for tag in config.tags_in_use}
     tokenizer = tokenizers[config.tags_in_use[0]]
@@ -71,6 +72,13 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
         raise ConfigError(
             f"model.vocab_size {vocab_size} is smaller than the environment's vocabulary of {tokenizer.vocab_size} "
             f"tokens; set it to at least that, or leave it out to take the vocabulary's size"
+        )
+    prompt_length = tokenizer.num_cells + 2
+    if prompt_length >= config.sequence_length:
+        raise ConfigError(
+            f"sequence_length {config.sequence_length} leaves no room for an action after the first prompt of "
+            f"{prompt_length} tokens ({tokenizer.num_cells} cells, the token that opens an episode and the query); set "
+            f"sequence_length to at least {prompt_length + 1}, or use a smaller board"
         )
     return tokenizer
 

@@ -107,17 +107,19 @@ _IN_ONE_PROCESS = (
 _IN_SEVERAL = (
     *(("pp2", "dynamic"), ("pp2", "packing"), ("pp2-vpp2", "dynamic"), ("pp2-vpp2", "packing")),
     *(("cp2", "dynamic"), ("cp2", "packing"), ("dp2", "dynamic"), ("dp2", "turns+packing"), ("dp2", "turns")),
+    *(("pp2-vpp2", "critic+turns+dynamic"), ("cp2", "critic"), ("dp2", "critic+packing")),
 )
 OPTION_CASES: dict[str, tuple[tuple[str, str], ...]] = {
     "dense": (
         *((ONE_PROCESS, option) for option in _IN_ONE_PROCESS),
         *_IN_SEVERAL,
-        *(("tp2-sp", "dynamic"), ("tp2-sp", "packing"), ("tp2-sp", "packing+recompute-full")),
+        *(("tp2-sp", "dynamic"), ("tp2-sp", "packing"), ("tp2-sp", "packing+recompute-full"), ("tp2-sp", "critic")),
     ),
     "moe-by-row": (
         *((ONE_PROCESS, option) for option in _IN_ONE_PROCESS),
         *_IN_SEVERAL,
         *(("tp2-sp-ep2", "dynamic"), ("tp2-sp-ep2", "packing"), ("tp2-sp-ep2", "packing+recompute-full")),
+        ("tp2-sp-ep2", "critic"),
     ),
 }
 """Layout and options, by model."""

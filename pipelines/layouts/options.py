@@ -59,6 +59,14 @@ OPTIONS: dict[str, Option] = {
     "one-update": Option(changes={"max_steps": 1, "training": {"global_batch_size": 16}}, changes_values=True),
     "micro-batch-means": Option(changes={"training": {"calculate_per_token_loss": False}}, changes_values=True),
     "megatron-router": Option(changes={"model": {"moe_router_impl": "megatron"}}, changes_values=True),
+    "critic": Option(
+        changes={
+            "adv_estimator": "gae",
+            "kl_in_reward": {"coef": 0.1, "target": 0.05, "horizon": 64},
+            "reward_normalization": {"method": "none"},
+        },
+        changes_values=True,
+    ),
     "biases": Option(
         changes={"model": {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None}}, changes_values=True
     ),

@@ -52,6 +52,7 @@ _Sharded = ShardedTensor | ShardedTensorFactory
 # What only the loss asks for, or how memory is laid out: no tensor and no sample follows from it.
 _FREE_MODEL_KEYS = frozenset(
     {
+        "attention_backend",
         "make_vocab_size_divisible_by",
         "moe_aux_loss_coeff",
         "moe_router_bias_update_rate",
@@ -85,6 +86,10 @@ def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON
     return {
         "seed": config.seed,
         "precision": config.precision,
+        "rollout_form": config.rollout_form,
+        "rollout_batch_size": config.rollout_batch_size,
+        "train_env_manager.num_env_groups": config.train_env_manager.num_env_groups,
+        "train_env_manager.group_size": config.train_env_manager.group_size,
         "models": ["policy", "critic"] if config.adv_estimator == "gae" else ["policy"],
         **{f"model.{name}": value for name, value in model.items() if name not in _FREE_MODEL_KEYS},
     }

@@ -18,7 +18,7 @@ from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.router_metrics import merge_router_sums
+from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel
@@ -79,9 +79,9 @@ class CriticTrainer:
         probe(self.model, number, "parameter")
         rows = exchange_rows(micro_batches, sums, self._runtime, width=len(VALUE_METRIC_SUMS))
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
-        num_tokens = totals["num_tokens"]
         metrics = _value_metrics(totals)
-        router = merge_router_sums(self.router_ledger, self._config.model, self._runtime, num_tokens=num_tokens)
+        weight = router_weight(micro_batches, self._config.training, num_tokens=totals["num_tokens"])
+        router = merge_router_sums(self.router_ledger, self._config.model, self._runtime, total_weight=weight)
         return {
             f"{CRITIC}/{name}": value
             for name, value in (metrics | router | {"grad_norm": result.grad_norm, "lr": result.learning_rate}).items()

@@ -7,7 +7,7 @@ order. Advantages are made on the host in float64, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +24,7 @@ from pipelines.megatron.model import DTYPES
 from pipelines.megatron.places import OwnBatch, own_batch
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe
+from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe, first_policy_step
 from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values
 
 
@@ -69,8 +69,14 @@ class Learner:
         return {"kl_in_reward": dict(self.kl_controller.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Go on from what ``state_dict`` gave."""
-        self.kl_controller = AdaptiveKl.from_state_dict(state["kl_in_reward"])  # type: ignore[arg-type]
+        """Go on from what ``state_dict`` gave.
+
+        What the configuration says counts: a coefficient that adapts goes on only where it adapts to the same target.
+        """
+        saved = AdaptiveKl.from_state_dict(state["kl_in_reward"])  # type: ignore[arg-type]
+        own = self.kl_controller
+        if own.target is not None and (own.target, own.horizon) == (saved.target, saved.horizon):
+            self.kl_controller = replace(own, coef=saved.coef)
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: UpdateProbe = _no_probe) -> dict[str, float]:
         """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
@@ -79,14 +85,10 @@ class Learner:
         differences = self._rollout_differences(plan, scores)
         advantages, advantage_metrics = self._prepare(batch, plan, scores)
         plan = self._plan(batch, advantages)
-        results = self._updates(plan, scores, trains_policy=step >= self._critic_warmup, probe=probe)
+        results = self._updates(plan, scores, trains_policy=step >= first_policy_step(self.config), probe=probe)
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         return means | differences | advantage_metrics | last | {"num_updates": float(len(results))}
-
-    @property
-    def _critic_warmup(self) -> int:
-        return self.config.critic.warmup_steps if self.critic is not None else 0
 
     def _plan(self, batch: RolloutBatch, advantages: TokenAdvantages | None) -> StepPlan:
         """The step's micro-batches; without advantages where these are still to be made of what the models say."""
@@ -156,6 +158,8 @@ class Learner:
                         micro_batches, batches, scores.old_logprobs, ref_logprobs, number=number, probe=probe
                     )
                 results.append(metrics)
+        for model in self.models.values():
+            model.gather_parameters()
         return results
 
     def _start_router_step(self, plan: StepPlan) -> None:

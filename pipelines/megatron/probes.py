@@ -38,6 +38,8 @@ class StepProbe:
 
     def __call__(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
         """Copy a model's main gradients after the reduction, or its parameters before or after an update."""
+        if kind == "parameter":
+            model.gather_parameters()
         distributed = [item for item in model.optimizers if isinstance(item, DistributedOptimizer)]
         for local in model.parameters():
             pieces = _gradients(local, distributed) if kind == "gradient" else _parameters(local, distributed)

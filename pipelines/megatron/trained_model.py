@@ -33,11 +33,19 @@ class TrainedModel:
     """Every method must be called by every rank.
 
     ``head``: logits for a policy, values for a critic. ``name``: what canonical names begin with, and a dot; nothing
-    for the policy. ``lr``: the largest learning rate.
+    for the policy. ``lr``: the largest learning rate. ``first_step``: of the run, the first that trains it.
     """
 
     def __init__(
-        self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int, head: Head, name: str, lr: float
+        self,
+        config: PipelineConfig,
+        runtime: Runtime,
+        *,
+        vocab_size: int,
+        head: Head,
+        name: str,
+        lr: float,
+        first_step: int = 0,
     ) -> None:
         self.runtime = runtime
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
@@ -49,7 +57,7 @@ class TrainedModel:
         )
         own_rate = config.model_copy(update={"training": config.training.model_copy(update={"lr": lr})})
         self.optimizer = build_optimizer(own_rate, self.data_parallel)
-        self.lr_schedule = build_lr_schedule(own_rate, self.optimizer)
+        self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
@@ -67,6 +75,12 @@ class TrainedModel:
         for chunk in self.data_parallel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def gather_parameters(self) -> None:
+        """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
+        if self.data_parallel[0].ddp_config.overlap_param_gather:
+            for chunk in self.data_parallel:
+                chunk.start_param_sync(force_sync=True)
 
     def update(self) -> UpdateResult:
         """Clip, update the parameters and move the schedule on; gradients must have been reduced."""

@@ -17,8 +17,9 @@ from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.merging import exchange_rows
+from pipelines.megatron.optimizer import decay_updates
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.router_metrics import merge_router_sums
+from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
@@ -26,6 +27,11 @@ from pipelines.micro_batches import MicroBatch
 
 UpdateProbe = Callable[[TrainedModel, int, TraceKind], None]
 """Called with (model, update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
+
+
+def first_policy_step(config: PipelineConfig) -> int:
+    """The first step that trains the policy: before it the critic is trained alone."""
+    return config.critic.warmup_steps if config.adv_estimator == "gae" else 0
 
 
 def needs_reference(config: PipelineConfig) -> bool:
@@ -49,7 +55,13 @@ class PolicyTrainer:
         self.allowed = torch.zeros(vocab_size, dtype=torch.bool, device=runtime.device)
         self.allowed[slice(None) if allowed_tokens is None else torch.tensor(allowed_tokens)] = True
         self.policy = TrainedModel(
-            config, runtime, vocab_size=vocab_size, head="logits", name="", lr=config.training.lr
+            config,
+            runtime,
+            vocab_size=vocab_size,
+            head="logits",
+            name="",
+            lr=config.training.lr,
+            first_step=first_policy_step(config),
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
         self.router_ledger = attach_router_ledger(self.policy.chunks)
@@ -58,7 +70,9 @@ class PolicyTrainer:
         """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""
         config, first = self.config, self.config.entropy_loss_coef
         last = first if config.entropy_loss_coef_final is None else config.entropy_loss_coef_final
-        progress = min(self.policy.lr_schedule.num_steps / config.lr_decay_updates, 1.0)
+        progress = min(
+            self.policy.lr_schedule.num_steps / decay_updates(config, first_step=first_policy_step(config)), 1.0
+        )
         return PolicyLossConfig(
             pg_clip=config.pg_clip,
             dual_clip=config.dual_clip,
@@ -151,5 +165,6 @@ class PolicyTrainer:
         if self.config.dual_clip is None:
             del named["dual_clip_frac"]
         means = {name: total / max(num_tokens, 1.0) for name, total in named.items()}
-        router = merge_router_sums(self.router_ledger, self.config.model, self.runtime, num_tokens=num_tokens)
+        weight = router_weight(micro_batches, self.config.training, num_tokens=num_tokens)
+        router = merge_router_sums(self.router_ledger, self.config.model, self.runtime, total_weight=weight)
         return means | router | {"num_response_tokens": num_tokens}

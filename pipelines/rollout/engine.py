@@ -112,7 +112,7 @@ class PolicyEngine:
 
     def _is_anyone_playing(self, plays: bool) -> bool:
         """Whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
-        if self._runtime.ep_size == 1:
+        if self._runtime.ep_size * self._runtime.etp_size == 1:
             return plays
         flag = torch.tensor([int(plays)], device=self._runtime.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

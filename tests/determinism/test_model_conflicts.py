@@ -34,6 +34,7 @@ def test_the_pipelines_model_trains_and_its_facts_are_known() -> None:
     setup = read_setup(
         build_transformer_config(config),
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        model=config.model,
         environ=config.system_envs,
     )
     facts = find_conflicts(setup)
@@ -56,7 +57,7 @@ def test_a_conflict_in_megatrons_object_is_refused_before_the_model() -> None:
     transformer_config = build_transformer_config(config)
     transformer_config.cross_entropy_loss_fusion = True
     torch.use_deterministic_algorithms(False)
-    setup = read_setup(transformer_config, environ=config.system_envs)
+    setup = read_setup(transformer_config, model=config.model, environ=config.system_envs)
     with pytest.raises(DeterminismError) as caught:
         check_conflicts(find_conflicts(setup), setup)
     found = [line.partition(":")[0] for line in str(caught.value).splitlines()[1:]]

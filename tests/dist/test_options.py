@@ -31,7 +31,7 @@ SAME = [
         Case(model="dense", precision="float64", layout=layout, option=option)
         for layout, option in (
             *(("tp1", "micro-batch-4"), ("tp1", "packing"), ("tp1", "recompute-uniform-2"), ("tp1", "turns+packing")),
-            *(("pp2-vpp2", "dynamic"), ("cp2", "packing"), ("tp2-sp", "packing"), ("dp2", "dynamic")),
+            *(("pp2-vpp2", "critic+turns+dynamic"), ("cp2", "packing"), ("tp2-sp", "packing"), ("dp2", "critic")),
         )
     ),
     *(
