@@ -37,11 +37,6 @@ class FrozenLakeEnv(GridEnv):
         self._settings = settings or FrozenLakeEnvConfig()
         self._split = split
         check_split(split, self._settings.held_out_fraction)
-        if self._settings.map_name and self._settings.held_out_fraction > 0 and split != "all":
-            raise ConfigError(
-                f"frozen_lake: held_out_fraction {self._settings.held_out_fraction} needs random maps, and map_name "
-                f"'{self._settings.map_name}' is one map: set map_name to null, or held_out_fraction to 0"
-            )
         num_cells = board_size(self._settings) ** 2
         super().__init__(num_cells=num_cells, glyphs=GLYPHS, num_actions=len(ACTIONS), max_steps=max_steps)
         self._lake: GymnasiumFrozenLake | None = None

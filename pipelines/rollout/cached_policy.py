@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.errors import ConfigError
 from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.attention import CacheSlots, KeyValueCache, RowAttention, caching
 from pipelines.megatron.forward import forward_in_sequence
@@ -57,8 +56,7 @@ def place_tokens(starts: Sequence[int], lengths: Sequence[int], *, multiple_of: 
 class CachedPolicy:
     """The policy's chunks on this rank, and the caches of their layers for the rows of one block.
 
-    Raises ``ConfigError`` where the layers are not Megatron's local ones, which alone can keep keys and values, and
-    the configuration asks for that, or for context parallelism, in which a replica's ranks read whole rows.
+    Fused layers keep nothing: the configuration gives them ``use_kv_cache: false``, and every pass begins anew.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: PipelineConfig, runtime: Runtime) -> None:
@@ -66,8 +64,6 @@ class CachedPolicy:
         self._runtime = runtime
         self._multiple_of = runtime.tp_size if config.parallel.sequence_parallel else 1
         self._has_local_layers = config.model.transformer_impl == "local"
-        if not self._has_local_layers:
-            _check_fused_layers(config)
         self._layers = [
             module for chunk in self._chunks for module in chunk.modules() if isinstance(module, RowAttention)
         ]
@@ -118,18 +114,4 @@ class CachedPolicy:
             row_ids=torch.where(is_token, rows, -1).to(device),
             # Fused layers are causal by themselves, and read rows from their beginning.
             attention_mask=mask.to(device) if self._has_local_layers else None,
-        )
-
-
-def _check_fused_layers(config: PipelineConfig) -> None:
-    impl, cp_size = config.model.transformer_impl, config.parallel.context_parallel_size
-    if config.actor_infer.use_kv_cache:
-        raise ConfigError(
-            f"actor_infer.use_kv_cache keeps keys and values of local layers alone, and model.transformer_impl is "
-            f"{impl}: set actor_infer.use_kv_cache=false, or model.transformer_impl=local"
-        )
-    if cp_size > 1:
-        raise ConfigError(
-            f"model.transformer_impl {impl} splits the rows that it reads over context_parallel_size {cp_size}, and "
-            "episodes are played on whole rows: set parallel.context_parallel_size=1 or model.transformer_impl=local"
         )

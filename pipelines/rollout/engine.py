@@ -32,7 +32,6 @@ class PolicyEngine:
     """Samples the next token of many rows at once with the trainer's own model.
 
     ``num_passes``: forward passes that this rank's replica has made so far, those on dummy rows included.
-    Raises ``ConfigError`` where the layers of the model cannot generate as configured.
     """
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:

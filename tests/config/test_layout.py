@@ -214,6 +214,61 @@ def test_a_mean_over_micro_batches_needs_their_number_where_empty_ones_would_cou
     assert problems_of({**VPP2, "data_parallel_size": 2}, DENSE, averages_micro_batches=True) == []
 
 
+@pytest.mark.parametrize(
+    ("parallel", "splits"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size 2"),
+        (VPP2, "virtual_pipeline_model_parallel_size 2"),
+        ({**VPP2, "data_parallel_size": 2}, "data_parallel_size 2 and virtual_pipeline_model_parallel_size 2"),
+    ],
+    ids=["dp2", "vpp2", "vpp2-dp2"],
+)
+def test_megatrons_own_router_takes_no_empty_micro_batches(parallel: dict[str, object], splits: str) -> None:
+    """Without a token its losses were 0 / 0, and an update of padding alone counted it."""
+    model = {**EXPERTS, "moe_router_impl": "megatron"}
+    assert problems_of(parallel, model, num_micro_batches=None) == [
+        f"model.moe_router_impl megatron with model.num_moe_experts 4: with {splits} an update is filled up with empty "
+        "micro-batches, for which Megatron's own router divides by 0 or counts padding; set model.moe_router_impl to "
+        "layout_invariant, or fix the number of micro-batches (training.batching fixed without sequence_packing, "
+        "rollout_form trajectory)"
+    ]
+    assert problems_of(parallel, model) == []
+    assert problems_of(parallel, EXPERTS, num_micro_batches=None) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        (
+            PP2,
+            "training.recompute_num_layers 5 is larger than the 4 layers of a pipeline stage, of which "
+            "recompute_method block takes the first ones; set it to at most 4",
+        ),
+        (
+            VPP2,
+            "training.recompute_num_layers 5 is larger than the 2 layers of a model chunk, of which "
+            "recompute_method block takes the first ones; set it to at most 2",
+        ),
+    ],
+    ids=["stage", "chunk"],
+)
+def test_block_recomputation_takes_no_more_layers_than_there_are(parallel: dict[str, object], problem: str) -> None:
+    assert problems_of(parallel, DENSE, layers_of_block_recomputation=5) == [problem]
+    assert problems_of({}, DENSE, layers_of_block_recomputation=8) == []
+
+
+def test_transformer_engine_is_not_split_over_the_context() -> None:
+    fused = {**DENSE, "transformer_impl": "transformer_engine"}
+    assert problems_of(CP2, fused) == [
+        "context_parallel_size 2 with model.transformer_impl transformer_engine is not supported here yet: masks and "
+        "packed lines are described to each rank as the local layers take them; set model.transformer_impl to local, "
+        "or context_parallel_size to 1"
+    ]
+    assert problems_of(SP2, fused) == []
+
+
+DYNAMIC = ("training.batching=dynamic", "training.max_tokens_per_micro_batch=768")
+EXPERTS_ON_DP2 = ("model.num_moe_experts=4", "parallel.data_parallel_size=2")
 MEANS_OF_LINES = ("training.calculate_per_token_loss=false", "parallel.data_parallel_size=2")
 
 
@@ -232,8 +287,24 @@ MEANS_OF_LINES = ("training.calculate_per_token_loss=false", "parallel.data_para
             ("training.recompute_granularity=full", "training.recompute_num_layers=3"),
             "the 2 layers of a pipeline stage are not a multiple of training.recompute_num_layers 3",
         ),
+        (
+            (
+                "training.recompute_granularity=full",
+                "training.recompute_method=block",
+                "training.recompute_num_layers=3",
+            ),
+            "training.recompute_num_layers 3 is larger than the 2 layers of a pipeline stage",
+        ),
+        (
+            (*EXPERTS_ON_DP2, "model.moe_router_impl=megatron", *DYNAMIC),
+            "model.moe_router_impl megatron with model.num_moe_experts 4: with data_parallel_size 2 an update is",
+        ),
+        (
+            (*EXPERTS_ON_DP2, "model.moe_router_impl=megatron", "rollout_form=step"),
+            "model.moe_router_impl megatron with model.num_moe_experts 4: with data_parallel_size 2 an update is",
+        ),
     ],
-    ids=["dynamic", "step", "recompute"],
+    ids=["dynamic", "step", "recompute", "block", "router, dynamic", "router, step"],
 )
 def test_the_rules_see_how_training_batches_and_recomputes(overrides: tuple[str, ...], problem: str) -> None:
     first, rule = refusal_of(*overrides).splitlines()
@@ -245,10 +316,12 @@ def test_the_rules_see_how_training_batches_and_recomputes(overrides: tuple[str,
     "overrides",
     [
         MEANS_OF_LINES,
-        ("training.recompute_granularity=full", "training.recompute_method=block", "training.recompute_num_layers=3"),
-        ("training.recompute_num_layers=3",),
+        ("training.recompute_granularity=full", "training.recompute_method=block", "training.recompute_num_layers=2"),
+        (*EXPERTS_ON_DP2, "model.moe_router_impl=megatron"),
+        (*EXPERTS_ON_DP2, *DYNAMIC),
+        ("model.num_moe_experts=4", "model.moe_router_impl=megatron", *DYNAMIC),
     ],
-    ids=["fixed", "block", "no recomputation"],
+    ids=["fixed", "block", "fixed with Megatron's router", "dynamic with the invariant router", "dynamic on dp1"],
 )
 def test_the_rules_leave_alone_what_training_does_not_do(overrides: tuple[str, ...]) -> None:
     load(*overrides)
@@ -355,7 +428,10 @@ def test_a_known_wrong_layout_is_refused_when_it_is_loaded_unless_it_is_allowed(
         (*MOE_TP2_EP2, *AUX_LOSS, "model.moe_z_loss_coeff=0.01"),
         (*MOE_TP2_EP2, "model.moe_router_impl=megatron"),
         (*MOE_TP2_EP2, *AUX_LOSS, "model.moe_router_impl=megatron", "training.calculate_per_token_loss=false"),
-        (*MOE_TP2_EP2, "model.add_bias_linear=true", "model.transformer_impl=transformer_engine"),
+        (
+            *(*MOE_TP2_EP2, "model.add_bias_linear=true", "model.transformer_impl=transformer_engine"),
+            "actor_infer.use_kv_cache=false",
+        ),
         ("model.num_moe_experts=4", "model.add_bias_linear=true", "parallel.data_parallel_size=2"),
         ("parallel.context_parallel_size=2",),
         ("training.calculate_per_token_loss=false",),

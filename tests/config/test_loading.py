@@ -46,12 +46,12 @@ def test_plain_override_sets_keys_that_the_yaml_does_not_have(tmp_path: Path) ->
         tmp_path,
         "exp_name: x\n",
         "parallel.tensor_model_parallel_size=2",
-        "custom_envs.FrozenLake.env_config.p=0.5",
+        "custom_envs.FrozenLake.env_config.format_penalty=-0.5",
         "training.lr=1e-4",
         "system_envs.CUBLAS_WORKSPACE_CONFIG=:4096:8",
     )
     assert config.parallel.tensor_model_parallel_size == 2
-    assert config.custom_envs["FrozenLake"].env_config.p == 0.5
+    assert config.custom_envs["FrozenLake"].env_config.format_penalty == -0.5
     assert config.training.lr == 1e-4
     assert config.system_envs == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 

@@ -24,6 +24,7 @@ needs_te = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="t
 def test_replay_in_the_same_layout_is_identical_on_a_gpu(tmp_path: Path, impl: str, precision: str) -> None:
     overrides = [
         f"model.transformer_impl={impl}",
+        f"actor_infer.use_kv_cache={str(impl == 'local').lower()}",
         f"precision={precision}",
         "max_steps=3",
         "align.candidates=[{name: replay}]",

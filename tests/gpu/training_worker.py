@@ -55,7 +55,7 @@ def build_config(impl: str, precision: str) -> PipelineConfig:
             "use_kl_loss": True,
             "model": {**MODEL, "transformer_impl": impl},
             "training": {"micro_batch_size": 2, "global_batch_size": 8, "sequence_multiple_of": 64, "lr": 1e-4},
-            "actor_infer": {"only_action_tokens": True},
+            "actor_infer": {"only_action_tokens": True, "use_kv_cache": impl == "local"},
             "train_env_manager": groups,
             "val_env_manager": groups,
         }

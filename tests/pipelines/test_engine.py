@@ -14,12 +14,10 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import JsonColumn, TensorColumn
-from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.step.container import decode_step
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.runtime import Runtime
-from pipelines.rollout.cached_policy import CachedPolicy, place_tokens
+from pipelines.rollout.cached_policy import place_tokens
 from pipelines.rollout.messages import FIRST_WORDS, ForwardPass
 from tests.dist.conftest import launch
 from tests.dist.rollout_worker import MODELS, parse_layout, rollout_config
@@ -247,28 +245,5 @@ ONE = Runtime(
 )  # fmt: skip
 
 
-def fused_config(layout: str, *, use_kv_cache: bool) -> PipelineConfig:
-    model = MODELS["rope"].model_copy(update={"transformer_impl": "transformer_engine"})
-    return rollout_config(model, parse_layout(layout), actor_infer={"use_kv_cache": use_kv_cache})
-
-
-def test_fused_layers_cannot_keep_keys_and_values() -> None:
-    with pytest.raises(ConfigError) as caught:
-        CachedPolicy([], fused_config("tp1", use_kv_cache=True), ONE)
-    assert str(caught.value) == (
-        "actor_infer.use_kv_cache keeps keys and values of local layers alone, and model.transformer_impl is "
-        "transformer_engine: set actor_infer.use_kv_cache=false, or model.transformer_impl=local"
-    )
-
-
-def test_fused_layers_cannot_read_whole_rows_under_context_parallelism() -> None:
-    with pytest.raises(ConfigError) as caught:
-        CachedPolicy([], fused_config("cp2", use_kv_cache=False), ONE)
-    assert str(caught.value) == (
-        "model.transformer_impl transformer_engine splits the rows that it reads over context_parallel_size 2, and "
-        "episodes are played on whole rows: set parallel.context_parallel_size=1 or model.transformer_impl=local"
-    )
-
-
 def test_actions_are_the_tokens_that_these_tests_take_for_such() -> None:
-    assert build_tokenizer(fused_config("tp1", use_kv_cache=False)).action_ids == list(ACTIONS)
+    assert build_tokenizer(rollout_config(MODELS["rope"], parse_layout("tp1"))).action_ids == list(ACTIONS)

@@ -30,7 +30,9 @@ CUSTOM_ENVS = {
     ),
     "Hard": CustomEnvConfig(env_type="sokoban", max_steps=4, env_config=SokobanEnvConfig(size=5)),
     # Every cell within the outer wall is a corner: no puzzle can be made.
-    "Impossible": CustomEnvConfig(env_type="sokoban", env_config=SokobanEnvConfig(size=4)),
+    "Impossible": CustomEnvConfig(
+        env_type="sokoban", env_config=SokobanEnvConfig(size=5, min_solution=90, max_solution=99)
+    ),
 }
 
 
@@ -147,7 +149,7 @@ def test_settings_that_allow_no_episode_are_a_configuration_error(num_workers: i
             pool.reset_many([request(0, 5, tag="Impossible")])
         assert str(caught.value).startswith(
             "environment of slot 0 (tag Impossible, seed 5, split all): sokoban: 1000 random layouts gave no puzzle "
-            "for size 4, num_boxes 1,"
+            "for size 5, num_boxes 1,"
         )
 
 

@@ -18,6 +18,7 @@ from mock_scheduler.config.schema import (
     FrozenLakeEnvConfig,
     ModelConfig,
     PipelineConfig,
+    TrainingConfig,
 )
 from mock_scheduler.errors import ConfigError
 from pipelines.environments.base import Split, TokenEnvironment
@@ -264,30 +265,14 @@ def test_a_split_without_a_map_is_refused_with_the_settings() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "split", "message"),
-    [
-        (
-            {"map_name": "4x4", "held_out_fraction": 0.5},
-            "train",
-            "frozen_lake: held_out_fraction 0.5 needs random maps, and map_name '4x4' is one map: set map_name to "
-            "null, or held_out_fraction to 0",
-        ),
-        (
-            {"held_out_fraction": 0.0},
-            "held_out",
-            "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out",
-        ),
-    ],
-)
-def test_a_split_that_the_settings_do_not_make_is_refused(
-    settings: dict[str, object], split: Split, message: str
-) -> None:
-    config = CustomEnvConfig(env_config=lake(**settings))
+def test_a_split_that_the_settings_do_not_make_is_refused() -> None:
+    config = CustomEnvConfig(env_config=lake(held_out_fraction=0.0))
     tokenizer = build_tokenizer(PipelineConfig(exp_name="x", custom_envs={"FrozenLake": config}))
     with pytest.raises(ConfigError) as caught:
-        build_environment(config, tokenizer, split=split)
-    assert str(caught.value) == message
+        build_environment(config, tokenizer, split="held_out")
+    assert str(caught.value) == (
+        "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out"
+    )
 
 
 def test_validation_plays_held_out_layouts_where_there_are_any() -> None:
@@ -366,3 +351,14 @@ def test_a_model_vocabulary_below_the_environments_is_refused() -> None:
         "model.vocab_size 100 is smaller than the environment's vocabulary of 118 tokens; set it to at least that, "
         "or leave it out to take the vocabulary's size"
     )
+
+
+def test_a_first_prompt_that_leaves_no_room_for_an_action_is_refused() -> None:
+    training = TrainingConfig(sequence_multiple_of=1)
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer(PipelineConfig(exp_name="x", sequence_length=18, training=training))
+    assert str(caught.value) == (
+        "sequence_length 18 leaves no room for an action after the first prompt of 18 tokens (16 cells, the token that "
+        "opens an episode and the query); set sequence_length to at least 19, or use a smaller board"
+    )
+    assert build_tokenizer(PipelineConfig(exp_name="x", sequence_length=19, training=training)).num_cells == 16

@@ -26,7 +26,7 @@ CONFIG = PipelineConfig.model_validate(
         "train_env_manager": {"num_env_groups": 3, "group_size": 2, "tags": ["Plain", "Random"]},
         "val_env_manager": {"num_env_groups": 3, "group_size": 2, "tags": ["Random", "Plain"]},
         "custom_envs": {
-            "Plain": {},
+            "Plain": {"env_type": "sokoban"},
             "Random": {"env_config": {"map_name": None, "held_out_fraction": 0.25}},
         },
     }

@@ -196,12 +196,12 @@ def test_global_random_states_are_neither_read_nor_moved() -> None:
 
 
 def test_a_board_without_a_puzzle_is_refused_with_its_settings() -> None:
-    """Within 4 × 4 every cell is a corner, out of which no box can be pushed."""
+    """Player and box have 9 · 8 places within the walls of 5 × 5, so that no shortest solution takes 90 moves."""
     with pytest.raises(ConfigError) as caught:
-        generate_puzzle(settings_of(size=4), split="all", seed=0)
+        generate_puzzle(settings_of(min_solution=90, max_solution=99), split="all", seed=0)
     assert str(caught.value) == (
-        "sokoban: 1000 random layouts gave no puzzle for size 4, num_boxes 1, min_solution 1, "
-        "max_solution 10, held_out_fraction 0.0 "
+        "sokoban: 1000 random layouts gave no puzzle for size 5, num_boxes 1, min_solution 90, "
+        "max_solution 99, held_out_fraction 0.0 "
         "(split 'all'): set a larger size, fewer boxes, or another held_out_fraction"
     )
 

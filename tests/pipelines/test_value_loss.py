@@ -168,3 +168,19 @@ def test_explained_variance_of_parts_is_that_of_the_whole() -> None:
     sums = {name: sum(part[name] for part in parts) for name in VALUE_METRIC_SUMS}
     expected = 1.0 - ((returns - values).var() / returns.var()).item()
     assert explained_variance(sums) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_value_that_moved_within_the_range_is_never_counted_as_clipped(dtype: torch.dtype) -> None:
+    """old + (new - old) is new but for its last bit, and that bit counted: a metric that differed in every layout."""
+    generator = torch.Generator().manual_seed(3)
+    old = torch.randn(1, 4096, generator=generator, dtype=dtype)
+    new = old + torch.rand(1, 4096, generator=generator, dtype=dtype) * 0.8 - 0.4
+    inputs = ValueLossInputs(
+        new_values=new,
+        old_values=old,
+        returns=torch.randn(1, 4096, generator=generator, dtype=dtype),
+        response_mask=torch.ones(1, 4096, dtype=torch.bool),
+    )
+    output = compute_value_loss(inputs, ValueLossConfig(value_clip=0.5))
+    assert float(output.metrics[VALUE_METRIC_SUMS.index("vf_clip_frac")]) == 0.0
