@@ -6,7 +6,6 @@ Each estimator takes ``AdvantageInputs`` and gives ``TokenAdvantages``; whitenin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -116,17 +115,6 @@ def _check_use(inputs: AdvantageInputs, config: AdvantageConfig) -> None:
     if config.places_turns and inputs.turn_ends is None:
         problems.append("turn_ends are missing: the reward of a turn lands on its last response token")
     raise_value_error(f"adv_estimator {config.adv_estimator}", problems)
-
-
-def compute_grpo_advantages(
-    rewards: torch.Tensor, group_index: torch.Tensor, *, method: Literal["mean", "mean_std"]
-) -> torch.Tensor:
-    """Group-relative advantages, float64 ``[N]``: one number per trajectory, for all of its response tokens.
-
-    They are the rewards normalised by group (``normalize_rewards``, DeepSeekMath, arXiv 2402.03300, section 4.1.2); a
-    group of one trajectory has advantage 0.
-    """
-    return normalize_rewards(rewards, group_index, grouping="traj_group_id", method=method)
 
 
 def compute_rloo_advantages(rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
