@@ -81,9 +81,10 @@ class Learner:
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: UpdateProbe = _no_probe) -> dict[str, float]:
         """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
         plan = self._plan(batch, None)
-        scores = self._score(plan)
-        differences = self._rollout_differences(plan, scores)
-        advantages, advantage_metrics = self._prepare(batch, plan, scores)
+        batches = self._owned_of_step(plan)
+        scores = self._score(batches)
+        differences = self._rollout_differences(plan, batches, scores)
+        advantages, advantage_metrics = self._prepare(batch, plan, batches, scores)
         plan = self._plan(batch, advantages)
         results = self._updates(plan, scores, trains_policy=step >= first_policy_step(self.config), probe=probe)
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
@@ -110,8 +111,7 @@ class Learner:
     def _owned_of_step(self, plan: StepPlan) -> list[OwnBatch]:
         return [own for update in plan.updates for own in self._owned(update.micro_batches)]
 
-    def _score(self, plan: StepPlan) -> Scores:
-        batches = self._owned_of_step(plan)
+    def _score(self, batches: Sequence[OwnBatch]) -> Scores:
         policy = self.policy
         return Scores(
             old_logprobs=policy.compute_logprobs(batches),
@@ -119,14 +119,16 @@ class Learner:
             values=self.critic.compute_values(batches) if self.critic else None,
         )
 
-    def _prepare(self, batch: RolloutBatch, plan: StepPlan, scores: Scores) -> tuple[TokenAdvantages, dict[str, float]]:
+    def _prepare(
+        self, batch: RolloutBatch, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores
+    ) -> tuple[TokenAdvantages, dict[str, float]]:
         """Advantages and their metrics; the coefficient of the KL in the reward moves on."""
         kl_penalty: torch.Tensor | None = None
-        values = None if scores.values is None else self._response_values(plan, scores.values)
+        values = None if scores.values is None else self._response_values(plan, batches, scores.values)
         controller = self.kl_controller
         if self.config.kl_in_reward.coef > 0:
-            old = self._response_values(plan, scores.old_logprobs)
-            ref = self._response_values(plan, scores.ref_logprobs or {})
+            old = self._response_values(plan, batches, scores.old_logprobs)
+            ref = self._response_values(plan, batches, scores.ref_logprobs or {})
             estimator = self.config.kl_in_reward.estimator
             kl = compute_kl_penalty(old, ref, estimator=estimator, coef=1.0)
             kl_penalty = controller.coef * kl
@@ -136,8 +138,11 @@ class Learner:
         advantages, metrics = prepare_advantages(batch, self.config, kl_penalty=kl_penalty, values=values)
         return advantages, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
 
-    def _response_values(self, plan: StepPlan, own_values: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        owned = {own.batch.index: own for own in self._owned_of_step(plan)}
+    def _response_values(
+        self, plan: StepPlan, batches: Sequence[OwnBatch], own_values: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Values of this rank's tokens as those of all response tokens of the batch, in its order. Collective."""
+        owned = {own.batch.index: own for own in batches}
         return response_values(plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime))
 
     def _updates(
@@ -168,9 +173,9 @@ class Learner:
         if self.critic is not None:
             self.critic.router_ledger.start_step(row_weights)
 
-    def _rollout_differences(self, plan: StepPlan, scores: Scores) -> dict[str, float]:
+    def _rollout_differences(self, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores) -> dict[str, float]:
         """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
-        owned = {own.batch.index: own.batch for own in self._owned_of_step(plan)}
+        owned = {own.batch.index: own.batch for own in batches}
         own_rows = {
             index: sum_and_max_difference(logprobs, owned[index].rollout_logprobs, owned[index].response_mask)
             for index, logprobs in scores.old_logprobs.items()
