@@ -315,17 +315,14 @@ def test_a_planted_difference_in_a_row_of_one_turn_is_named(tmp_path: Path, chan
     assert comparison.first[1].describe() == f"default/group 0/episode 0/env 0/{message}"
 
 
-@pytest.mark.parametrize(("sequence_length", "num_turns"), [(18, 0), (36, 1), (35, 1)])
-def test_a_row_without_room_for_another_action_is_rightly_truncated(
-    tmp_path: Path, sequence_length: int, num_turns: int
-) -> None:
-    """A prompt of 18 tokens fills 18; after one action and its answer there are 36, and an action needs one more."""
+@pytest.mark.parametrize("sequence_length", [36, 35])
+def test_a_row_without_room_for_another_action_is_rightly_truncated(tmp_path: Path, sequence_length: int) -> None:
+    """After a prompt of 18 tokens, one action and its answer there are 36, and an action needs one more."""
     config = write_config(tmp_path, CONFIG.replace("128", str(sequence_length)))
-    turns = [([DOWN], 0.0, [])][:num_turns]
-    row = make_row(identity(0), [1, *START], turns, TRUNCATED)
+    row = make_row(identity(0), [1, *START], [([DOWN], 0.0, [])], TRUNCATED)
     dump_dir = record(tmp_path, {("train", 0): [row]}, config=config)
     assert compare_recording(config, dump_dir, None).exit_code == 0
-    roomy = write_config(tmp_path, CONFIG.replace("128", str(18 + 18 * num_turns + 1)))
+    roomy = write_config(tmp_path, CONFIG.replace("128", "37"))
     assert compare_recording(roomy, dump_dir, None).exit_code == 1
 
 

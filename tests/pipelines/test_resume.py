@@ -61,7 +61,15 @@ def test_a_checkpoint_of_a_mock_run_says_so_and_where_it_stands(resumed: Path) -
     state = read_json(resumed / "whole" / "checkpoints" / "step_000001" / "run_state.json")
     assert (state["next_step"], state["mode"]) == (1, "mock")
     fixed = {name: value for name, value in state["fixed"].items() if not name.startswith("model.")}
-    assert fixed == {"seed": 42, "precision": "float32", "models": ["policy"]}
+    assert fixed == {
+        "seed": 42,
+        "precision": "float32",
+        "rollout_form": "trajectory",
+        "rollout_batch_size": 16,
+        "train_env_manager.num_env_groups": 4,
+        "train_env_manager.group_size": 4,
+        "models": ["policy"],
+    }
     assert state["fixed"]["model.vocab_size"] == 69
     assert state["scheduler"] == {
         "mode": "mock",
