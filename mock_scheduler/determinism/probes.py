@@ -132,10 +132,20 @@ def _plain_name(member: object) -> str:
 
 
 def _cpu_probe(environ: Mapping[str, str]) -> str:
-    """A digest of what a few operations compute from fixed inputs; small, so that threads do not split them.
+    """A digest of what a few operations compute from fixed inputs, on one thread.
 
-    Measured: ``ATEN_CPU_CAPABILITY`` changes randn and softmax, ``ONEDNN_MAX_CPU_ISA`` the bfloat16 product.
+    Measured: ``ATEN_CPU_CAPABILITY`` changes randn and softmax, ``ONEDNN_MAX_CPU_ISA`` the bfloat16 product. On two
+    threads exp was not the same in one process of five, which the number of threads is there to say.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _digest_of_operations()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _digest_of_operations() -> str:
     generator = torch.Generator().manual_seed(20_200)
     left = torch.randn(48, 96, generator=generator, dtype=torch.float32)
     right = torch.randn(96, 48, generator=generator, dtype=torch.float32)
