@@ -16,7 +16,7 @@ def plant(fired: Fired) -> None:
 
     import torch
 
-    from pipelines import learner
+    from pipelines.megatron import learner
     from pipelines.megatron.places import OwnBatch, own_batch
     from pipelines.megatron.runtime import Runtime
     from pipelines.micro_batches import MicroBatch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,22 @@ def test_every_shipped_alignment_can_be_planned(name: str, tmp_path: Path) -> No
     )
     for candidate in plan.candidates:
         assert (CONFIGS.parent / (candidate.entry.replace(".", "/") + ".py")).is_file()
+
+
+def test_every_planted_fault_of_the_configurations_can_be_planted() -> None:
+    """One named a module that had moved: its candidate failed, and was incomparable in the place of diverged."""
+    entries = {
+        candidate.entry
+        for name in NAMES
+        for candidate in load_config(name, config_path=CONFIGS).align.candidates
+        if candidate.entry.startswith("tests.faults.")
+    }
+    assert len(entries) >= 4
+    code = (
+        "import importlib, sys\n"
+        "from tests.faults.harness import Fired\n"
+        "for name in sys.argv[1:]: importlib.import_module(name).plant(Fired())\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, *sorted(entries)]
+    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True, check=False, timeout=120.0)
+    assert done.returncode == 0, done.stderr
