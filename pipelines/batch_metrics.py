@@ -16,7 +16,7 @@ from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.tensor_bytes import shape_text
-from pipelines.batching.trajectories import trajectory_index
+from pipelines.batching.trajectories import trajectory_bounds, trajectory_index
 
 #: Extra columns that are looked at: bool, whether the episode was solved; int, moves of its shortest solution, or -1.
 SUCCESS_EXTRA = "success"
@@ -95,10 +95,7 @@ def compute_success_by_length(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _find_trajectories(batch: RolloutBatch) -> _Trajectories:
-    index = trajectory_index(batch)
-    is_new = torch.ones(len(batch) + 1, dtype=torch.bool)
-    is_new[1:-1] = index.diff() > 0
-    bounds = torch.nonzero(is_new).flatten()
+    bounds = trajectory_bounds(trajectory_index(batch))
     return _Trajectories(batch=batch, first_rows=bounds[:-1], last_rows=bounds[1:] - 1)
 
 

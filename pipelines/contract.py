@@ -15,14 +15,14 @@ from pipelines.rollout.scheduler import first_episode
 
 # Fields of the model that decide how it is computed or trained, and not what it computes.
 _IMPLEMENTATION = (
-    *(
-        "transformer_impl",
-        "attention_backend",
-        "make_vocab_size_divisible_by",
-        "moe_router_impl",
-        "moe_router_load_balancing_type",
-    ),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    "transformer_impl",
+    "attention_backend",
+    "make_vocab_size_divisible_by",
+    "moe_router_impl",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
 )
 # Keys of how episodes are played that change no token, and of log-probabilities the last bits at most.
 _ENGINE = ("use_kv_cache", "rows_per_forward")

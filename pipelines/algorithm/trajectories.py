@@ -7,13 +7,13 @@ and a trajectory is one segment of turns and one of response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
 from pipelines.algorithm.segments import IntArray
+from pipelines.batching.trajectories import trajectory_bounds, trajectory_index
 
 MAX_LISTED_ROWS = 8
 
@@ -35,11 +35,9 @@ class TrajectoryTable:
 
 def build_trajectory_table(batch: RolloutBatch) -> TrajectoryTable:
     """The trajectories of a batch, in its order; a trajectory of several rows (``rollout_form: step``) counts once."""
-    keys = [identity.trajectory_key for identity in batch.identities]
-    is_first = [True, *(earlier != later for earlier, later in pairwise(keys))][: len(keys)]
-    first_rows = torch.tensor(is_first, dtype=torch.bool).nonzero()[:, 0]
-    bounds = torch.cat((first_rows, torch.tensor([len(keys)])))
-    trajectory_of_row = torch.tensor(is_first, dtype=torch.int64).cumsum(0) - 1
+    trajectory_of_row = trajectory_index(batch)
+    bounds = trajectory_bounds(trajectory_of_row)
+    first_rows = bounds[:-1]
     # -0.0 and not 0.0 to begin with, since -0.0 + x is x to the bit for every x.
     rewards = torch.full((len(first_rows),), -0.0, dtype=torch.float64)
     return TrajectoryTable(

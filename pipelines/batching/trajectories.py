@@ -15,3 +15,10 @@ def trajectory_index(batch: RolloutBatch) -> torch.Tensor:
     keys = [identity.trajectory_key for identity in batch.identities]
     index = {key: position for position, key in enumerate(dict.fromkeys(keys))}
     return torch.tensor([index[key] for key in keys], dtype=torch.int64)
+
+
+def trajectory_bounds(index: torch.Tensor) -> torch.Tensor:
+    """int64 ``[N + 1]``: the first row of each trajectory of ``trajectory_index``, and the number of rows."""
+    is_new = torch.ones(len(index) + 1, dtype=torch.bool)
+    is_new[1:-1] = index.diff() > 0
+    return torch.nonzero(is_new).flatten()

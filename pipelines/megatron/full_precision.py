@@ -26,8 +26,13 @@ from pipelines.megatron.host_device import has_cuda
 _FULL_PRECISION = "torch.cuda.FloatTensor"
 
 
-class _Float64TypeMode(TorchFunctionMode):
-    """Lets ``Tensor.type()`` call a float64 tensor what Megatron calls full precision."""
+class _Float64Mode(TorchFunctionMode):
+    """Answers one method of a float64 tensor, called without arguments, in the place of torch."""
+
+    def __init__(self, method: Callable[..., Any], answer: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._method = method
+        self._answer = answer
 
     def __torch_function__(
         self,
@@ -36,23 +41,8 @@ class _Float64TypeMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
-            return _FULL_PRECISION
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-class _Float64StaysMode(TorchFunctionMode):
-    """Lets ``Tensor.float()`` return a float64 tensor as it is."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the intercepted function returns
-        if func is torch.Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
+        if func is self._method and len(args) == 1 and not kwargs and args[0].dtype is torch.float64:
+            return self._answer(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -63,12 +53,12 @@ def _install() -> None:
 
     @functools.wraps(copy)
     def copy_without_narrowing(optimizer: DistributedOptimizer) -> None:
-        with _Float64StaysMode():
+        with _Float64Mode(torch.Tensor.float, lambda tensor: tensor):
             copy(optimizer)
 
     DistributedOptimizer._copy_model_grads_to_main_grads = copy_without_narrowing
     if has_cuda():  # without, ``HostDeviceMode`` answers for every type
-        _Float64TypeMode().__enter__()
+        _Float64Mode(torch.Tensor.type, lambda _: _FULL_PRECISION).__enter__()
 
 
 def prepare_optimizer(dtype: torch.dtype) -> None:
