@@ -153,9 +153,13 @@ class PipelineConfig(ConfigSection):
         return self.ppo_epochs * (self.rollout_batch_size // self.training.global_batch_size)
 
     @property
-    def lr_decay_updates(self) -> int:
-        """Optimizer updates until the learning rate has decayed; all of the run where no number was set."""
-        return self.training.lr_decay_iters or self.max_steps * self.updates_per_step
+    def first_policy_step(self) -> int:
+        """The first step that trains the policy: before it the critic is trained alone."""
+        return self.critic.warmup_steps if self.adv_estimator == "gae" else 0
+
+    def lr_decay_updates(self, *, first_step: int = 0) -> int:
+        """Updates until the rate of a model has decayed; all that it has from ``first_step`` on where none is set."""
+        return self.training.lr_decay_iters or (self.max_steps - first_step) * self.updates_per_step
 
     @field_validator("resume_from_checkpoint")
     @classmethod
@@ -194,10 +198,10 @@ class PipelineConfig(ConfigSection):
         training = self.training
         if training.min_lr > training.lr:
             raise ValueError(f"training.min_lr {training.min_lr} is larger than training.lr {training.lr}")
-        if training.lr_decay_style != "constant" and training.lr_warmup_iters >= self.lr_decay_updates:
+        if training.lr_decay_style != "constant" and training.lr_warmup_iters >= self.lr_decay_updates():
             raise ValueError(
                 f"training.lr_warmup_iters {training.lr_warmup_iters} leaves no update to decay in: the decay ends "
-                f"with update {self.lr_decay_updates} (training.lr_decay_iters, or all updates of the run)"
+                f"with update {self.lr_decay_updates()} (training.lr_decay_iters, or all updates of the run)"
             )
         check_critic(self.critic, estimator=self.adv_estimator, min_lr=training.min_lr, max_steps=self.max_steps)
         return self

@@ -24,7 +24,7 @@ from pipelines.megatron.model import DTYPES
 from pipelines.megatron.places import OwnBatch, own_batch
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe, first_policy_step
+from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe
 from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values
 
 
@@ -86,7 +86,7 @@ class Learner:
         differences = self._rollout_differences(plan, batches, scores)
         advantages, advantage_metrics = self._prepare(batch, plan, batches, scores)
         plan = self._plan(batch, advantages)
-        results = self._updates(plan, scores, trains_policy=step >= first_policy_step(self.config), probe=probe)
+        results = self._updates(plan, scores, trains_policy=step >= self.config.first_policy_step, probe=probe)
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         return means | differences | advantage_metrics | last | {"num_updates": float(len(results))}

@@ -61,11 +61,6 @@ class LearningRateSchedule(OptimizerParamScheduler):
         return float(super().get_lr(param_group))
 
 
-def decay_updates(config: PipelineConfig, *, first_step: int) -> int:
-    """Updates until the rate of a model has decayed: all that it has from ``first_step`` on, where no number is set."""
-    return config.training.lr_decay_iters or (config.max_steps - first_step) * config.updates_per_step
-
-
 def build_lr_schedule(
     config: PipelineConfig, optimizer: MegatronOptimizer, *, first_step: int = 0
 ) -> LearningRateSchedule:
@@ -78,7 +73,7 @@ def build_lr_schedule(
         min_lr=training.min_lr,
         lr_warmup_steps=training.lr_warmup_iters,
         # A constant rate has no decay, and Megatron wants one that is longer than the warm-up.
-        lr_decay_steps=max(decay_updates(config, first_step=first_step), training.lr_warmup_iters + 1),
+        lr_decay_steps=max(config.lr_decay_updates(first_step=first_step), training.lr_warmup_iters + 1),
         lr_decay_style=training.lr_decay_style,
         start_wd=training.weight_decay,
         end_wd=training.weight_decay,

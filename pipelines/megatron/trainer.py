@@ -17,7 +17,6 @@ from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.optimizer import decay_updates
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
@@ -27,11 +26,6 @@ from pipelines.micro_batches import MicroBatch
 
 UpdateProbe = Callable[[TrainedModel, int, TraceKind], None]
 """Called with (model, update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
-
-
-def first_policy_step(config: PipelineConfig) -> int:
-    """The first step that trains the policy: before it the critic is trained alone."""
-    return config.critic.warmup_steps if config.adv_estimator == "gae" else 0
 
 
 def needs_reference(config: PipelineConfig) -> bool:
@@ -61,7 +55,7 @@ class PolicyTrainer:
             head="logits",
             name="",
             lr=config.training.lr,
-            first_step=first_policy_step(config),
+            first_step=config.first_policy_step,
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
         self.router_ledger = attach_router_ledger(self.policy.chunks)
@@ -71,7 +65,7 @@ class PolicyTrainer:
         config, first = self.config, self.config.entropy_loss_coef
         last = first if config.entropy_loss_coef_final is None else config.entropy_loss_coef_final
         progress = min(
-            self.policy.lr_schedule.num_steps / decay_updates(config, first_step=first_policy_step(config)), 1.0
+            self.policy.lr_schedule.num_steps / config.lr_decay_updates(first_step=config.first_policy_step), 1.0
         )
         return PolicyLossConfig(
             pg_clip=config.pg_clip,

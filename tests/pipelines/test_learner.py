@@ -10,10 +10,9 @@ import torch
 from mock_scheduler.config.schema import CriticConfig, PipelineConfig
 from pipelines.algorithm.kl import AdaptiveKl
 from pipelines.megatron.learner import Learner, sum_and_max_difference
-from pipelines.megatron.optimizer import decay_updates
 from pipelines.megatron.router_metrics import router_weight
 from pipelines.megatron.runtime import Runtime
-from pipelines.megatron.trainer import first_policy_step, needs_reference
+from pipelines.megatron.trainer import needs_reference
 from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch
 
@@ -78,11 +77,11 @@ def test_the_policys_schedule_ends_with_the_run_where_the_critic_is_trained_alon
     )
     per_step = 2 * 128 // 8
     assert config.updates_per_step == per_step
-    assert first_policy_step(config) == 2
-    assert decay_updates(config, first_step=2) == 3 * per_step
-    assert decay_updates(config, first_step=0) == 5 * per_step
-    assert first_policy_step(config_of()) == 0
-    assert decay_updates(config_of(training={"lr_decay_iters": 7}), first_step=2) == 7
+    assert config.first_policy_step == 2
+    assert config.lr_decay_updates(first_step=2) == 3 * per_step
+    assert config.lr_decay_updates(first_step=0) == 5 * per_step
+    assert config_of().first_policy_step == 0
+    assert config_of(training={"lr_decay_iters": 7}).lr_decay_updates(first_step=2) == 7
 
 
 def test_a_reference_is_there_for_a_kl_in_loss_or_reward_alone() -> None:
