@@ -52,7 +52,7 @@ from pipelines.megatron.checkpoint import (
 from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.operations import record_operations
 from pipelines.progress import StepProgress, configure_logging
@@ -230,9 +230,9 @@ class AgenticPipeline:
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
 
     def _train_step(self, step: int, batch: RolloutBatch) -> dict[str, float]:
-        if self._config.trace.level == "off":
+        if not self._config.trace.is_due(step):
             return self._learner.train_step(batch, step=step)
-        probe = StepProbe(list(self._learner.models.values()), self._runtime, self._trace_dir, step=step)
+        probe = StepProbe(self._runtime, self._trace_dir, step=step, config=self._config.trace)
         metrics = self._learner.train_step(batch, step=step, probe=probe)
         with self._clock.measure("trace"):
             probe.save()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DifferenceKind = Literal["initial", "gradient", "parameter", "weight", "metric"]
+from mock_scheduler.config.trace import TraceKind
+
+DifferenceKind = TraceKind | Literal["metric"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

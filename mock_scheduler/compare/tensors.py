@@ -30,7 +30,9 @@ import torch
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TRACE_KINDS, TraceKey, TraceKind, view_as_bits
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.files import view_as_bits
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
 #: The kinds that a verdict must have compared.

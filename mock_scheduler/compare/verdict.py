@@ -27,6 +27,7 @@ from mock_scheduler.compare.tensors import (
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.text import count_of
+from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
 from mock_scheduler.trace.reader import ReplicaConflict
 
 
@@ -52,7 +53,8 @@ _EXIT_CODES = {
     Verdict.INCOMPARABLE: ExitCode.INCOMPARABLE,
     Verdict.UNVERIFIED: ExitCode.UNVERIFIED,
 }
-_PHASES: dict[DifferenceKind, int] = {"initial": 0, "gradient": 1, "metric": 2, "parameter": 3, "weight": 4}
+#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients.
+_PHASES: dict[DifferenceKind, int] = {**{kind: PHASES[kind] for kind in TRACE_KINDS}, "metric": Phase.NORM}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,8 +46,8 @@ from mock_scheduler.config.sections import (
     CandidateConfig,
     CheckpointConfig,
     ToleranceConfig,
-    TraceConfig,
 )
+from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
 from mock_scheduler.text import bullet_list
 

@@ -1,43 +1,33 @@
-"""Tracing, alignment and checkpoints as sections of a run's configuration; importing this imports no torch."""
+"""Alignment and checkpoints as sections of a run's configuration; importing this imports no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeFloat
-
-
-class TraceConfig(ConfigSection):
-    """Which training internals are written.
-
-    ``full``: of every step the parameters before its first update, and of every update main gradients, parameters in
-    the precision in which they are updated and, where the model holds narrower ones, these as well.
-    ``operations``: write digests of every torch operation of a step, for ``mock-scheduler doctor``.
-    """
-
-    level: Literal["off", "full"] = "off"
-    operations: bool = False
+from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt
 
 
 class ToleranceConfig(ConfigSection):
     """How far a candidate may be from the baseline and still be called ``rounding``; the defaults are for float32.
 
     ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric.
-    ``gradient``: largest ||a - b|| / ||a|| of a main gradient.
+    ``activation``: largest ||a - b|| / ||a|| of anything that the forward pass computes, from inputs to losses.
+    ``gradient``: the same of a main gradient, an activation's gradient, the gradients' norm and the optimizer's state.
     ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d that one update made to a parameter, beyond rounding.
+    ``ulp``: where no element differs by more units in the last place than this, reports say so; it decides nothing.
     """
 
     metric: NonNegativeFloat = 1e-4
     metric_floor: NonNegativeFloat = 1e-3
+    activation: NonNegativeFloat = 1e-4
     gradient: NonNegativeFloat = 1e-4
     update: NonNegativeFloat = 5e-3
+    ulp: NonNegativeInt = 4
 
 
 # float64 leaves 1e-14 of gradients under any layout, after several updates too (docs/layouts.md), and more of an
 # update's change, which Adam makes as large where a gradient is nearly 0.
-FLOAT64_TOLERANCE = ToleranceConfig(metric=1e-11, gradient=1e-11, update=1e-8)
+FLOAT64_TOLERANCE = ToleranceConfig(metric=1e-11, activation=1e-11, gradient=1e-11, update=1e-8)
 
 
 class CandidateConfig(ConfigSection):

@@ -19,7 +19,7 @@ from mock_scheduler.compare.results import AlignmentResult, CandidateResult, Run
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.compare.verdict import Divergence, Verdict
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TraceKind
+from mock_scheduler.trace.kinds import TraceKind
 
 _PLAIN_WIDTH = 120
 _NUM_SHOWN = 5

@@ -17,9 +17,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -29,58 +27,16 @@ from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.files import written_aside
 from mock_scheduler.tensor_bytes import dtype_name
-from mock_scheduler.trace.shards import ShardSpec
+from mock_scheduler.trace.entries import StepFooter, TraceEntry
+from mock_scheduler.trace.footers import footer_as_json
+from mock_scheduler.trace.kinds import TraceKind
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 METADATA_KEY = "mock_scheduler.trace"
-
-TraceKind = Literal["initial", "gradient", "parameter", "weight"]
-#: In the order in which an update computes them.
-TRACE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 RANK_FILE = re.compile(r"rank_(\d{5,})\.safetensors")
 _BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceKey:
-    """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0."""
-
-    step: int
-    update: int
-    kind: TraceKind
-    name: str
-
-    def describe(self) -> str:
-        """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
-        if self.kind == "initial":
-            return f"parameter of {self.name} before step {self.step}"
-        return f"{self.kind} of {self.name} at step {self.step}, update {self.update}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceEntry:
-    """One tensor that a rank writes.
-
-    ``initial``: the parameter before the step's first update; ``gradient``: the main gradient after reduction and
-    before clipping; ``parameter``: after the update. Parameters are the optimizer's own, in float32 where the model
-    computes in less; then ``weight`` is what the model computes with.
-    ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``.
-    """
-
-    update: int
-    kind: TraceKind
-    spec: ShardSpec
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """A rank and where it stands on each axis, for example ``{"tp": 0, "pp": 0, "dp": 1}``."""
-
-    global_rank: int
-    coordinates: Mapping[str, int]
 
 
 def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,6 +68,7 @@ def save_rank_trace(
     world_size: int,
     coordinates: Mapping[str, int],
     entries: Sequence[TraceEntry],
+    footer: StepFooter | None = None,
 ) -> Path:
     """Write everything that one rank traces of one step; return the file's path.
 
@@ -124,10 +81,13 @@ def save_rank_trace(
         raise TraceError(f"{path} exists: this step is traced already; choose another output_dir or remove the trace")
     tensors: dict[str, torch.Tensor] = {}
     records: dict[str, JSON] = {}
+    counts: dict[str, int] = {}
     for entry in entries:
         name = stored_name(entry.update, entry.kind, entry.spec.name)
-        if name in tensors:
+        piece = counts[name] = counts.get(name, -1) + 1
+        if piece and not entry.is_by_token:
             raise TraceError(f"step {step}, global rank {global_rank}: {name} is given twice")
+        name = f"{name}#{piece}" if piece else name
         tensors[name] = _owned_elements(entry, step=step, global_rank=global_rank)
         records[name] = _describe_entry(entry, tensors[name])
     content: dict[str, JSON] = {
@@ -137,6 +97,7 @@ def save_rank_trace(
         "world_size": world_size,
         "coordinates": dict(coordinates),
         "tensors": records,
+        "footer": footer_as_json(footer or StepFooter()),
     }
     metadata = {METADATA_KEY: canonical_json(seal(content))}
     try:
@@ -181,8 +142,12 @@ def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, JSON]:
         "dtype": dtype_name(owned.dtype),
         "global_shape": list(spec.global_shape),
         "local_shape": list(spec.local_shape),
-        "dim": spec.dim,
-        "blocks": [[block.local_start, block.global_start, block.length] for block in spec.blocks],
+        "splits": [
+            [split.dim, [[block.local_start, block.global_start, block.length] for block in split.blocks]]
+            for split in spec.splits
+        ],
+        "dims": list(entry.dims),
+        "is_masked": entry.is_masked,
         "flat_range": list(spec.flat_range) if spec.flat_range is not None else None,
         "digest": compute_tensor_digest(owned),
     }

@@ -18,20 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from mock_scheduler.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.files import (
-    FORMAT_VERSION,
-    METADATA_KEY,
-    RANK_FILE,
-    STEP_FOLDER,
-    TRACE_KINDS,
-    RankPlace,
-    TraceKey,
-    stored_name,
-    view_as_bits,
-)
-from mock_scheduler.trace.shards import Block, ShardSpec, owned_mask, place_shard
+from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.files import FORMAT_VERSION, METADATA_KEY, RANK_FILE, STEP_FOLDER, view_as_bits
+from mock_scheduler.trace.footers import as_count, as_counts, parse_footer
+from mock_scheduler.trace.kinds import TRACE_KINDS
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, owned_mask, place_shard
 
-_METADATA_KEYS = ("step", "global_rank", "world_size", "coordinates", "tensors")
+_METADATA_KEYS = ("step", "global_rank", "world_size", "coordinates", "tensors", "footer")
 _DAMAGED = "the file was changed or damaged after it was written"
 
 
@@ -72,10 +65,16 @@ class ReplicaConflict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedTensor:
-    """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken."""
+    """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
+
+    ``present``: bool, where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
+    ``None`` where every element is there. ``dims``: what each dimension counts; empty where nobody said.
+    """
 
     tensor: torch.Tensor
     conflicts: tuple[ReplicaConflict, ...]
+    present: torch.Tensor | None = None
+    dims: tuple[DimName, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +82,12 @@ class _StoredTensor:
     """What the metadata says about one stored tensor."""
 
     key: TraceKey
+    stored_name: str
     dtype: str
     spec: ShardSpec
     digest: str
+    dims: tuple[DimName, ...]
+    is_masked: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,8 @@ class _RankFile:
     step: int
     place: RankPlace
     world_size: int
-    tensors: Mapping[TraceKey, _StoredTensor]
+    tensors: Mapping[TraceKey, tuple[_StoredTensor, ...]]
+    footer: StepFooter
 
 
 class _Handle(Protocol):
@@ -145,6 +148,10 @@ class TraceReader:
         """Every tensor that any rank wrote at ``step``."""
         return frozenset(key for rank_file in self._files[step] for key in rank_file.tensors)
 
+    def footer(self, step: int) -> StepFooter:
+        """What the first rank says of the whole step; rows and selection are the same on every rank."""
+        return self._files[step][0].footer
+
     def has(self, key: TraceKey) -> bool:
         """Whether any rank wrote this tensor."""
         return any(key in rank_file.tensors for rank_file in self._files.get(key.step, ()))
@@ -156,13 +163,13 @@ class TraceReader:
         shape or dtype, or stored bytes do not have their digest.
         """
         holders = [
-            (rank_file, rank_file.tensors[key]) for rank_file in self._files[key.step] if key in rank_file.tensors
+            (rank_file, piece) for rank_file in self._files[key.step] for piece in rank_file.tensors.get(key, ())
         ]
         if not holders:
             raise TraceError(f"no rank wrote the {key.describe()}")
         _check_agreement(key, holders)
-        if len(holders) == 1 and _is_whole(holders[0][1].spec):
-            return MergedTensor(tensor=self._load(*holders[0]), conflicts=())
+        if len(holders) == 1 and holders[0][1].spec.is_whole:
+            return MergedTensor(tensor=self._load(*holders[0]), conflicts=(), dims=holders[0][1].dims)
         return self._merge_pieces(key, holders)
 
     def close(self) -> None:
@@ -203,14 +210,22 @@ class TraceReader:
             unclaimed = mask & (owner < 0)
             view_as_bits(values).masked_scatter_(unclaimed, view_as_bits(piece)[unclaimed])
             owner.masked_fill_(unclaimed, index)
-        _check_covered(key, owner, holders)
         assert values is not None
-        return MergedTensor(tensor=values, conflicts=tuple(conflicts))
+        first = holders[0][1]
+        present = owner >= 0
+        if first.dims[:1] == ("token",):
+            by_token = present.flatten(1).all(dim=1) if present.dim() > 1 else present
+            present = by_token.view(-1, *([1] * (values.dim() - 1)))
+        if bool(present.all()):
+            return MergedTensor(tensor=values, conflicts=tuple(conflicts), dims=first.dims)
+        if first.dims[:1] != ("token",):
+            _check_covered(key, owner, holders)
+        return MergedTensor(tensor=values, conflicts=tuple(conflicts), present=present, dims=first.dims)
 
     def _load(self, rank_file: _RankFile, stored: _StoredTensor) -> torch.Tensor:
         """The stored elements as they were written: ``local_shape``, or flat for a ``flat_range``."""
         handle = self._handle(rank_file)
-        name = _stored_name(stored.key)
+        name = stored.stored_name
         try:
             tensor = handle.get_tensor(name)
         except SafetensorError as error:
@@ -250,7 +265,7 @@ def _read_rank_file(path: Path) -> _RankFile:
         rank_file = _parse_rank_file(path, content)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path}: the metadata is not that of a trace: {error!r}") from error
-    if stored_names != {_stored_name(key) for key in rank_file.tensors}:
+    if stored_names != {piece.stored_name for pieces in rank_file.tensors.values() for piece in pieces}:
         raise TraceError(f"{path}: the stored tensors are not those that the metadata lists; {_DAMAGED}")
     return rank_file
 
@@ -274,51 +289,54 @@ def _open_metadata(path: Path, text: str) -> dict[str, Any]:
 
 
 def _parse_rank_file(path: Path, content: Mapping[str, Any]) -> _RankFile:
-    step, coordinates = _as_count(content["step"]), content["coordinates"]
-    stored = [_parse_stored(record, step) for record in content["tensors"].values()]
+    step, coordinates = as_count(content["step"]), content["coordinates"]
+    by_key: dict[TraceKey, list[_StoredTensor]] = {}
+    for name, record in content["tensors"].items():
+        piece = _parse_stored(name, record, step)
+        by_key.setdefault(piece.key, []).append(piece)
     return _RankFile(
         path=path,
         step=step,
         place=RankPlace(
-            global_rank=_as_count(content["global_rank"]),
-            coordinates={axis: _as_count(place) for axis, place in coordinates.items()},
+            global_rank=as_count(content["global_rank"]),
+            coordinates={axis: as_count(place) for axis, place in coordinates.items()},
         ),
-        world_size=_as_count(content["world_size"]),
-        tensors={record.key: record for record in stored},
+        world_size=as_count(content["world_size"]),
+        tensors={key: tuple(pieces) for key, pieces in by_key.items()},
+        footer=parse_footer(content["footer"]),
     )
 
 
-def _parse_stored(record: Mapping[str, Any], step: int) -> _StoredTensor:
-    kind, flat_range, dim = record["kind"], record["flat_range"], record["dim"]
+def _parse_stored(name: str, record: Mapping[str, Any], step: int) -> _StoredTensor:
+    kind, flat_range = record["kind"], record["flat_range"]
     if kind not in TRACE_KINDS:
         raise ValueError(f"unknown kind {kind!r}")
-    key = TraceKey(step=step, update=_as_count(record["update"]), kind=kind, name=record["name"])
+    key = TraceKey(step=step, update=as_count(record["update"]), kind=kind, name=record["name"])
     spec = ShardSpec(
         name=key.name,
-        global_shape=_as_counts(record["global_shape"]),
-        local_shape=_as_counts(record["local_shape"]),
-        dim=None if dim is None else _as_count(dim),
-        blocks=tuple(
-            Block(local_start=local, global_start=start, length=length)
-            for local, start, length in map(_as_counts, record["blocks"])
+        global_shape=as_counts(record["global_shape"]),
+        local_shape=as_counts(record["local_shape"]),
+        splits=tuple(
+            Split(
+                dim=as_count(dim),
+                blocks=tuple(
+                    Block(local_start=local, global_start=start, length=length)
+                    for local, start, length in map(as_counts, blocks)
+                ),
+            )
+            for dim, blocks in record["splits"]
         ),
-        flat_range=None if flat_range is None else (_as_count(flat_range[0]), _as_count(flat_range[1])),
+        flat_range=None if flat_range is None else (as_count(flat_range[0]), as_count(flat_range[1])),
     )
-    return _StoredTensor(key=key, dtype=record["dtype"], spec=spec, digest=record["digest"])
-
-
-def _as_count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _as_counts(values: Sequence[object]) -> tuple[int, ...]:
-    return tuple(_as_count(value) for value in values)
-
-
-def _stored_name(key: TraceKey) -> str:
-    return stored_name(key.update, key.kind, key.name)
+    return _StoredTensor(
+        key=key,
+        stored_name=name,
+        dtype=record["dtype"],
+        spec=spec,
+        digest=record["digest"],
+        dims=tuple(record["dims"]),
+        is_masked=bool(record["is_masked"]),
+    )
 
 
 def _check_ranks(folder: Path, rank_files: Sequence[_RankFile]) -> None:
@@ -362,10 +380,6 @@ def _check_covered(key: TraceKey, owner: torch.Tensor, holders: Sequence[tuple[_
             f"{key.describe()}: {len(gap)} of {owner.numel()} elements are held by no rank, the first at index "
             f"{gap[0].tolist()}; pieces come from global rank {ranks}"
         )
-
-
-def _is_whole(spec: ShardSpec) -> bool:
-    return spec.dim is None and spec.flat_range is None
 
 
 def _place_piece(stored: torch.Tensor, spec: ShardSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ Every term is a *sum* over response tokens. The caller divides by the number of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +50,14 @@ class PolicyLossInputs:
 class PolicyLossOutput:
     """Sums over response tokens; ``total`` has a graph, ``metrics`` has none.
 
-    metrics: float64 ``[len(METRIC_SUMS)]``, in that order.
+    metrics: float64 ``[len(METRIC_SUMS)]``, in that order. terms: what was summed, ``[b, T]`` by name, without graph:
+    ``ratio``, ``total_loss``, ``pg_loss`` and, where there is a reference, ``kl_loss``.
     """
 
     total: torch.Tensor
     num_tokens: torch.Tensor
     metrics: torch.Tensor
+    terms: Mapping[str, torch.Tensor]
 
 
 METRIC_SUMS = (
@@ -110,7 +113,15 @@ def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> P
     )
     with torch.no_grad():
         sums = [(term.double() * mask).sum() for term in terms] + [num_tokens.double()]
-    return PolicyLossOutput(total=(total * mask).sum(), num_tokens=num_tokens, metrics=torch.stack(sums).detach())
+    by_token = {"ratio": ratio, "total_loss": total, "pg_loss": policy_gradient}
+    if inputs.ref_logprobs is not None:
+        by_token["kl_loss"] = kl
+    return PolicyLossOutput(
+        total=(total * mask).sum(),
+        num_tokens=num_tokens,
+        metrics=torch.stack(sums).detach(),
+        terms={name: term.detach() for name, term in by_token.items()},
+    )
 
 
 def _limit_loss(

@@ -38,12 +38,14 @@ class ValueLossInputs:
 class ValueLossOutput:
     """Sums over response tokens; ``total`` has a graph, ``metrics`` has none.
 
-    metrics: float64 ``[len(VALUE_METRIC_SUMS)]``, in that order.
+    metrics: float64 ``[len(VALUE_METRIC_SUMS)]``, in that order. terms: what was summed, ``[b, T]`` by name, without
+    graph: ``vf_loss``.
     """
 
     total: torch.Tensor
     num_tokens: torch.Tensor
     metrics: torch.Tensor
+    terms: Mapping[str, torch.Tensor]
 
 
 VALUE_METRIC_SUMS = (
@@ -88,7 +90,12 @@ def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> Valu
     terms = (loss, is_clipped, new_values, squared_error, wide_returns, wide_returns.square())
     with torch.no_grad():
         sums = [(term.double() * mask).sum() for term in terms] + [num_tokens.double()]
-    return ValueLossOutput(total=(loss * mask).sum(), num_tokens=num_tokens, metrics=torch.stack(sums).detach())
+    return ValueLossOutput(
+        total=(loss * mask).sum(),
+        num_tokens=num_tokens,
+        metrics=torch.stack(sums).detach(),
+        terms={"vf_loss": loss.detach()},
+    )
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.trace.files import TraceKey
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import MergedTensor, open_trace
 from pipelines.layouts.worker import METRICS_FILE
 

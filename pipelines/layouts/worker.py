@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
 from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 METRICS_FILE = "metrics.json"
@@ -29,7 +30,7 @@ def train_case(folder: Path, config: PipelineConfig) -> None:
     learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
     steps: list[dict[str, float]] = []
     for step in range(config.max_steps):
-        probe = StepProbe(list(learner.models.values()), runtime, folder, step=step)
+        probe = StepProbe(runtime, folder, step=step, config=TraceConfig(level="full"))
         batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
         steps.append(learner.train_step(batch, step=step, probe=probe))
         probe.save()

@@ -18,11 +18,11 @@ from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.trainer import UpdateProbe
 from pipelines.micro_batches import MicroBatch
 
 CRITIC = "critic"
@@ -58,7 +58,7 @@ class CriticTrainer:
         old_values: Mapping[int, torch.Tensor],
         *,
         number: int,
-        probe: UpdateProbe,
+        probe: TrainingProbe = NO_PROBE,
     ) -> dict[str, float]:
         """One update; its metrics, named ``critic/...``, are means over its response tokens."""
 
@@ -71,17 +71,23 @@ class CriticTrainer:
                 response_mask=batch.response_mask,
             )
             result = compute_value_loss(inputs, self._loss_config)
+            probe.tokens("output", own, {"values": inputs.new_values}, update=number, prefix=prefix)
+            probe.tokens("loss", own, result.terms, update=number, prefix=prefix)
             return result.total, result.num_tokens.int(), result.metrics
 
-        sums = accumulate_gradients(self.model, batches, loss)
-        probe(self.model, number, "gradient")
+        prefix = self.model.shape.prefix
+        sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
         result = self.model.update()
-        probe(self.model, number, "parameter")
+        probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
+        probe.state(self.model, number, "parameter")
         rows = exchange_rows(micro_batches, sums, self._runtime, width=len(VALUE_METRIC_SUMS))
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
         metrics = _value_metrics(totals)
         weight = router_weight(micro_batches, self._config.training, num_tokens=totals["num_tokens"])
         router = merge_router_sums(self.router_ledger, self._config.model, self._runtime, total_weight=weight)
+        probe.scalars(
+            "loss", {f"mean.{name}": value for name, value in (metrics | router).items()}, update=number, prefix=prefix
+        )
         return {
             f"{CRITIC}/{name}": value
             for name, value in (metrics | router | {"grad_norm": result.grad_norm, "lr": result.learning_rate}).items()

@@ -14,7 +14,6 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.digests import JSON
-from mock_scheduler.trace.files import TraceKind
 from pipelines.algorithm.advantages import TokenAdvantages
 from pipelines.algorithm.kl import AdaptiveKl, compute_kl_penalty
 from pipelines.algorithm.prepare import prepare_advantages
@@ -22,14 +21,11 @@ from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.merging import exchange_rows, exchange_tokens
 from pipelines.megatron.model import DTYPES
 from pipelines.megatron.places import OwnBatch, own_batch
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.trainer import PolicyTrainer, UpdateProbe
+from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values
-
-
-def _no_probe(model: TrainedModel, update: int, kind: TraceKind) -> None:
-    """The probe of a run that traces nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +38,11 @@ class Scores:
     old_logprobs: Mapping[int, torch.Tensor]
     ref_logprobs: Mapping[int, torch.Tensor] | None
     values: Mapping[int, torch.Tensor] | None
+
+    def of(self, index: int) -> dict[str, torch.Tensor]:
+        """What there is of one micro-batch, by name."""
+        by_name = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "values": self.values}
+        return {name: of_all[index] for name, of_all in by_name.items() if of_all is not None and index in of_all}
 
 
 class Learner:
@@ -78,11 +79,14 @@ class Learner:
         if own.target is not None and (own.target, own.horizon) == (saved.target, saved.horizon):
             self.kl_controller = replace(own, coef=saved.coef)
 
-    def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: UpdateProbe = _no_probe) -> dict[str, float]:
+    def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
         plan = self._plan(batch, None)
         batches = self._owned_of_step(plan)
+        probe.start_step(batch, batches, list(self.models.values()))
         scores = self._score(batches)
+        for own in batches:
+            probe.tokens("score", own, scores.of(own.batch.index))
         differences = self._rollout_differences(plan, batches, scores)
         advantages, advantage_metrics = self._prepare(batch, plan, batches, scores)
         plan = self._plan(batch, advantages)
@@ -146,14 +150,17 @@ class Learner:
         return response_values(plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime))
 
     def _updates(
-        self, plan: StepPlan, scores: Scores, *, trains_policy: bool, probe: UpdateProbe
+        self, plan: StepPlan, scores: Scores, *, trains_policy: bool, probe: TrainingProbe
     ) -> list[dict[str, float]]:
         updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
+        for own in (own for _, batches in updates for own in batches):
+            probe.tokens("advantage", own, {"advantages": own.batch.advantages, "returns": own.batch.returns})
         self._start_router_step(plan)
         results: list[dict[str, float]] = []
         for _ in range(self.config.ppo_epochs):
             for micro_batches, batches in updates:
                 number = len(results)
+                probe.start_update(number, micro_batches)
                 metrics: dict[str, float] = {}
                 if self.critic is not None and scores.values is not None:
                     metrics |= self.critic.update(micro_batches, batches, scores.values, number=number, probe=probe)

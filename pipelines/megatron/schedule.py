@@ -9,6 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pipelines.megatron.forward import iterators, line_shape, run_chunk
 from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.trained_model import TrainedModel
 
 LossSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -19,28 +20,36 @@ LossFunction = Callable[[OwnBatch, torch.Tensor], LossSums]
 
 
 def accumulate_gradients(
-    model: TrainedModel, batches: Sequence[OwnBatch], loss: LossFunction
+    model: TrainedModel,
+    batches: Sequence[OwnBatch],
+    loss: LossFunction,
+    *,
+    update: int = 0,
+    probe: TrainingProbe = NO_PROBE,
 ) -> dict[int, torch.Tensor]:
     """Gradients of all batches, accumulated and reduced over the layout; the metrics by micro-batch index.
 
     The metrics are empty off the last stage. Every rank must call it, with the batches that its replica owns.
+    ``update``: its number within the step, for the probe.
     """
     model.zero_grad()
-    sums = get_forward_backward_func()(
-        forward_step_func=_loss_step(loss),
-        data_iterator=iterators(batches, len(model.data_parallel)),
-        model=list(model.data_parallel),
-        num_microbatches=len(batches),
-        forward_only=False,
-        **line_shape(batches, model.runtime),
-    )
+    with probe.watching(model, update):
+        sums = get_forward_backward_func()(
+            forward_step_func=_loss_step(loss, probe),
+            data_iterator=iterators(batches, len(model.data_parallel)),
+            model=list(model.data_parallel),
+            num_microbatches=len(batches),
+            forward_only=False,
+            **line_shape(batches, model.runtime),
+        )
+    probe.state(model, update, "gradient")
     if not model.runtime.is_last_stage:
         return {}
     return {own.batch.index: metrics for own, metrics in zip(batches, sums, strict=True)}
 
 
 def _loss_step(
-    loss: LossFunction,
+    loss: LossFunction, probe: TrainingProbe
 ) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
     """Megatron's forward step: the model's output, and the function that makes it a loss."""
 
@@ -48,6 +57,8 @@ def _loss_step(
         data_iterator: Iterator[tuple[int, OwnBatch]], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., LossSums]]:
         _, own = next(data_iterator)
-        return run_chunk(model, own.inputs), lambda output: loss(own, output)
+        with probe.computing(own):
+            output = run_chunk(model, own.inputs)
+        return output, lambda output: loss(own, output)
 
     return step

@@ -5,27 +5,24 @@ The same calls run every layout: a pipeline stage that holds no logits simply co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
 
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.trace.files import TraceKind
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
 from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
 from pipelines.micro_batches import MicroBatch
-
-UpdateProbe = Callable[[TrainedModel, int, TraceKind], None]
-"""Called with (model, update, kind): kind ``gradient`` after the reduction, ``parameter`` after the update."""
 
 
 def needs_reference(config: PipelineConfig) -> bool:
@@ -116,7 +113,7 @@ class PolicyTrainer:
         ref_logprobs: Mapping[int, torch.Tensor] | None,
         *,
         number: int,
-        probe: UpdateProbe,
+        probe: TrainingProbe = NO_PROBE,
     ) -> dict[str, float]:
         """One update; its metrics are means over its response tokens.
 
@@ -138,13 +135,17 @@ class PolicyTrainer:
                 response_mask=batch.response_mask,
             )
             output = compute_policy_loss(inputs, loss_config)
+            probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
+            probe.tokens("loss", own, output.terms, update=number)
             return output.total, output.num_tokens.int(), output.metrics
 
-        sums = accumulate_gradients(self.policy, batches, loss)
-        probe(self.policy, number, "gradient")
+        sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
         result = self.policy.update()
-        probe(self.policy, number, "parameter")
-        return self._merge_metrics(micro_batches, sums) | {
+        probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number)
+        probe.state(self.policy, number, "parameter")
+        metrics = self._merge_metrics(micro_batches, sums)
+        probe.scalars("loss", {f"mean.{name}": value for name, value in metrics.items()}, update=number)
+        return metrics | {
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "skipped_updates": 0.0 if result.succeeded else 1.0,

@@ -16,7 +16,7 @@ import torch
 
 from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
-from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, whole
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.runtime import Runtime
 
@@ -84,16 +84,8 @@ def _parameter_spec(name: str, parameter: torch.nn.Parameter, shape: ModelShape,
         return whole(name, local_shape)
     global_shape = tuple(length * size if index == dim else length for index, length in enumerate(local_shape))
     num_parts = 2 if shape.model.swiglu and name.endswith(_GATED) else 1
-    local_part, global_part = local_shape[dim] // num_parts, global_shape[dim] // num_parts
-    blocks = tuple(
-        Block(
-            local_start=part * local_part,
-            global_start=part * global_part + rank * local_part,
-            length=local_part,
-        )
-        for part in range(num_parts)
-    )
-    return ShardSpec(name=name, global_shape=global_shape, local_shape=local_shape, dim=dim, blocks=blocks)
+    splits = even_split(dim, size=global_shape[dim], rank=rank, num_ranks=size, num_parts=num_parts)
+    return ShardSpec(name=name, global_shape=global_shape, local_shape=local_shape, splits=splits)
 
 
 def _vocab_spec(name: str, local_shape: tuple[int, ...], vocab_size: int, tp_rank: int) -> ShardSpec:
@@ -104,8 +96,7 @@ def _vocab_spec(name: str, local_shape: tuple[int, ...], vocab_size: int, tp_ran
         name=name,
         global_shape=(vocab_size, *local_shape[1:]),
         local_shape=local_shape,
-        dim=0,
-        blocks=(Block(local_start=0, global_start=start, length=length),) if length else (),
+        splits=(Split(dim=0, blocks=(Block(local_start=0, global_start=start, length=length),) if length else ()),),
     )
 
 

@@ -17,7 +17,8 @@ from mock_scheduler.align.execution import LaunchRun
 from mock_scheduler.align.plan import PlannedRun, quote_override
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.trace.files import TraceEntry, save_rank_trace
+from mock_scheduler.trace.entries import TraceEntry
+from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 
 CONFIG = """

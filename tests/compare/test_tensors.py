@@ -19,7 +19,9 @@ from mock_scheduler.compare.tensors import (
     order_keys,
 )
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKey, save_rank_trace
+from mock_scheduler.trace.entries import TraceEntry, TraceKey
+from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import whole
 

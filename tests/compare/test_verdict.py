@@ -10,7 +10,9 @@ import torch
 from mock_scheduler.compare.results import compare_runs
 from mock_scheduler.compare.verdict import Alignment, Verdict, worst_exit_code
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.trace.files import TRACE_KINDS, TraceEntry, TraceKind, save_rank_trace
+from mock_scheduler.trace.entries import TraceEntry
+from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 
 TOLERANCE = ToleranceConfig()

@@ -23,7 +23,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.trace.files import TraceEntry, save_rank_trace
+from mock_scheduler.trace.entries import TraceEntry
+from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.layouts.cases import parallel_of
@@ -31,7 +32,8 @@ from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SI
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
 from pipelines.megatron.model import layers_of_chunk, unwrapped
-from pipelines.megatron.probes import StepProbe, _owned_range
+from mock_scheduler.config.trace import TraceConfig
+from pipelines.megatron.probing.step_probe import StepProbe, _owned_range
 from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
@@ -135,7 +137,7 @@ def build_learner(config: PipelineConfig) -> Learner:
 def train(learner: Learner, step: int, folder: Path) -> None:
     """One step with its trace and metrics."""
     folder.mkdir(parents=True, exist_ok=True)
-    probe = StepProbe(list(learner.models.values()), learner.runtime, folder, step=step)
+    probe = StepProbe(learner.runtime, folder, step=step, config=TraceConfig(level="full"))
     metrics = learner.train_step(random_batch(SEED + step, longest=LONGEST_ROW), step=step, probe=probe)
     probe.save()
     if learner.runtime.is_writer:

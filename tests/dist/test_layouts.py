@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.trace.files import TraceKey
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
 from pipelines.megatron.weights import canonical_initial_weight
 from tests.dist.conftest import LAYOUTS

@@ -27,7 +27,8 @@ from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.probes import StepProbe
+from mock_scheduler.config.trace import TraceConfig
+from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.faults import norm_gradients_not_reduced
@@ -128,7 +129,7 @@ def batch_of(path: Path) -> RolloutBatch:
 
 def probe_of(learner: Learner, folder: Path) -> StepProbe:
     """What the pipeline traces of a step."""
-    return StepProbe(list(learner.models.values()), learner.runtime, folder, step=0)
+    return StepProbe(learner.runtime, folder, step=0, config=TraceConfig(level="full"))
 
 
 def write_metrics(folder: Path, name: str, metrics: dict[str, float]) -> None:

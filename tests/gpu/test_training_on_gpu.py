@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.trace.files import TraceKey
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
 from tests.gpu.training_worker import FACTS_FILE, NUM_STEPS
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
 from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probes import StepProbe
+from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import start_runtime, stop_runtime
 
 SEED, NUM_STEPS, LONGEST_ROW = 42, 3, 120
@@ -64,7 +65,7 @@ def build_config(impl: str, precision: str) -> PipelineConfig:
 
 def train(learner: Learner, step: int, folder: Path) -> dict[str, float]:
     """One step, traced."""
-    probe = StepProbe(list(learner.models.values()), learner.runtime, folder, step=step)
+    probe = StepProbe(learner.runtime, folder, step=step, config=TraceConfig(level="full"))
     metrics = learner.train_step(random_batch(SEED + step, longest=LONGEST_ROW), step=step, probe=probe)
     probe.save()
     return metrics

@@ -18,7 +18,7 @@ from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_ru
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.json_file import save_result, to_json
 from mock_scheduler.report.terminal import build_console, print_report
-from mock_scheduler.trace.files import RankPlace, TraceKey
+from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.reader import ReplicaConflict
 
 TOLERANCE = ToleranceConfig()

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from mock_scheduler.digests import canonical_json, open_sealed, seal
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.files import METADATA_KEY, TraceEntry, TraceKey, TraceKind, save_rank_trace
+from mock_scheduler.trace.entries import TraceEntry, TraceKey
+from mock_scheduler.trace.files import METADATA_KEY, save_rank_trace
+from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.reader import open_trace
-from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, whole
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, whole
 
 NORM = "decoder.layers.0.input_layernorm.weight"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -44,7 +46,9 @@ def save(trace_dir: Path, rank: int, world_size: int, entries: list[TraceEntry],
 def gated_spec(tp_rank: int, *, flat_range: tuple[int, int] | None = None) -> ShardSpec:
     """Rank ``tp_rank`` of 2: half of the gate rows 0-3 and half of the up rows 4-7."""
     blocks = tuple(Block(local_start=2 * half, global_start=4 * half + 2 * tp_rank, length=2) for half in range(2))
-    return ShardSpec(name=FC1, global_shape=(8, 3), local_shape=(4, 3), dim=0, blocks=blocks, flat_range=flat_range)
+    return ShardSpec(
+        name=FC1, global_shape=(8, 3), local_shape=(4, 3), splits=(Split(dim=0, blocks=blocks),), flat_range=flat_range
+    )
 
 
 def test_a_gated_mlp_split_over_tp_merges_to_the_whole(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.trace.shards import Block, ShardSpec, cut_shard, owned_mask, place_shard, whole
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, owned_mask, place_shard, whole
 
 
 def split_spec(shape: tuple[int, ...], *, dim: int, index: int, parts: int) -> ShardSpec:
     length = shape[dim] // parts
     local_shape = tuple(length if axis == dim else size for axis, size in enumerate(shape))
     block = Block(local_start=0, global_start=index * length, length=length)
-    return ShardSpec(name="w", global_shape=shape, local_shape=local_shape, dim=dim, blocks=(block,))
+    return ShardSpec(name="w", global_shape=shape, local_shape=local_shape, splits=(Split(dim=dim, blocks=(block,)),))
 
 
 def test_a_gated_mlp_shard_takes_its_part_of_both_halves() -> None:
@@ -20,8 +20,12 @@ def test_a_gated_mlp_shard_takes_its_part_of_both_halves() -> None:
         name="w",
         global_shape=(8,),
         local_shape=(4,),
-        dim=0,
-        blocks=(Block(local_start=0, global_start=2, length=2), Block(local_start=2, global_start=6, length=2)),
+        splits=(
+            Split(
+                dim=0,
+                blocks=(Block(local_start=0, global_start=2, length=2), Block(local_start=2, global_start=6, length=2)),
+            ),
+        ),
     )
     assert cut_shard(gate_and_up, spec).tolist() == [2.0, 3.0, 6.0, 7.0]
 
@@ -31,8 +35,7 @@ def test_padding_is_zero_and_belongs_to_no_canonical_element() -> None:
         name="w",
         global_shape=(3,),
         local_shape=(2,),
-        dim=0,
-        blocks=(Block(local_start=0, global_start=2, length=1),),
+        splits=(Split(dim=0, blocks=(Block(local_start=0, global_start=2, length=1),)),),
     )
     assert cut_shard(torch.tensor([5.0, 6.0, 7.0]), spec).tolist() == [7.0, 0.0]
     target = torch.full((3,), -1.0)

@@ -1,4 +1,4 @@
-"""Writes main gradients and parameters of every update, in the canonical form of the trace.
+"""Writes what a training step shows of itself, in the canonical form of the trace.
 
 Reading changes nothing: tensors are copied, and no probe runs where the trace is off.
 """
@@ -12,8 +12,13 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mock_scheduler.trace.files import TraceEntry, TraceKind, save_rank_trace
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.trace import TraceConfig, TraceKind
+from mock_scheduler.trace.entries import StepFooter, TraceEntry
+from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
@@ -21,22 +26,22 @@ from pipelines.megatron.weights import LocalParameter
 _Piece = tuple[ShardSpec, torch.Tensor]
 
 
-class StepProbe:
-    """Collects what one rank traces of one step; ``save`` writes it. Every rank makes and saves its own.
+class StepProbe(TrainingProbe):
+    """Collects what one rank traces of one step; ``save`` writes it. Every rank makes and saves its own."""
 
-    Made before the step's first update, it begins with the parameters as they are then.
-    """
-
-    def __init__(self, models: Sequence[TrainedModel], runtime: Runtime, trace_dir: Path, *, step: int) -> None:
-        self._models = tuple(models)
+    def __init__(self, runtime: Runtime, trace_dir: Path, *, step: int, config: TraceConfig) -> None:
         self._runtime = runtime
         self._trace_dir = trace_dir
         self._step = step
+        self._config = config
         self._entries: list[TraceEntry] = []
-        for model in self._models:
-            self(model, 0, "initial")
 
-    def __call__(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
+    def start_step(self, batch: RolloutBatch, batches: Sequence[OwnBatch], models: Sequence[TrainedModel]) -> None:
+        """Begin with the parameters before the first update."""
+        for model in models:
+            self.state(model, 0, "initial")
+
+    def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
         """Copy a model's main gradients after the reduction, or its parameters before or after an update."""
         if kind == "parameter":
             model.gather_parameters()
@@ -62,6 +67,7 @@ class StepProbe:
             world_size=runtime.world_size,
             coordinates=runtime.coordinates,
             entries=self._entries,
+            footer=StepFooter(kinds=tuple(self._config.kinds), patterns=tuple(self._config.patterns)),
         )
 
 

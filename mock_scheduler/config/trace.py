@@ -1,0 +1,88 @@
+"""The ``trace`` section: which training internals a run writes; importing this imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt, Steps
+
+TraceKind = Literal[
+    "initial",
+    "input",
+    "score",
+    "advantage",
+    "activation",
+    "router",
+    "logits",
+    "output",
+    "loss",
+    "activation_gradient",
+    "gradient",
+    "gradient_norm",
+    "optimizer",
+    "parameter",
+    "weight",
+]
+"""What a traced tensor is, in the order in which a training step computes it; ``trace.kinds`` explains each."""
+
+LedgerKind = Literal["random", "collective"]
+"""A sequence of calls rather than a tensor: random draws, and collectives."""
+
+#: In the order in which a step computes them.
+TRACE_KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
+LEDGER_KINDS: tuple[LedgerKind, ...] = get_args(LedgerKind)
+
+#: What alignment judges, and what ``trace.kinds`` is where nothing is said.
+DEFAULT_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
+
+TraceLevel = Literal["off", "sketch", "full"]
+
+
+def _parse_kinds(value: object) -> object:
+    """``all`` is every kind of tensor and both ledgers."""
+    return [*TRACE_KINDS, *LEDGER_KINDS] if value == "all" else value
+
+
+class TraceConfig(ConfigSection):
+    """Which training internals are written to ``{output_dir}/trace``, and how much of each.
+
+    ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, from
+    which ``mock-scheduler compare`` estimates how far two runs are apart.
+    ``kinds``: names of ``TraceKind`` and ``LedgerKind``, or ``all``. ``patterns``: globs of canonical names, as
+    ``decoder.layers.3.*``; a tensor is written where its name matches one of them and none of ``exclude``. Ledgers have
+    no names and follow ``kinds`` alone.
+    ``steps``: as in ``0-4, 7``; ``null`` is every step; of these every ``dump_every_n_steps``-th of the run is written.
+    ``ranks``: global ranks that write; ``null`` is all of them.
+    ``sketch_buckets``: numbers that a sketch keeps of a tensor; the error of its estimate falls with their square root.
+    ``part_bytes``: a rank's file of a step is ended, and another begun, when it has reached this size.
+    ``operations``: write digests of every torch operation of a step, for ``mock-scheduler doctor``.
+    """
+
+    level: TraceLevel = "off"
+    kinds: Annotated[list[TraceKind | LedgerKind], BeforeValidator(_parse_kinds)] = Field(default=[*DEFAULT_KINDS])
+    patterns: list[str] = Field(default=["*"])
+    exclude: list[str] = Field(default=[])
+    steps: Steps | None = None
+    dump_every_n_steps: PositiveInt = 1
+    ranks: list[NonNegativeInt] | None = None
+    sketch_buckets: Annotated[int, Field(ge=8, le=4096)] = 64
+    part_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30
+    operations: bool = False
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> TraceConfig:
+        for name, values in (("kinds", self.kinds), ("patterns", self.patterns), ("ranks", self.ranks)):
+            if values is not None and not values:
+                raise ValueError(f"{name} is empty, so nothing would be written; set level=off for that")
+            doubled = sorted({str(value) for value in values or () if list(values or ()).count(value) > 1})
+            if doubled:
+                raise ValueError(f"{name} has {', '.join(doubled)} more than once")
+        return self
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything is traced at a step."""
+        if self.level == "off" or step % self.dump_every_n_steps:
+            return False
+        return self.steps is None or step in self.steps

@@ -1,0 +1,151 @@
+"""What a trace consists of: keys, the entries that probes hand to a sink, and what a rank says about the whole step.
+
+Contract: plain data without files. Token tensors: the first dimension is all tokens of the step's batch, row after row
+in the batch's canonical order, without padding; token t of row r has index ``offset[r] + t``. So neither padding,
+micro-batches, packing nor data parallelism are in a trace, and two runs are aligned by the rows' identities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from mock_scheduler.config.trace import LedgerKind, TraceKind
+from mock_scheduler.trace.shards import ShardSpec
+
+DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
+"""What a dimension counts, in reports: ``slot`` is the place among a token's chosen experts, ascending by expert;
+``row`` and ``column`` are those of a weight that has no better name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceKey:
+    """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
+
+    What belongs to a step rather than to an update (``kinds.STEP_KINDS``) has update 0.
+    """
+
+    step: int
+    update: int
+    kind: TraceKind
+    name: str
+
+    def describe(self) -> str:
+        """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
+        if self.kind == "initial":
+            return f"parameter of {self.name} before step {self.step}"
+        return f"{self.kind.replace('_', ' ')} of {self.name} at step {self.step}, update {self.update}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceEntry:
+    """One piece of one tensor that a rank writes; a tensor of several micro-batches has a piece of each.
+
+    ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``. It may be on any
+    device; a sink copies what it keeps before ``add`` returns.
+    ``dims``: what each dimension counts; empty where nobody said.
+    ``is_masked``: a token tensor that is defined at some tokens only (response tokens): those in no piece are masked
+    out, where otherwise they would be missing.
+    """
+
+    update: int
+    kind: TraceKind
+    spec: ShardSpec
+    tensor: torch.Tensor
+    dims: tuple[DimName, ...] = ()
+    is_masked: bool = False
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether the first dimension is the batch's tokens."""
+        return self.dims[:1] == ("token",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """A rank and where it stands on each axis, for example ``{"tp": 0, "pp": 0, "dp": 1}``."""
+
+    global_rank: int
+    coordinates: Mapping[str, int]
+
+    def describe(self) -> str:
+        """``global rank 3 (tp1 pp0 dp1)``."""
+        axes = " ".join(f"{axis}{place}" for axis, place in self.coordinates.items())
+        return f"global rank {self.global_rank}" + (f" ({axes})" if axes else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowTable:
+    """The rows of a step's batch in canonical order: identities as text, and tokens of each."""
+
+    identities: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The size of a token dimension."""
+        return sum(self.lengths)
+
+    def find(self, token: int) -> tuple[int, int]:
+        """Row and position within it of a token index; raises ``IndexError`` where there is no such token."""
+        position = token
+        for row, length in enumerate(self.lengths):
+            if position < length:
+                return row, position
+            position -= length
+        raise IndexError(f"token {token} of {self.num_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unobserved:
+    """A tensor that this model does not show, such as the output of a norm that is fused into a linear layer."""
+
+    kind: TraceKind
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerCall:
+    """One call of a ledger, in order.
+
+    operation: as ``all_reduce`` or ``bernoulli_``. group: the global ranks that take part; empty for random draws.
+    dtype, num_elements: of what is sent or drawn.
+    """
+
+    operation: str
+    group: tuple[int, ...]
+    dtype: str
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFooter:
+    """What a rank says of a whole step when it has written all of it.
+
+    rows: of the step's batch. update_rows: by update, which of these rows it trains on. ranks: the global ranks that
+    write this trace. kinds, patterns, exclude: what was selected, as configured. unobserved: what the selection asks
+    for and the model does not show. ledgers: calls in order, of the kinds that were selected.
+    """
+
+    rows: RowTable = RowTable()
+    update_rows: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    unobserved: tuple[Unobserved, ...] = ()
+    ledgers: Mapping[LedgerKind, Sequence[LedgerCall]] = field(default_factory=dict)
+
+
+class TraceSink(Protocol):
+    """Where a rank's entries of one step go: whole tensors to files, or into sketches."""
+
+    def add(self, entry: TraceEntry) -> None:
+        """Take one piece; raises ``TraceError`` for a tensor that does not have its spec's shape, or given twice."""
+
+    def close(self, footer: StepFooter) -> None:
+        """End the step. Errors of earlier background writes surface here or at the next call, never later."""

@@ -1,0 +1,90 @@
+"""The footer of a rank's step as JSON, and back.
+
+``footer_as_json`` and ``parse_footer`` are inverses. Parsing raises ``KeyError``, ``TypeError`` or ``ValueError`` for
+anything but what was written, which the readers of files turn into a ``TraceError`` with the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mock_scheduler.digests import JSON
+from mock_scheduler.trace.entries import LedgerCall, RowTable, StepFooter, Unobserved
+from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
+
+
+def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
+    """Everything that the footer says."""
+    return {
+        "rows": {"identities": list(footer.rows.identities), "lengths": list(footer.rows.lengths)},
+        "update_rows": [list(rows) for rows in footer.update_rows],
+        "ranks": list(footer.ranks),
+        "kinds": list(footer.kinds),
+        "patterns": list(footer.patterns),
+        "exclude": list(footer.exclude),
+        "unobserved": [[item.kind, item.name, item.reason] for item in footer.unobserved],
+        "ledgers": {
+            kind: [[call.operation, list(call.group), call.dtype, call.num_elements] for call in calls]
+            for kind, calls in footer.ledgers.items()
+        },
+    }
+
+
+def parse_footer(content: Mapping[str, Any]) -> StepFooter:
+    """The footer that was written."""
+    rows = content["rows"]
+    table = RowTable(identities=_texts(rows["identities"]), lengths=as_counts(rows["lengths"]))
+    if len(table.identities) != len(table.lengths):
+        raise ValueError(f"{len(table.identities)} rows have {len(table.lengths)} lengths")
+    return StepFooter(
+        rows=table,
+        update_rows=tuple(as_counts(update) for update in content["update_rows"]),
+        ranks=as_counts(content["ranks"]),
+        kinds=_texts(content["kinds"]),
+        patterns=_texts(content["patterns"]),
+        exclude=_texts(content["exclude"]),
+        unobserved=tuple(_parse_unobserved(*item) for item in content["unobserved"]),
+        ledgers={
+            _known(kind, LEDGER_KINDS): tuple(_parse_call(*call) for call in calls)
+            for kind, calls in content["ledgers"].items()
+        },
+    )
+
+
+def as_count(value: object) -> int:
+    """A number from 0 on; raises ``ValueError`` for anything else."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def as_counts(values: Sequence[object]) -> tuple[int, ...]:
+    """Numbers from 0 on; raises ``ValueError`` for anything else."""
+    return tuple(as_count(value) for value in values)
+
+
+def _parse_unobserved(kind: str, name: str, reason: str) -> Unobserved:
+    return Unobserved(kind=_known(kind, TRACE_KINDS), name=_text(name), reason=_text(reason))
+
+
+def _parse_call(operation: str, group: Sequence[object], dtype: str, num_elements: int) -> LedgerCall:
+    return LedgerCall(
+        operation=_text(operation), group=as_counts(group), dtype=_text(dtype), num_elements=as_count(num_elements)
+    )
+
+
+def _known(kind: str, kinds: Sequence[Any]) -> Any:  # noqa: ANN401 - one of the literal's values
+    if kind not in kinds:
+        raise ValueError(f"unknown kind {kind!r}")
+    return kind
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _texts(values: Sequence[object]) -> tuple[str, ...]:
+    return tuple(_text(value) for value in values)
