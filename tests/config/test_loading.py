@@ -137,7 +137,8 @@ def test_all_problems_are_listed_with_the_override_that_caused_them(tmp_path: Pa
         "retention, schedule, steps\n"
         "  - system_envs.A: is True, should be a string; quote the variable's text, for example '1'\n"
         "  - model.normalization: unknown value 'batch'; known values: RMSNorm, LayerNorm\n"
-        "  - trace.levle: unknown key; nearest known key: trace.level; known keys of trace: dump_every_n_steps, exclude, kinds, level, operations, "
+        "  - trace.levle: unknown key; nearest known key: trace.level; "
+        "known keys of trace: dump_every_n_steps, exclude, kinds, level, operations, "
         "part_bytes, patterns, ranks, sketch_buckets, steps (given as 'trace.levle=full')"
     )
 
