@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="mock-scheduler",
     help="Record rollouts once, replay them under any layout, and prove whether training numerics moved.",
-    epilog="Exit codes: 0 aligned or done, 1 diverged, 3 incomparable, 4 unverified, 5 bad input or file, "
+    epilog="Exit codes: 0 aligned or done, 1 diverged, 2 suspect, 3 incomparable, 4 unverified, 5 bad input or file, "
     "70 unforeseen error, 128 + N ended by signal N.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,6 +41,12 @@ ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help=
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
 Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
 JsonOutput = Annotated[str | None, typer.Option("--json", help="also write all of it to this file; -: JSON instead")]
+Kinds = Annotated[
+    list[str] | None, typer.Option("--kinds", help="only these kinds of tensors, as in gradient,parameter")
+]
+Patterns = Annotated[
+    list[str] | None, typer.Option("--patterns", help="only names that match one of these, as in 'decoder.layers.3.*'")
+]
 
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
@@ -62,6 +68,9 @@ def launch(
     rdzv_endpoint: Annotated[
         str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT on machine 0")
     ] = None,
+    entry: Annotated[
+        str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")
+    ] = "pipelines.agentic",
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.determinism.environment import check_settings
@@ -75,6 +84,7 @@ def launch(
         config_name=source.config_name,
         config_path=source.config_path,
         overrides=source.overrides,
+        entry=entry,
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
@@ -110,14 +120,51 @@ def align(
 
 @app.command()
 def compare(
-    baseline_dir: Annotated[Path, typer.Argument(help="output_dir of the run to compare with", show_default=False)],
-    candidate_dir: Annotated[Path, typer.Argument(help="output_dir of the run to judge", show_default=False)],
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdict to this file")] = None,
+    baseline: Annotated[
+        Path, typer.Argument(help="what to compare with: a run's output_dir, a trace, metrics.jsonl or a recording")
+    ],
+    candidate: Annotated[Path, typer.Argument(help="what to judge: one of the same kind")],
+    steps: Steps = None,
+    kinds: Kinds = None,
+    patterns: Patterns = None,
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option("--tolerance", help="another bound, as in activation=1e-5; may be given several times"),
+    ] = None,
+    json_path: JsonOutput = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+    has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
-    """Give a verdict for two finished runs, both made with trace.level=full."""
-    from mock_scheduler.align.finished import run_compare  # imports torch: not for --help
+    """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
+    from mock_scheduler.align.finished import CompareOptions, run_compare  # imports torch: not for --help
+    from mock_scheduler.align.inputs import parse_selection
+    from mock_scheduler.report.recording_commands import parse_steps
 
-    raise typer.Exit(run_compare(baseline_dir, candidate_dir, json_path=json_path))
+    options = CompareOptions(
+        selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
+        tolerance=tuple(tolerance or ()),
+        has_metrics=has_metrics,
+        json_path=json_path,
+        html_path=html_path,
+    )
+    raise typer.Exit(run_compare(baseline, candidate, options))
+
+
+@app.command()
+def replicas(
+    run: Annotated[Path, typer.Argument(help="output_dir of a run with trace.level=full, or its trace folder")],
+    steps: Steps = None,
+    kinds: Kinds = None,
+    patterns: Patterns = None,
+    json_path: JsonOutput = None,
+) -> None:
+    """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
+    from mock_scheduler.align.finished import run_replicas  # imports torch: not for --help
+    from mock_scheduler.align.inputs import parse_selection
+    from mock_scheduler.report.recording_commands import parse_steps
+
+    selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
+    raise typer.Exit(run_replicas(run, selection, json_path=json_path))
 
 
 @app.command()

@@ -15,6 +15,7 @@
     ├── DeterminismError(RuntimeError)        a setting that is missing, late or did not take effect
     │   └── RankDisagreementError             ranks of one run that differ
     ├── TraceError(OSError)                   a trace, or metrics, that cannot be written, read or merged
+    ├── ServiceError(OSError)                 a training service that does not answer, or refuses
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
 
 Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line.
@@ -98,6 +99,10 @@ class RankDisagreementError(DeterminismError):
 
 class TraceError(MockSchedulerError, OSError):
     """A trace, or a run's metrics, cannot be written, read or merged."""
+
+
+class ServiceError(MockSchedulerError, OSError):
+    """A training service does not answer, answers wrongly or refuses a request."""
 
 
 class AlignmentError(MockSchedulerError, RuntimeError):

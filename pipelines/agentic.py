@@ -6,20 +6,14 @@ TransformerEngine can read it; only then is the rest imported.
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
+from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.processes import end_with_parent
-from pipelines.tracking import report_failure
+from pipelines.entry import run_entry
 
 
 def check_replay_is_deterministic(config: PipelineConfig) -> None:
@@ -42,56 +36,22 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
         )
 
 
-# Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in
-# use is in the run's provenance), deprecated calls between the two, a gradient that Megatron reads to test for None.
-_FOREIGN_WARNINGS = (
-    ".*(Transformer Engine|Apex).*not installed.*",
-    "full scope is deprecated.*",
-    ".*(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
-    "`load_state_dict` is deprecated.*",
-    "Please use DTensor instead.*",
-    "The .grad attribute of a Tensor that is not a leaf Tensor.*",
-)
-
-
-def _silence_foreign_warnings() -> None:
-    """Keep a run's output to what its user can act on."""
-    for message in _FOREIGN_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
-
-
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
     """Run the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
-
-    Where a launcher started this process, it ends with it.
 
     ``prepare`` is called after the environment was applied and before the pipeline is imported: the place for an
     entry module of one's own to put another kernel or a patch in (``align.candidates``, key ``entry``).
     """
-    end_with_parent(os.environ)
-    started_s = time.time()
-    global_rank = int(os.environ.get("RANK", "0"))
-    output_dir: Path | None = None
-    try:
-        source = parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog="pipelines.agentic")
-        config = source.load()
-        output_dir = Path(config.output_dir)
-        check_replay_is_deterministic(config)
-        apply_system_envs(
-            config.system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with()
-        )
-        _silence_foreign_warnings()
-        prepare()
-        # Imported here, since torch and Megatron read the environment when they are imported.
-        from pipelines.run import run_pipeline
+    return run_entry(
+        arguments, prog="pipelines.agentic", check=check_replay_is_deterministic, run=_run_pipeline, prepare=prepare
+    )
 
-        run_pipeline(config)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no Exception.
-    except BaseException as error:  # noqa: BLE001
-        return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
-    return 0
+
+def _run_pipeline(config: PipelineConfig) -> None:
+    # Imported here, since torch and Megatron read the environment when they are imported.
+    from pipelines.run import run_pipeline
+
+    run_pipeline(config)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
@@ -31,9 +32,8 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler
-from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.trace.files import remove_steps_from
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.clock import Clock
 from pipelines.contract import build_contract
@@ -44,20 +44,17 @@ from pipelines.megatron.checkpoint import (
     check_files,
     check_same_settings,
     checkpoint_folder,
-    fixed_settings,
-    load_checkpoint,
     read_run_state,
-    save_checkpoint,
 )
 from pipelines.megatron.conflicts import read_setup
-from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.probing.step_probe import StepProbe
+from pipelines.megatron.probing.selection import check_trace_ranks
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
-from pipelines.operations import record_operations
 from pipelines.progress import StepProgress, configure_logging
+from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
 from pipelines.tracking import MetricsWriter, prepare_output_dir
+from pipelines.training import build_training, checkpoint_settings
 
 logger = logging.getLogger("pipelines.run")
 
@@ -107,7 +104,6 @@ class AgenticPipeline:
         self._config = config
         self._runtime = runtime
         self._output_dir = Path(config.output_dir)
-        self._trace_dir = self._output_dir / TRACE_FOLDER
         self._is_resumed = resumed is not None
         self._first_step = resumed.next_step if resumed else 0
         self._tokenizer = tokenizer
@@ -120,6 +116,12 @@ class AgenticPipeline:
         setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
         facts = find_conflicts(setup)
         check_conflicts(facts, setup, allowed=config.parallel.allow_known_wrong)
+        self._training = build_training(
+            config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed
+        )
+        self._dumped_rollouts = open_dumped_rollouts(
+            config, self._plan, vocab_size=vocab_size_in_effect(config, tokenizer)
+        )
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
         self._scheduler = build_scheduler(
@@ -138,20 +140,14 @@ class AgenticPipeline:
             resume=self._is_resumed,
             max_row_tokens=config.sequence_length,
         )
-        self._learner = Learner(
-            config,
-            runtime,
-            vocab_size=vocab_size_in_effect(config, tokenizer),
-            allowed_tokens=tokenizer.action_ids if config.actor_infer.only_action_tokens else None,
-        )
+        self._training.build(resumed)
         if resumed is not None:
-            load_checkpoint(Path(str(config.resume_from_checkpoint)), self._learner, resumed)
             self._scheduler.load_state_dict(dict(resumed.scheduler))
 
-    def _make_real(self) -> AgenticRolloutScheduler:
+    def _make_real(self) -> AgenticRolloutScheduler | DumpedRollouts:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
-        return AgenticRolloutScheduler(
-            self._config, self._learner.policy, self._tokenizer, self._ledger, ranks=self._ranks
+        return self._dumped_rollouts or AgenticRolloutScheduler(
+            self._config, self._training.policy, self._tokenizer, self._ledger, ranks=self._ranks
         )
 
     def run(self) -> None:
@@ -165,7 +161,7 @@ class AgenticPipeline:
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
             (self._output_dir / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
             if self._is_resumed:
-                remove_steps_from(self._trace_dir, self._first_step)
+                self._training.make_way(self._first_step)
         use_tensorboard = config.track_with == "tensorboard"
         with (
             # Outermost: a step that fails still closes the real scheduler, and raises what could not be recorded.
@@ -179,6 +175,7 @@ class AgenticPipeline:
             StepProgress(config, first_step=self._first_step, enabled=is_writer) as progress,
         ):
             self._run_steps(writer, progress)
+            self._training.finish()
         check_unchanged(settings, read_back(os.environ))
         self._add_other_ranks()
         if is_writer:
@@ -221,22 +218,9 @@ class AgenticPipeline:
         with self._clock.measure("rollout"):
             batch = self._get_batch(request)
         rollout_metrics = self._scheduler.collect_metrics()
-        step = request.global_step
-        with (
-            self._clock.measure("train"),
-            record_operations(self._config, self._output_dir, self._learner, step=step),
-        ):
-            train_metrics = self._train_step(step, batch)
+        with self._clock.measure("train"):
+            train_metrics = self._training.train_step(batch, step=request.global_step)
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
-
-    def _train_step(self, step: int, batch: RolloutBatch) -> dict[str, float]:
-        if not self._config.trace.is_due(step):
-            return self._learner.train_step(batch, step=step)
-        probe = StepProbe(self._runtime, self._trace_dir, step=step, config=self._config.trace)
-        metrics = self._learner.train_step(batch, step=step, probe=probe)
-        with self._clock.measure("trace"):
-            probe.save()
-        return metrics
 
     def _save_if_due(self, next_step: int) -> None:
         config = self._config
@@ -246,12 +230,12 @@ class AgenticPipeline:
         state = RunState(
             next_step=next_step,
             mode=config.rollout_mock.effective_mode,
-            fixed=fixed_settings(config, vocab_size=self._learner.policy.policy.shape.vocab_size),
+            fixed=checkpoint_settings(config, self._tokenizer),
             scheduler=self._scheduler.state_dict(),
-            learner=self._learner.state_dict(),
+            learner=self._training.state_dict(),
         )
         with self._clock.measure("checkpoint"):
-            save_checkpoint(checkpoint_folder(root, next_step), self._learner, state)
+            self._training.save(checkpoint_folder(root, next_step), state)
         self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:
@@ -275,8 +259,8 @@ class AgenticPipeline:
             {
                 "status": "completed",
                 "mode": self._config.rollout_mock.effective_mode,
-                "layout": self._config.parallel.describe(),
-                "world_size": self._runtime.world_size,
+                "layout": self._training.layout,
+                "world_size": self._training.world_size,
                 "num_steps": num_steps,
                 "wall_s": wall_s,
                 "rollout_s": rollout_s,
@@ -307,8 +291,9 @@ def run_pipeline(config: PipelineConfig) -> None:
     is_deterministic = is_deterministic_mode(config.system_envs)
     settings = read_back(os.environ)
     check_took_effect(settings, deterministic=is_deterministic)
+    check_trace_ranks(config)
     tokenizer = build_tokenizer(config)
-    resumed = _read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
+    resumed = _read_resumed_state(config, tokenizer)
     runtime = start_runtime(config.parallel, seed=config.seed)
     try:
         configure_logging(is_writer=runtime.is_writer)
@@ -318,13 +303,13 @@ def run_pipeline(config: PipelineConfig) -> None:
         stop_runtime()
 
 
-def _read_resumed_state(config: PipelineConfig, *, vocab_size: int) -> RunState | None:
+def _read_resumed_state(config: PipelineConfig, tokenizer: GridTokenizer) -> RunState | None:
     """Where the run to resume stood; ``None`` for a new run. Raises ``ConfigError`` where it cannot be continued."""
     if config.resume_from_checkpoint is None:
         return None
     folder = Path(config.resume_from_checkpoint)
     resumed = read_run_state(folder)
-    check_same_settings(folder, resumed, fixed_settings(config, vocab_size=vocab_size))
+    check_same_settings(folder, resumed, checkpoint_settings(config, tokenizer))
     check_files(folder)
     if resumed.next_step >= config.max_steps:
         raise ConfigError(

@@ -23,12 +23,20 @@ class MetricsWriter:
     step or later ones is dropped, since this part computes it anew. ``None`` starts a new log.
     """
 
-    def __init__(self, output_dir: Path, *, enabled: bool, tensorboard: bool, resumed_at: int | None = None) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        enabled: bool,
+        tensorboard: bool,
+        resumed_at: int | None = None,
+        file_name: str = METRICS_FILE,
+    ) -> None:
         self._file = None
         self._board = None
         if not enabled:
             return
-        path = output_dir / METRICS_FILE
+        path = output_dir / file_name
         kept = [] if resumed_at is None or not path.exists() else _lines_before(path, resumed_at)
         # Closed in __exit__, which the run's with-statement guarantees.
         self._file = path.open("w", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""``mock-scheduler compare``: a verdict for two runs that are finished, however they were started.
+"""``mock-scheduler compare`` and ``replicas``: verdicts on what lies on disk, however it came there.
 
-Contract: reads ``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl`` and ``trace/`` of both; starts nothing
-and writes only the file that was asked for. Both must have trained on the same rollouts, which each run states by the
-digest of every batch.
+Contract: reads runs (``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl``, ``trace/``), traces, metrics or
+recordings; starts nothing and writes only the files that were asked for. Two runs must have trained on the same
+rollouts, which each states by the digest of every batch.
 """
 
 from __future__ import annotations
@@ -12,103 +12,138 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.plan import stated_tolerance
+from mock_scheduler.align.inputs import OpenedInput, find_trace, open_inputs, resolve_tolerance
 from mock_scheduler.align.runs import judge_runs
-from mock_scheduler.compare.finished_run import load_summary
-from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.compare.verdict import worst_exit_code
-from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.report.json_file import save_result
-from mock_scheduler.report.terminal import build_console, print_report
-from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, LOG_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.compare.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.recordings import judge_recordings
+from mock_scheduler.compare.replicas import check_replicas
+from mock_scheduler.compare.results import ComparisonResult
+from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.traces import compare_trace_folders, trace_level
+from mock_scheduler.compare.verdict import Alignment, decide
+from mock_scheduler.compare.walk import OnKey
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.files import encode_json
+from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.report.comparison_page import write_comparison_page
+from mock_scheduler.report.comparison_text import print_comparison, print_replicas
+from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
+from mock_scheduler.report.progress_bar import show_progress
+from mock_scheduler.report.terminal import build_console
+from mock_scheduler.text import format_bytes
+from mock_scheduler.trace.reader import open_trace
+
+_STDOUT = "-"
+_NUM_ROWS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedRun:
-    """A completed run with a trace: its configuration and what it says about itself."""
+class CompareOptions:
+    """How two sides are compared.
 
-    config: PipelineConfig
-    summary: RunSummary
-
-    @property
-    def recording_dir(self) -> Path | None:
-        """The recording that it wrote or replayed, if any."""
-        mock = self.config.rollout_mock
-        return None if mock.effective_mode == "real" else Path(mock.dump_dir)
-
-
-def run_compare(
-    baseline_dir: Path, candidate_dir: Path, *, json_path: Path | None, console: Console | None = None
-) -> int:
-    """Compare two runs by their ``output_dir``, print the report, and return the verdict's exit code.
-
-    The tolerance is the candidate's. Raises ``ConfigError`` where a folder is no run's or the tolerance is not stated,
-    ``AlignmentError`` where a run is not completed or has no trace. ``console``: ``None`` is this terminal.
+    selection: steps, kinds and names. tolerance: bounds ``name=value`` over the candidate's own. has_metrics: whether
+    metrics of runs are compared. json_path, html_path: reports to write; ``-``: JSON on stdout, in place of the text.
     """
-    console = console or build_console()
-    if baseline_dir.resolve() == candidate_dir.resolve():
-        raise ConfigError(f"{baseline_dir} and {candidate_dir} are the same folder: it would be compared with itself")
-    baseline, candidate = _load_both(baseline_dir, candidate_dir)
-    tolerance = stated_tolerance(candidate.config)
-    is_deterministic = all(is_deterministic_mode(run.config.system_envs) for run in (baseline, candidate))
-    with console.status("comparing metrics, gradients and parameters"):
-        alignment = judge_runs(
-            baseline.summary, candidate.summary, tolerance=tolerance, is_deterministic=is_deterministic
-        )
-    log_path = candidate_dir / LOG_FILE
-    result = AlignmentResult(
-        config_name=candidate.config.exp_name,
-        output_dir=candidate_dir,
-        recording_dir=candidate.recording_dir,
+
+    selection: Selection = EVERYTHING
+    tolerance: tuple[str, ...] = ()
+    has_metrics: bool = True
+    json_path: str | None = None
+    html_path: Path | None = None
+
+
+def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
+    """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
+
+    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds or the tolerance
+    is not stated, ``AlignmentError`` where a run is not completed or has no trace, ``TraceError`` or
+    ``RecordingError`` where a file cannot be read. ``console``: ``None`` is this terminal.
+    """
+    opened = open_inputs((baseline, candidate))
+    tolerance = resolve_tolerance(opened[1], options.tolerance)
+    sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
+    with show_progress(f"comparing {sizes}") as on_key:
+        alignment, recordings = _judge(opened, options, tolerance=tolerance, on_key=on_key)
+    result = ComparisonResult(
+        baseline=opened[0].side,
+        candidate=opened[1].side,
         tolerance=tolerance,
-        baseline=baseline.summary,
-        candidates=(
-            CandidateResult(
-                name=candidate.summary.name,
-                overrides=(),
-                layout=candidate.summary.layout,
-                log_path=log_path if log_path.is_file() else None,
-                run=candidate.summary,
-                alignment=alignment,
-            ),
-        ),
+        alignment=alignment,
+        recordings=recordings,
     )
-    print_report(result, console, files={} if json_path is None else {"result": json_path})
+    files = {}
+    if options.html_path is not None:
+        write_comparison_page(result, options.html_path)
+        files["html"] = options.html_path
+    if options.json_path == _STDOUT:
+        print(encode_json(comparison_to_json(result), sort_keys=False).decode(), end="")
+        return int(result.exit_code)
+    if options.json_path is not None:
+        files["json"] = Path(options.json_path)
+        save_comparison(result, files["json"])
+    print_comparison(result, console or build_console(), files=files)
+    return int(result.exit_code)
+
+
+def run_replicas(
+    path: Path, selection: Selection, *, json_path: str | None = None, console: Console | None = None
+) -> int:
+    """Check all copies within one run or trace; 0 equal, 1 different, 3 where nothing is held twice.
+
+    Raises ``ConfigError`` where there is no trace of whole tensors, ``TraceError`` where a file cannot be read.
+    """
+    trace_dir = find_trace(path)
+    if trace_level(trace_dir) != "full":
+        raise ConfigError(
+            f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
+        )
+    with open_trace(trace_dir) as reader, show_progress("checking copies") as on_key:
+        result = check_replicas(reader, path, selection=selection, on_key=on_key)
+    if json_path == _STDOUT:
+        print(encode_json(replicas_to_json(result), sort_keys=False).decode(), end="")
+        return int(result.exit_code)
+    files = {}
     if json_path is not None:
-        save_result(result, json_path)
-    return worst_exit_code([alignment.verdict])
+        files["json"] = Path(json_path)
+        save_replicas(result, files["json"])
+    print_replicas(result, console or build_console(), files=files)
+    return int(result.exit_code)
 
 
-def _load_both(baseline_dir: Path, candidate_dir: Path) -> tuple[FinishedRun, FinishedRun]:
-    """Both runs, or one error with what is wrong with either; of its kind is the first."""
-    loaded, errors = [], []
-    for folder in (baseline_dir, candidate_dir):
-        try:
-            loaded.append(_load_finished(folder))
-        except (ConfigError, AlignmentError) as error:
-            errors.append(error)
-    if errors:
-        raise type(errors[0])("\n".join(map(str, errors))) from errors[0]
-    baseline, candidate = loaded
-    return baseline, candidate
-
-
-def _load_finished(folder: Path) -> FinishedRun:
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} is not the output_dir of a run: there is no {CONFIG_FILE} in it")
-    config = load_config(Path(CONFIG_FILE).stem, config_path=folder)
-    if not (folder / RUN_FILE).is_file():
-        raise AlignmentError(
-            f"{folder} has no {RUN_FILE}: its run has not completed (it is still going, or {folder / ERROR_FILE} says "
-            "why it failed)"
+def _judge(
+    opened: tuple[OpenedInput, OpenedInput], options: CompareOptions, *, tolerance: ToleranceConfig, on_key: OnKey
+) -> tuple[Alignment, RecordingDifferences | None]:
+    baseline, candidate = (item.side for item in opened)
+    selection = options.selection
+    if baseline.kind == "recording":
+        readers = RecordingReader(str(baseline.path)), RecordingReader(str(candidate.path))
+        recordings = compare_recordings(readers, selection.steps, limit=_NUM_ROWS, on_step=on_key)
+        return judge_recordings(recordings), recordings
+    if baseline.kind == "metrics":
+        logs = load_metrics(baseline.path), load_metrics(candidate.path)
+        metrics = compare_metrics(*logs, tolerance=tolerance, selection=selection)
+        return decide(metrics, None, tolerance=tolerance, required=()), None
+    if baseline.run is None or candidate.run is None:
+        tensors = compare_trace_folders(
+            baseline.path, candidate.path, tolerance=tolerance, selection=selection, on_key=on_key
         )
-    summary = load_summary(folder.resolve().name, folder, elapsed_s=None)
-    if not (folder / TRACE_FOLDER).is_dir():
-        raise AlignmentError(
-            f"{folder} has no trace, without which gradients and parameters cannot be compared: run it again with "
-            f"trace.level=full (it had trace.level={config.trace.level})"
-        )
-    return FinishedRun(config=config, summary=summary)
+        return decide(None, tensors, tolerance=tolerance, required=()), None
+    is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
+    alignment = judge_runs(
+        baseline.run,
+        candidate.run,
+        tolerance=tolerance,
+        is_deterministic=is_deterministic,
+        selection=selection,
+        has_metrics=options.has_metrics,
+        on_key=on_key,
+    )
+    return alignment, None
+
+
+def _size_bytes(path: Path) -> int:
+    """Of all files there, which is what is read."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -16,7 +16,9 @@ from mock_scheduler.align.execution import LaunchRun, execute_run, failed_run_er
 from mock_scheduler.align.plan import AlignPlan, PlannedRun
 from mock_scheduler.compare.finished_run import RunFailure, load_summary
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary, compare_runs
+from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.compare.walk import OnKey
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
@@ -72,7 +74,7 @@ def _judge_candidate(
         verdict = Verdict.UNVERIFIED if is_unverified else Verdict.INCOMPARABLE
         alignment = failed_run(verdict, f"the run failed (exit code {outcome.exit_code}): {outcome.message}")
     else:
-        with console.status(f"{escape(candidate.name)}: comparing metrics, gradients and parameters"):
+        with console.status(f"{escape(candidate.name)}: comparing metrics and tensors"):
             alignment = judge_runs(
                 baseline,
                 outcome,
@@ -103,17 +105,31 @@ def _not_run_yet(candidate: PlannedRun) -> CandidateResult:
 
 
 def judge_runs(
-    baseline: RunSummary, candidate: RunSummary, *, tolerance: ToleranceConfig, is_deterministic: bool
+    baseline: RunSummary,
+    candidate: RunSummary,
+    *,
+    tolerance: ToleranceConfig,
+    is_deterministic: bool,
+    selection: Selection = EVERYTHING,
+    has_metrics: bool = True,
+    on_key: OnKey | None = None,
 ) -> Alignment:
     """The verdict on two finished runs; a difference proves something only where each would repeat itself.
 
-    ``is_deterministic``: whether both ran under ``DETERMINISTIC_MODE=1``.
+    ``is_deterministic``: whether both ran under ``DETERMINISTIC_MODE=1``. The others are those of ``compare_runs``.
     """
     other_rollouts = _describe_other_rollouts(baseline, candidate)
     if other_rollouts:
         return failed_run(Verdict.INCOMPARABLE, other_rollouts)
     try:
-        alignment = compare_runs(baseline.output_dir, candidate.output_dir, tolerance=tolerance)
+        alignment = compare_runs(
+            baseline.output_dir,
+            candidate.output_dir,
+            tolerance=tolerance,
+            selection=selection,
+            has_metrics=has_metrics,
+            on_key=on_key,
+        )
     except (AlignmentError, TraceError) as error:
         return failed_run(Verdict.INCOMPARABLE, str(error))
     if is_deterministic or alignment.verdict is Verdict.IDENTICAL:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.text import shorten
@@ -88,8 +89,13 @@ def is_comparable(name: str) -> bool:
     return not name.startswith(NON_COMPARABLE_PREFIXES)
 
 
-def compare_metrics(baseline: MetricLog, candidate: MetricLog, *, tolerance: ToleranceConfig) -> MetricComparison:
-    """Compare every comparable metric at every step; nothing that is on one side only is skipped."""
+def compare_metrics(
+    baseline: MetricLog, candidate: MetricLog, *, tolerance: ToleranceConfig, selection: Selection = EVERYTHING
+) -> MetricComparison:
+    """Compare every comparable metric at every selected step; nothing that is on one side only is skipped."""
+    baseline, candidate = (
+        {step: metrics for step, metrics in log.items() if selection.has_step(step)} for log in (baseline, candidate)
+    )
     steps = tuple(sorted(baseline.keys() & candidate.keys()))
     names = sorted({name for log in (baseline, candidate) for step in log.values() for name in step})
     findings = _find_missing_steps(baseline, candidate)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.tensors import compare_traces
+from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison
+from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, decide
+from mock_scheduler.compare.walk import OnKey
 from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.errors import ExitCode
+from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.run_files import METRICS_FILE, TRACE_FOLDER
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.reader import ReplicaConflict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +64,89 @@ class AlignmentResult:
     candidates: tuple[CandidateResult, ...]
 
 
-def compare_runs(baseline_dir: Path, candidate_dir: Path, *, tolerance: ToleranceConfig) -> Alignment:
+InputKind = Literal["run", "trace", "metrics", "recording"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedInput:
+    """One side of ``mock-scheduler compare``.
+
+    ``name``: of its folder or file. ``level``: of its trace; ``None`` where it has none. ``run``: of a run only.
+    """
+
+    name: str
+    path: Path
+    kind: InputKind
+    level: Literal["full", "sketch"] | None
+    run: RunSummary | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonResult:
+    """What ``mock-scheduler compare`` found: of runs, traces, metrics or recordings, the same on both sides.
+
+    ``recordings``: of two recordings, all that differs between them; ``alignment`` has one finding per step.
+    """
+
+    baseline: ComparedInput
+    candidate: ComparedInput
+    tolerance: ToleranceConfig
+    alignment: Alignment
+    recordings: RecordingDifferences | None = None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The verdict's."""
+        return self.alignment.verdict.exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaResult:
+    """What ``mock-scheduler replicas`` found in one run.
+
+    ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's elements that were compared with
+    another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them.
+    """
+
+    path: Path
+    steps: tuple[int, ...]
+    num_tensors: int
+    num_copies: Mapping[str, int]
+    conflicts: tuple[ReplicaConflict, ...]
+    ledgers: tuple[LedgerComparison, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Diverged where copies or calls disagree, incomparable where nothing is held twice, else aligned."""
+        if self.conflicts or any(ledger.difference for ledger in self.ledgers):
+            return ExitCode.DIVERGED
+        return ExitCode.ALIGNED if sum(self.num_copies.values()) else ExitCode.INCOMPARABLE
+
+
+def compare_runs(
+    baseline_dir: Path,
+    candidate_dir: Path,
+    *,
+    tolerance: ToleranceConfig,
+    selection: Selection = EVERYTHING,
+    has_metrics: bool = True,
+    on_key: OnKey | None = None,
+) -> Alignment:
     """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
 
-    Raises ``AlignmentError`` or ``TraceError`` where these cannot be read.
+    ``has_metrics``: whether metrics are compared. Unless kinds or names are chosen, gradients and parameters must be
+    among what was compared. Raises ``AlignmentError`` or ``TraceError`` where the files cannot be read.
     """
-    metrics = compare_metrics(
-        load_metrics(baseline_dir / METRICS_FILE),
-        load_metrics(candidate_dir / METRICS_FILE),
+    metrics = None
+    if has_metrics:
+        logs = [load_metrics(folder / METRICS_FILE) for folder in (baseline_dir, candidate_dir)]
+        metrics = compare_metrics(logs[0], logs[1], tolerance=tolerance, selection=selection)
+    tensors = compare_trace_folders(
+        baseline_dir / TRACE_FOLDER,
+        candidate_dir / TRACE_FOLDER,
         tolerance=tolerance,
+        selection=selection,
+        on_key=on_key,
     )
-    with open_trace(baseline_dir / TRACE_FOLDER) as baseline, open_trace(candidate_dir / TRACE_FOLDER) as candidate:
-        tensors = compare_traces(baseline, candidate, tolerance=tolerance)
-    return decide(metrics, tensors, tolerance=tolerance)
+    is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
+    return decide(metrics, tensors, tolerance=tolerance, required=() if is_chosen else JUDGED_KINDS)

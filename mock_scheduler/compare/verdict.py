@@ -12,22 +12,28 @@ with the last one, between its gradients and its parameters. Metrics beyond tole
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
-from mock_scheduler.compare.tensors import (
-    JUDGED_KINDS,
-    TensorComparison,
-    TensorDifference,
-    TensorGroup,
-    execution_order,
+from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.sentence import (
+    describe_before,
+    describe_coverage,
+    describe_smallest,
+    describe_tensor,
+    name_kind,
+    name_place,
 )
+from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison, TensorComparison, TensorDifference
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.text import count_of
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.trace.reader import ReplicaConflict
 
 
@@ -36,6 +42,7 @@ class Verdict(StrEnum):
 
     IDENTICAL = "identical"
     ROUNDING = "rounding"
+    SUSPECT = "suspect"
     DIVERGED = "diverged"
     INCOMPARABLE = "incomparable"
     UNVERIFIED = "unverified"
@@ -49,12 +56,24 @@ class Verdict(StrEnum):
 _EXIT_CODES = {
     Verdict.IDENTICAL: ExitCode.ALIGNED,
     Verdict.ROUNDING: ExitCode.ALIGNED,
+    Verdict.SUSPECT: ExitCode.SUSPECT,
     Verdict.DIVERGED: ExitCode.DIVERGED,
     Verdict.INCOMPARABLE: ExitCode.INCOMPARABLE,
     Verdict.UNVERIFIED: ExitCode.UNVERIFIED,
 }
-#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients.
-_PHASES: dict[DifferenceKind, int] = {**{kind: PHASES[kind] for kind in TRACE_KINDS}, "metric": Phase.NORM}
+#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
+#: their order alone, which belongs to the whole step.
+_PHASES: dict[DifferenceKind, int] = {
+    **{kind: PHASES[kind] for kind in TRACE_KINDS},
+    "metric": Phase.NORM,
+    "step": Phase.START - 3,
+    "recording": Phase.START - 2,
+    "rows": Phase.START - 1,
+    "ledger": Phase.UPDATE + 1,
+}
+_FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "rows"})
+_NUM_DUMPED = 8
+_NUM_SELECTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +82,8 @@ class Divergence:
 
     ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
     another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
+    ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
+    ``is_selection``: as of a ``Finding``.
     """
 
     step: int
@@ -72,25 +93,62 @@ class Divergence:
     value: float | None
     tolerance: float | None
     message: str
+    difference: TensorDifference | None = None
+    is_selection: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """The verdict on one candidate; the comparisons are ``None`` where its run failed."""
+    """The verdict on one candidate; the comparisons are ``None`` where its run failed or they were not asked for.
+
+    ``reason``: the verdict in words; of one that passes: its level, what was compared, the worst of each kind with its
+    margin and the smallest error that would have been found.
+    ``sentence``: the first divergence in one sentence: when, what, by how much, where, what it looks like and what
+    before it is equal; ``None`` where nothing diverged.
+    ``full_dump``: of two sketches, the overrides of the full trace to take next; empty where none is needed.
+    """
 
     verdict: Verdict
     reason: str
     first_divergence: Divergence | None
     metrics: MetricComparison | None
     tensors: TensorComparison | None
+    sentence: str | None = None
+    full_dump: tuple[str, ...] = ()
 
 
-def decide(metrics: MetricComparison, tensors: TensorComparison, *, tolerance: ToleranceConfig) -> Alignment:
-    """The verdict on what was compared."""
+def decide(
+    metrics: MetricComparison | None,
+    tensors: TensorComparison | None,
+    *,
+    tolerance: ToleranceConfig,
+    required: Collection[TraceKind] = JUDGED_KINDS,
+) -> Alignment:
+    """The verdict on what was compared.
+
+    ``metrics``, ``tensors``: ``None`` where they were not asked for. ``required``: kinds of which a tensor must have
+    been compared, or the rest proves nothing.
+    """
     divergences = find_divergences(metrics, tensors, tolerance=tolerance)
-    first = divergences[0] if divergences else None
-    verdict, reason = _judge(metrics, tensors, first, tolerance)
-    return Alignment(verdict=verdict, reason=reason, first_divergence=first, metrics=metrics, tensors=tensors)
+    first = next((item for item in divergences if not item.is_selection), None)
+    sentence = None if first is None else describe_divergence(first, tensors)
+    evidence = _Evidence(metrics=metrics, tensors=tensors, tolerance=tolerance, required=tuple(required))
+    verdict, reason = evidence.judge(first, sentence, divergences)
+    full_dump: tuple[str, ...] = ()
+    if tensors is not None and tensors.level == "sketch" and verdict in (Verdict.DIVERGED, Verdict.SUSPECT):
+        full_dump = full_dump_overrides(tensors)
+        reason += (
+            f"; to see where, trace both runs again with {' '.join(map(shlex.quote, full_dump))}" if full_dump else ""
+        )
+    return Alignment(
+        verdict=verdict,
+        reason=reason,
+        first_divergence=first,
+        metrics=metrics,
+        tensors=tensors,
+        sentence=sentence,
+        full_dump=full_dump,
+    )
 
 
 def failed_run(verdict: Verdict, reason: str) -> Alignment:
@@ -99,115 +157,210 @@ def failed_run(verdict: Verdict, reason: str) -> Alignment:
 
 
 def find_divergences(
-    metrics: MetricComparison, tensors: TensorComparison, *, tolerance: ToleranceConfig
+    metrics: MetricComparison | None, tensors: TensorComparison | None, *, tolerance: ToleranceConfig
 ) -> list[Divergence]:
     """Everything beyond its bound, in the order of computation that the module's docstring explains."""
-    found = [_from_finding(finding) for finding in (*metrics.findings, *tensors.findings)]
-    found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
-    found += [_from_tensor(difference) for difference in tensors.exceeding]
-    found += [_from_metric(difference, tolerance) for difference in metrics.exceeding]
-    names = execution_order({divergence.name for divergence in found})
-    position = {name: index for index, name in enumerate(names)}
+    found: list[Divergence] = []
     last_update: dict[int, int] = {}
-    for difference in tensors.differences:
-        last_update[difference.key.step] = max(difference.key.update, last_update.get(difference.key.step, 0))
+    if tensors is not None:
+        found += [_from_finding(finding) for finding in tensors.findings]
+        found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
+        found += [_from_tensor(difference) for difference in tensors.exceeding]
+        found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+        for difference in tensors.differences:
+            key = difference.key
+            last_update[key.step] = max(key.update, last_update.get(key.step, 0))
+    if metrics is not None:
+        found += [_from_finding(finding) for finding in metrics.findings]
+        found += [_from_metric(difference, tolerance) for difference in metrics.exceeding]
+    keys = {_trace_key(item) for item in found} - {None}
+    position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
-    def place(item: Divergence) -> tuple[int, int, int, int]:
-        update = last_update.get(item.step, 0) if item.update is None else item.update
-        return item.step, update, _PHASES[item.kind], position[item.name]
+    def place(item: Divergence) -> tuple[int, int, int, int, str]:
+        update = item.update
+        if update is None:
+            update = 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
+        key = _trace_key(item)
+        return item.step, update, _PHASES[item.kind], position[key] if key is not None else 0, item.name
 
     return sorted(found, key=place)
 
 
 def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
-    """The gravest exit code: diverged, then incomparable, then unverified, then aligned."""
-    gravest_first = (Verdict.DIVERGED, Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
+    """The gravest exit code: diverged, then suspect, then incomparable, then unverified, then aligned."""
+    gravest_first = (Verdict.DIVERGED, Verdict.SUSPECT, Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
     return next((verdict.exit_code for verdict in gravest_first if verdict in verdicts), ExitCode.ALIGNED)
 
 
-def describe_coverage(metrics: MetricComparison, tensors: TensorComparison) -> str:
-    """What was compared, and the worst of each kind with its margin; for a verdict that passes."""
-    parts = [f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}"]
-    for kind in JUDGED_KINDS:
-        group = tensors.group(kind)
-        if group is not None:
-            parts.append(f"{count_of(group.num_compared, kind)}{_describe_worst(group)}")
-    return ", ".join(parts)
+def describe_divergence(first: Divergence, tensors: TensorComparison | None) -> str:
+    """The first divergence as one sentence."""
+    if first.kind not in TRACE_KINDS or tensors is None:
+        return first.message
+    where = name_place(first.step, first.update, first.kind)
+    ordered = order_keys([item.key for item in tensors.differences] + [_certain_key(first)])
+    before = describe_before(tensors, first.difference, ordered.index(_certain_key(first)))
+    return f"{where}: {first.message}; {before}"
 
 
-def _judge(
-    metrics: MetricComparison, tensors: TensorComparison, first: Divergence | None, tolerance: ToleranceConfig
-) -> tuple[Verdict, str]:
-    unusable = tensors.unusable[0] if tensors.unusable else None
-    if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
-        return Verdict.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
-    missing = _not_compared(metrics, tensors)
-    if first is None and missing:
-        return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
-    if len(missing) == 1 + len(JUDGED_KINDS):
-        return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
-    if first is not None:
-        return Verdict.DIVERGED, _describe_divergence(first, metrics, tensors, tolerance)
-    idle = _describe_idle(tensors)
-    if idle:
-        return Verdict.INCOMPARABLE, idle
-    if tensors.baseline_conflicts:
-        conflict = tensors.baseline_conflicts[0].describe()
-        return Verdict.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
-    bit_equal = all(metric.bit_equal for metric in metrics.differences) and all(
-        tensor.bit_equal for tensor in tensors.differences
+def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:
+    """What a full trace of the first differences of two sketched runs is taken with; empty where there is none."""
+    suspects = [item.key for item in tensors.differences if item.exceeds or item.is_undecided]
+    if not suspects:
+        return ()
+    step = min(key.step for key in suspects)
+    first = [key for key in suspects if key.step == step][:_NUM_DUMPED]
+    kinds = {key.kind for key in first}
+    if "parameter" in kinds:
+        kinds |= {"initial", "gradient"}
+    names = dict.fromkeys(key.name for key in first)
+    return (
+        "trace.level=full",
+        f"trace.steps={step}",
+        f"trace.patterns=[{','.join(quote_text(name) for name in names)}]",
+        f"trace.kinds=[{','.join(kind for kind in TRACE_KINDS if kind in kinds)}]",
     )
-    coverage = describe_coverage(metrics, tensors)
-    if bit_equal:
-        return Verdict.IDENTICAL, f"bit-equal: {coverage}"
-    return Verdict.ROUNDING, f"within tolerance: {coverage}"
 
 
-def _not_compared(metrics: MetricComparison, tensors: TensorComparison) -> list[str]:
-    missing = [] if metrics.differences else ["metric"]
-    return missing + [kind for kind in JUDGED_KINDS if tensors.group(kind) is None]
+def quote_text(text: str) -> str:
+    """A name as an element of a list in Hydra's grammar."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _describe_idle(tensors: TensorComparison) -> str:
-    """Why the runs trained nothing that could be compared; empty where they did."""
-    gradients, changes = (
-        [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
-    )
-    if all(item.is_zero for item in gradients):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evidence:
+    """All that a verdict rests on."""
+
+    metrics: MetricComparison | None
+    tensors: TensorComparison | None
+    tolerance: ToleranceConfig
+    required: tuple[TraceKind, ...]
+
+    def judge(
+        self, first: Divergence | None, sentence: str | None, divergences: Sequence[Divergence]
+    ) -> tuple[Verdict, str]:
+        """The verdict and its reason; ``first``: of those divergences that are not due to what was selected."""
+        unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
+        if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
+            return Verdict.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
+        missing = self._not_compared()
+        if first is None and divergences:
+            return Verdict.INCOMPARABLE, self._describe_selection(divergences)
+        if first is None and missing:
+            return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
+        if self._is_empty():
+            return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
+        if first is not None:
+            return Verdict.DIVERGED, self._describe_divergences(first, sentence or first.message)
+        return self._judge_equal()
+
+    def _judge_equal(self) -> tuple[Verdict, str]:
+        tensors = self.tensors
+        coverage = describe_coverage(self.metrics, tensors)
+        if tensors is not None:
+            idle = _describe_idle(tensors)
+            if idle:
+                return Verdict.INCOMPARABLE, idle
+            if tensors.baseline_conflicts:
+                conflict = tensors.baseline_conflicts[0].describe()
+                return Verdict.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
+            if tensors.undecided:
+                return Verdict.SUSPECT, (
+                    f"sketches cannot tell for {count_of(len(tensors.undecided), 'tensor')} on which side of its bound "
+                    f"it is, first: {describe_tensor(tensors.undecided[0])}; compared: {coverage}"
+                )
+        metrics = self.metrics.differences if self.metrics is not None else ()
+        differences = tensors.differences if tensors is not None else ()
+        notes = self._describe_limits()
+        if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
+            how = "" if tensors is None or tensors.level == "full" else " by the fingerprints of sketches"
+            return Verdict.IDENTICAL, f"bit-equal{how}: {coverage}{notes}; one changed bit would have been found"
+        level = "" if tensors is None or tensors.level == "full" else ", as estimated from sketches"
+        smallest = describe_smallest(self.metrics, tensors, metric=self.tolerance.metric)
+        return Verdict.ROUNDING, f"within tolerance{level}: {coverage}{notes}; {smallest}"
+
+    def _describe_limits(self) -> str:
+        """How many tensors were not compared, and all else that limits a verdict that passes."""
+        if self.tensors is None:
+            return "; metrics alone do not prove that gradients are equal"
+        missing = self.tensors.not_compared
+        parts = [f"{count_of(len(missing), 'tensor')} not compared, not being shown by both runs"] if missing else []
+        flips = sum(item.num_flipped for item in self.tensors.flips)
+        parts += [f"rounding chose other experts for {count_of(flips, 'token')}"] if flips else []
+        return "".join(f"; {part}" for part in (*parts, *self.tensors.notes))
+
+    def _not_compared(self) -> list[str]:
+        missing = ["metric"] if self.metrics is not None and not self.metrics.differences else []
+        if self.tensors is None:
+            return missing
+        return missing + [name_kind(kind) for kind in self.required if self.tensors.group(kind) is None]
+
+    def _is_empty(self) -> bool:
+        has_metrics = self.metrics is not None and bool(self.metrics.differences)
+        return not has_metrics and not (self.tensors is not None and self.tensors.differences)
+
+    def _describe_selection(self, divergences: Sequence[Divergence]) -> str:
+        listed = "; ".join(item.message for item in divergences[:_NUM_SELECTIONS])
+        coverage = describe_coverage(self.metrics, self.tensors)
         return (
-            "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on "
-            "rollouts whose rewards differ within a group, or with an entropy or KL term"
+            f"the two runs did not trace the same: {listed}. Compare what both have with --kinds and --patterns, or "
+            f"trace both alike; of the rest nothing is beyond its bound: {coverage or 'nothing'}"
         )
-    if all(item.is_zero for item in changes):
-        return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
-    if not any(item.is_judged for item in changes):
-        return (
-            "no parameter was judged: every update changes less than parameters can be stored with; raise training.lr"
-        )
-    return ""
+
+    def _describe_divergences(self, first: Divergence, sentence: str) -> str:
+        parts = [f"first divergence: {sentence}"]
+        counts, num_findings = [], 0
+        if self.metrics is not None:
+            if self.metrics.exceeding and first.kind != "metric":
+                parts.append(f"first metric: {_from_metric(self.metrics.exceeding[0], self.tolerance).message}")
+            counts.append(f"{len(self.metrics.exceeding)} of {count_of(len(self.metrics.differences), 'metric')}")
+            num_findings += len(self.metrics.findings)
+        if self.tensors is not None:
+            counts.append(f"{len(self.tensors.exceeding)} of {count_of(len(self.tensors.differences), 'tensor')}")
+            num_findings += len(self.tensors.findings)
+        parts.append(f"beyond tolerance: {', '.join(counts)}")
+        if num_findings:
+            parts.append(f"{num_findings} could not be compared")
+        if self.tensors is not None:
+            parts += _describe_causes(first, self.tensors)
+        return "; ".join(dict.fromkeys(parts))
 
 
-def _describe_divergence(
-    first: Divergence, metrics: MetricComparison, tensors: TensorComparison, tolerance: ToleranceConfig
-) -> str:
-    parts = [f"first divergence: {first.message}"]
-    if metrics.exceeding and first.kind != "metric":
-        parts.append(f"first metric: {_from_metric(metrics.exceeding[0], tolerance).message}")
-    parts.append(
-        f"beyond tolerance: {len(metrics.exceeding)} of {count_of(len(metrics.differences), 'metric')}, "
-        f"{len(tensors.exceeding)} of {count_of(len(tensors.differences), 'tensor')}"
-    )
-    num_findings = len(metrics.findings) + len(tensors.findings)
-    if num_findings:
-        parts.append(f"{num_findings} could not be compared")
-    if tensors.candidate_conflicts:
+def _describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
+    parts = []
+    if tensors.candidate_conflicts and first.tolerance != 0.0:
         parts.append(f"replicas disagree: {tensors.candidate_conflicts[0].describe()}")
     if _grew_gradually(first, tensors):
         parts.append(
             "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
             "fewer steps"
         )
-    return "; ".join(dict.fromkeys(parts))
+    earlier = [item for item in tensors.flips if (item.key.step, item.key.update) <= (first.step, first.update or 0)]
+    if earlier:
+        num_flipped = sum(item.num_flipped for item in earlier)
+        parts.append(
+            f"rounding chose other experts for {count_of(num_flipped, 'token')} before, first in "
+            f"{earlier[0].key.name}: what these compute afterwards differs at its full size"
+        )
+    return parts
+
+
+def _describe_idle(tensors: TensorComparison) -> str:
+    """Why the runs trained nothing that could be compared; empty where they did, or neither kind was compared."""
+    gradients, changes = (
+        [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
+    )
+    if gradients and all(item.is_zero for item in gradients):
+        return (
+            "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on "
+            "rollouts whose rewards differ within a group, or with an entropy or KL term"
+        )
+    if changes and all(item.is_zero for item in changes):
+        return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
+    if changes and not any(item.is_judged for item in changes):
+        return (
+            "no parameter was judged: every update changes less than parameters can be stored with; raise training.lr"
+        )
+    return ""
 
 
 def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
@@ -219,32 +372,6 @@ def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
     return before[-1].relative > 0.03 * before[-1].tolerance and before[0].relative < 0.1 * before[-1].relative
 
 
-def _describe_worst(group: TensorGroup) -> str:
-    if group.num_bit_equal == group.num_compared:
-        return ""
-    worst = group.worst
-    if worst.relative == 0:
-        return (
-            f" ({group.num_bit_equal} bit-equal; the others within the rounding of storing{_describe_excluded(group)})"
-        )
-    return (
-        f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: "
-        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:.2g}"
-        f"{_describe_excluded(group)})"
-    )
-
-
-def _describe_excluded(group: TensorGroup) -> str:
-    """How much had no say: elements whose gradients are rounding, and tensors that are too small to be judged."""
-    excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
-    unjudged = f"; {group.num_unjudged} not judged, being no larger than rounding" if group.num_unjudged else ""
-    return excluded + unjudged
-
-
-def _describe_margin(margin: float) -> str:
-    return f"{margin:,.0f}" if margin >= 10 else f"{margin:.1f}"
-
-
 def _from_finding(finding: Finding) -> Divergence:
     return Divergence(
         step=finding.step,
@@ -254,6 +381,7 @@ def _from_finding(finding: Finding) -> Divergence:
         value=None,
         tolerance=None,
         message=finding.message,
+        is_selection=finding.is_selection,
     )
 
 
@@ -266,7 +394,7 @@ def _from_conflict(conflict: ReplicaConflict) -> Divergence:
         name=key.name,
         value=conflict.max_abs,
         tolerance=0.0,
-        message=conflict.describe(),
+        message=f"copies within the candidate differ: {conflict.describe()}",
     )
 
 
@@ -279,8 +407,30 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         name=key.name,
         value=difference.relative,
         tolerance=difference.tolerance,
-        message=f"{key.describe()}: relative difference {difference.relative:.3g} > {difference.tolerance:.2g}",
+        message=describe_tensor(difference),
+        difference=difference,
     )
+
+
+def _from_ledger(ledger: LedgerComparison) -> Divergence:
+    return Divergence(
+        step=ledger.step,
+        update=None,
+        kind="ledger",
+        name=ledger.kind,
+        value=None,
+        tolerance=None,
+        message=ledger.difference or "",
+    )
+
+
+def _trace_key(item: Divergence) -> TraceKey | None:
+    return _certain_key(item) if item.kind in TRACE_KINDS else None
+
+
+def _certain_key(item: Divergence) -> TraceKey:
+    assert item.kind in TRACE_KINDS
+    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
 
 
 def _from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Divergence:

@@ -28,6 +28,7 @@ from mock_scheduler.config.base import (
     PositiveInt,
     RolloutMode,
 )
+from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
 from mock_scheduler.config.environments import (
     ActorInferConfig,
     CustomEnvConfig,
@@ -49,6 +50,7 @@ from mock_scheduler.config.sections import (
 )
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
+from mock_scheduler.config.training_service import TrainingServiceConfig
 from mock_scheduler.text import bullet_list
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "ConfigSection",
     "CriticConfig",
     "CustomEnvConfig",
+    "DebugConfig",
     "EnvManagerConfig",
     "FrozenLakeEnvConfig",
     "GeneratingArgs",
@@ -71,11 +74,13 @@ __all__ = [
     "RewardNormalizationConfig",
     "RolloutMockConfig",
     "RolloutMode",
+    "RolloutWorkerConfig",
     "ScheduleEntry",
     "SokobanEnvConfig",
     "ToleranceConfig",
     "TraceConfig",
     "TrainingConfig",
+    "TrainingServiceConfig",
     "sampling_problems",
 ]
 
@@ -128,6 +133,9 @@ class PipelineConfig(ConfigSection):
     val_env_manager: EnvManagerConfig = EnvManagerConfig()
     custom_envs: dict[str, CustomEnvConfig] = Field(default={"FrozenLake": CustomEnvConfig()})
     trace: TraceConfig = TraceConfig()
+    debug: DebugConfig = DebugConfig()
+    rollout_worker: RolloutWorkerConfig = RolloutWorkerConfig()
+    training_service: TrainingServiceConfig = TrainingServiceConfig()
     align: AlignConfig = AlignConfig()
 
     @property
@@ -180,6 +188,25 @@ class PipelineConfig(ConfigSection):
                 f"rollout_mock.retention.keep_last {mock.retention.keep_last} needs save_steps > 0{origin}: recorded "
                 "steps are removed only where a saved checkpoint lets a replay start after them, and without one none "
                 "ever would be. Set save_steps, or leave keep_last out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollout_worker(self) -> PipelineConfig:
+        problem = rollout_worker_problem(self.rollout_worker, self.rollout_mock.modes_in_use)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _check_training_service(self) -> PipelineConfig:
+        if self.training_service.url is None:
+            return self
+        problems = service_client_problems(self)
+        if problems:
+            raise ValueError(
+                "training_service.url: this run's model is in the service, which trains and traces it there:"
+                f"{bullet_list(problems, limit=None)}"
             )
         return self
 
@@ -263,6 +290,25 @@ class PipelineConfig(ConfigSection):
         values = layout_values(self.parallel, self.model, training)
         check_known_wrong(self.parallel, values, version=installed_megatron())
         return self
+
+
+def service_client_problems(config: PipelineConfig) -> list[str]:
+    """Every key that asks a client of a training service for what only the service has; empty where none does."""
+    asked = {
+        "save_steps": (config.save_steps, 0),
+        "eval_steps": (config.eval_steps, 0) if config.rollout_mock.modes_in_use != {"mock"} else (0, 0),
+        "resume_from_checkpoint": (config.resume_from_checkpoint, None),
+        "trace.level": (config.trace.level, "off"),
+        "trace.operations": (config.trace.operations, False),
+        "parallel": (config.parallel.describe(), ParallelConfig().describe()),
+    }
+    problems = [f"{key} is {value}; set it to {only}" for key, (value, only) in asked.items() if value != only]
+    if config.rollout_mock.modes_in_use != {"mock"} and config.rollout_worker.type != "mock":
+        problems.append(
+            "its rollouts must be recorded ones: set rollout_mock.enable=true and rollout_mock.mode=mock, or "
+            "rollout_worker.type=mock"
+        )
+    return problems
 
 
 def sampling_problems(config: PipelineConfig) -> list[str]:

@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 from mock_scheduler.compare.metrics import MetricLog, load_metrics
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.report.text import shortest_names
 from mock_scheduler.run_files import METRICS_FILE
 from mock_scheduler.text import list_some
 
@@ -32,7 +33,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
 
     Raises ``TraceError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
     """
-    names = _shortest_names([run_dir.resolve() for run_dir in run_dirs])
+    names = shortest_names([run_dir.resolve() for run_dir in run_dirs])
     logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}
     if not metrics:
         logged = {name for log in logs.values() for values in log.values() for name in values}
@@ -60,16 +61,6 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.write_html(output, include_plotlyjs=True, full_html=True)
-
-
-def _shortest_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as few as tell all of them apart."""
-    longest = max((len(path.parts) for path in paths), default=1)
-    for depth in range(1, longest):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            return names
-    return [str(path) for path in paths]
 
 
 def _curve(run: str, log: MetricLog, metric: str, *, colour: str, in_legend: bool) -> go.Scatter:

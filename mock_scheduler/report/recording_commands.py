@@ -22,7 +22,7 @@ from mock_scheduler.recording.inspection.verification import verify_recording
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.json_file import dataclass_to_json
+from mock_scheduler.report.json_values import dataclass_to_json
 from mock_scheduler.report.progress_bar import show_progress
 from mock_scheduler.report.recording_diff import differences_to_json, print_differences
 from mock_scheduler.report.recording_show import find_row, print_trajectory

@@ -14,19 +14,21 @@ from rich.table import Table
 from rich.text import Text
 
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.compare.verdict import Divergence, Verdict
 from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.report.metrics_table import metrics_table
 from mock_scheduler.trace.kinds import TraceKind
 
 _PLAIN_WIDTH = 120
 _NUM_SHOWN = 5
 _NAME_WIDTH = 21
-_STYLES: Mapping[Verdict, str] = {
+#: How a verdict's word looks in a terminal.
+VERDICT_STYLES: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "bold green",
     Verdict.ROUNDING: "green",
+    Verdict.SUSPECT: "bold yellow",
     Verdict.DIVERGED: "bold red",
     Verdict.INCOMPARABLE: "bold yellow",
     Verdict.UNVERIFIED: "bold yellow",
@@ -34,6 +36,7 @@ _STYLES: Mapping[Verdict, str] = {
 _LEGEND: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
     Verdict.ROUNDING: "differs, and nothing is beyond the tolerance below",
+    Verdict.SUSPECT: "within the tolerance, but with a systematic slope or concentrated in one place",
     Verdict.DIVERGED: "something is beyond tolerance or missing, or replicas disagree",
     Verdict.INCOMPARABLE: "the run failed, or nothing could be compared",
     Verdict.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
@@ -72,7 +75,7 @@ def _candidates_table(result: AlignmentResult) -> Table:
         alignment = candidate.alignment
         table.add_row(
             _stack(candidate.name, candidate.layout, *candidate.overrides),
-            Text(alignment.verdict.value, style=_STYLES[alignment.verdict]),
+            Text(alignment.verdict.value, style=VERDICT_STYLES[alignment.verdict]),
             _describe_first(alignment.first_divergence),
             Text("\n").join(_describe_worst(alignment.tensors, kind) for kind in JUDGED_KINDS),
             _describe_times(candidate.run) if candidate.run else "failed",
@@ -83,12 +86,14 @@ def _candidates_table(result: AlignmentResult) -> Table:
 def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, console: Console, *, more: str) -> None:
     alignment = candidate.alignment
     console.print()
-    console.print(Text.assemble((candidate.name, "bold"), ": ", (alignment.verdict.value, _STYLES[alignment.verdict])))
+    console.print(
+        Text.assemble((candidate.name, "bold"), ": ", (alignment.verdict.value, VERDICT_STYLES[alignment.verdict]))
+    )
     console.print(Padding(Text(alignment.reason), (0, 0, 0, 2)))
     if candidate.run is not None:
         console.print(f"  in this run: {describe_built(candidate.run.built)}", highlight=False)
     if alignment.metrics is not None:
-        console.print(_metrics_table(alignment.metrics, tolerance))
+        console.print(metrics_table(alignment.metrics.differences, tolerance))
         _print_first(_messages(alignment.metrics.findings), console, more=more)
     if alignment.tensors is not None:
         _print_first(_messages(alignment.tensors.findings), console, more=more)
@@ -99,37 +104,6 @@ def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, con
 def describe_built(built: Mapping[str, int]) -> str:
     """What a run built, out of its ledger: ``engines built 0, environments built 0``."""
     return ", ".join(f"{what}s built {count}" for what, count in built.items()) or "nothing counted in its ledger"
-
-
-def _metrics_table(metrics: MetricComparison, tolerance: ToleranceConfig) -> Table:
-    table = Table(title_justify="left", box=None, padding=(0, 2))
-    table.add_column("metric", overflow="fold")
-    table.add_column("max |a-b|", justify="right", no_wrap=True)
-    table.add_column("max relative", justify="right", no_wrap=True)
-    table.add_column("at step", justify="right", no_wrap=True)
-    table.add_column("first differs", justify="right", no_wrap=True)
-    table.add_column("tolerance", justify="right", no_wrap=True)
-    for difference in metrics.differences:
-        table.add_row(*_metric_cells(difference, tolerance), style=_metric_style(difference))
-    return table
-
-
-def _metric_cells(difference: MetricDifference, tolerance: ToleranceConfig) -> tuple[str, ...]:
-    differs = not difference.bit_equal
-    return (
-        escape(difference.name),
-        f"{difference.max_abs:.2e}" if differs else "0",
-        f"{difference.max_relative:.2e}" if differs else "0",
-        str(difference.max_relative_step) if differs else "-",
-        str(difference.first_different_step) if differs else "never",
-        f"{tolerance.metric:g}",
-    )
-
-
-def _metric_style(difference: MetricDifference) -> str:
-    if difference.first_exceeding_step is not None:
-        return "red"
-    return "dim" if difference.bit_equal else ""
 
 
 def _messages(findings: Sequence[Finding]) -> list[str]:
@@ -149,7 +123,7 @@ def _print_legend(result: AlignmentResult, console: Console) -> None:
     tolerance = result.tolerance
     console.print()
     for verdict, meaning in _LEGEND.items():
-        console.print(Text.assemble((f"{verdict.value:<13}", _STYLES[verdict]), meaning))
+        console.print(Text.assemble((f"{verdict.value:<13}", VERDICT_STYLES[verdict]), meaning))
     console.print()
     console.print(
         f"Tolerance: metric |a-b| / max(|a|, |b|, {tolerance.metric_floor:g}) at most {tolerance.metric:g}; "

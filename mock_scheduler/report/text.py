@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -32,3 +33,13 @@ def print_labelled(console: Console, rows: Iterable[tuple[str, str]], *, indent:
     width = max((len(label) for label, _ in rows), default=0)
     for label, value in rows:
         print_wrapped(console, Text(value), indent=indent + width + 2, label=" " * indent + label)
+
+
+def shortest_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as few as tell all of them apart."""
+    longest = max((len(path.parts) for path in paths), default=1)
+    for depth in range(1, longest):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]

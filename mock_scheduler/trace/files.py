@@ -1,15 +1,44 @@
-"""Trace files: the gradients and parameters of each training step, one safetensors file per step and rank.
+"""Trace files of level ``full``: every tensor that a rank traces of a step, whole, in safetensors files.
 
-Contract::
+This is the format, version 3::
 
-    {trace_dir}/step_000000/rank_00000.safetensors
+    {trace_dir}/step_000000/rank_00000.part_000.safetensors
 
-Tensors are stored under ``{update:06d}/{kind}/{canonical name}``. One metadata key, ``mock_scheduler.trace``, holds
-canonical JSON: format version, step, global rank, world size, rank coordinates, and per tensor its dtype, shard
-spec and digest; it is sealed as ``digests`` says. Equal content gives equal bytes. A file's
-presence is its completeness, as ``files`` says. Nothing is pickled, no code runs on load.
+*Parts.* A rank's step is one or more parts, numbered from 0. All are ordinary safetensors files, written aside, fsynced
+and renamed, so that a file's presence is its completeness. The last part is written last and says how many there are:
+its presence is the completeness of the rank's step. A step is complete where every rank that writes the trace is.
+Hidden ``.*.tmp`` files are what a crashed writer leaves; nothing reads them. Equal content gives equal bytes.
 
-``reader`` is the other half.
+*Pieces.* A part stores pieces of tensors under ``{update:06d}/{kind}/{canonical name}``. A token tensor (its first
+dimension is ``token``: all tokens of the step's batch, row after row, without padding) may have several pieces from one
+rank, one for each micro-batch; those after the first have ``#1``, ``#2``, ... behind the name, counted over all parts.
+A piece has its local shape, or is flat where the rank owns only a range of the flattened local tensor.
+
+*Header.* One metadata key, ``mock_scheduler.trace``, holds canonical JSON that carries its own SHA-256 as ``digest``
+(``digests.seal``), which is checked before anything else in it is believed:
+
+- ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis) and ``part``;
+- ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
+  ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (what each dimension counts; empty
+  where nobody said), ``is_masked`` (a token tensor that is defined at some tokens only), ``sha256`` and ``crc32``;
+- ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: those indices
+  of the local tensor are these of the whole one. Local indices in no block belong to no canonical element;
+- ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
+  one header seals a rank's whole step; and ``footer``, which has
+
+  - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the
+    positions of the rows that it trains on;
+  - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: what was
+    selected;
+  - ``unobserved``: ``[kind, name, reason]`` of what the selection asks for and the model does not show; ``ledgers``:
+    by ledger ``calls``, each ``[operation, group, dtype, number of elements]``, and ``order``, a position in ``calls``
+    for each time that one was made.
+
+*Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: what was
+moved, turned round or converted has another. Whatever is read is checked against its CRC-32, which finds any damage of
+up to 32 adjacent bits for certain and costs a quarter of SHA-256; ``TraceReader.verify`` checks every SHA-256.
+
+Nothing is pickled, no code runs on load. ``writing`` writes a step in the background, ``reader`` reads.
 """
 
 from __future__ import annotations
@@ -17,26 +46,73 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, seal
+from mock_scheduler.digests import JSON, canonical_json, seal
 from mock_scheduler.errors import TraceError
 from mock_scheduler.files import written_aside
-from mock_scheduler.tensor_bytes import dtype_name
-from mock_scheduler.trace.entries import StepFooter, TraceEntry
+from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.footers import footer_as_json
-from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.trace.memory import allocate_zeros
+from mock_scheduler.trace.pieces import (
+    PieceRecord,
+    check_spec,
+    pieces_as_json,
+    record_entry,
+    stored_name,
+)
+from mock_scheduler.trace.shards import ShardSpec
 
 FORMAT_VERSION = 3
 METADATA_KEY = "mock_scheduler.trace"
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
-RANK_FILE = re.compile(r"rank_(\d{5,})\.safetensors")
+PART_FILE = re.compile(r"rank_(\d{5,})\.part_(\d{3,})\.safetensors")
+#: What a rank's only file was called up to format version 2.
+OLD_RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
+
+#: What both safetensors 0.8 and this format can hold.
+STORABLE_DTYPES = frozenset(
+    {
+        torch.bool,
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    }
+)
 _BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """What a file is of: one step of one rank."""
+
+    step: int
+    place: RankPlace
+    world_size: int
+
+    def part_path(self, trace_dir: Path, part: int) -> Path:
+        """The file of one part."""
+        return step_folder(trace_dir, self.step) / f"rank_{self.place.global_rank:05d}.part_{part:03d}.safetensors"
+
+    def describe(self) -> str:
+        """``step 0, global rank 3``."""
+        return f"step {self.step}, global rank {self.place.global_rank}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """What only the last part says. earlier_parts: the digests of the headers before it."""
+
+    footer: StepFooter
+    earlier_parts: tuple[str, ...] = ()
 
 
 def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,84 +146,124 @@ def save_rank_trace(
     entries: Sequence[TraceEntry],
     footer: StepFooter | None = None,
 ) -> Path:
-    """Write everything that one rank traces of one step; return the file's path.
+    """Write everything that one rank traces of one step as one part, at once; return the file's path.
 
-    Every rank calls it, also one without entries; it does not communicate. Only the elements in a spec's
-    ``flat_range`` are stored. Raises ``TraceError`` for a tensor that does not have its spec's shape, for a tensor
-    given twice, and where the file is there already.
+    Every rank calls it, also one without entries; it does not communicate. Raises ``TraceError`` as ``EntryIntake``
+    does, and where a part is there already.
     """
-    path = step_folder(trace_dir, step) / f"rank_{global_rank:05d}.safetensors"
-    if path.exists():
-        raise TraceError(f"{path} exists: this step is traced already; choose another output_dir or remove the trace")
+    rank_step = RankStep(
+        step=step, place=RankPlace(global_rank=global_rank, coordinates=coordinates), world_size=world_size
+    )
+    check_unwritten(trace_dir, rank_step)
+    intake = EntryIntake(rank_step)
     tensors: dict[str, torch.Tensor] = {}
-    records: dict[str, JSON] = {}
-    counts: dict[str, int] = {}
+    records: list[PieceRecord] = []
     for entry in entries:
-        name = stored_name(entry.update, entry.kind, entry.spec.name)
-        piece = counts[name] = counts.get(name, -1) + 1
-        if piece and not entry.is_by_token:
-            raise TraceError(f"step {step}, global rank {global_rank}: {name} is given twice")
-        name = f"{name}#{piece}" if piece else name
-        tensors[name] = _owned_elements(entry, step=step, global_rank=global_rank)
-        records[name] = _describe_entry(entry, tensors[name])
+        name, owned = intake.take(entry)
+        tensors[name] = owned.tensor
+        records.append(record_entry(owned, step=step, name=name))
+    ending = Ending(footer=footer or StepFooter())
+    write_part(trace_dir, rank_step, part=0, tensors=tensors, records=records, ending=ending)
+    return rank_step.part_path(trace_dir, 0)
+
+
+def check_unwritten(trace_dir: Path, rank_step: RankStep) -> None:
+    """Raise ``TraceError`` where a part of this rank's step is there already."""
+    first = rank_step.part_path(trace_dir, 0)
+    prefix = first.name.removesuffix("000.safetensors")
+    existing = sorted(path for path in first.parent.glob(f"{prefix}*") if PART_FILE.fullmatch(path.name))
+    if existing:
+        raise _already_traced(existing[0])
+
+
+def write_part(
+    trace_dir: Path,
+    rank_step: RankStep,
+    *,
+    part: int,
+    tensors: Mapping[str, torch.Tensor],
+    records: Sequence[PieceRecord],
+    ending: Ending | None,
+) -> str:
+    """Write one part, whole or not at all; return its header's digest.
+
+    tensors: on the CPU and contiguous, by stored name. ending: given for the last part. Raises ``TraceError`` where the
+    file is there already or cannot be written.
+    """
+    path = rank_step.part_path(trace_dir, part)
     content: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
-        "step": step,
-        "global_rank": global_rank,
-        "world_size": world_size,
-        "coordinates": dict(coordinates),
-        "tensors": records,
-        "footer": footer_as_json(footer or StepFooter()),
+        "step": rank_step.step,
+        "global_rank": rank_step.place.global_rank,
+        "world_size": rank_step.world_size,
+        "coordinates": dict(rank_step.place.coordinates),
+        "part": part,
+        **pieces_as_json(records),
     }
-    metadata = {METADATA_KEY: canonical_json(seal(content))}
+    if ending is not None:
+        content["ending"] = {
+            "num_parts": part + 1,
+            "earlier_parts": list(ending.earlier_parts),
+            "footer": footer_as_json(ending.footer),
+        }
+    sealed = seal(content)
+    if path.exists():
+        raise _already_traced(path)
     try:
         with written_aside(path) as aside:
-            save_file(tensors, aside, metadata=metadata)
+            save_file(dict(sorted(tensors.items())), aside, metadata={METADATA_KEY: canonical_json(sealed)})
     except (OSError, SafetensorError) as error:
         raise TraceError(f"{path}: the trace cannot be written: {error}") from error
-    return path
+    return str(sealed["digest"])
 
 
-def stored_name(update: int, kind: TraceKind, name: str) -> str:
-    """A tensor's name in the file."""
-    return f"{update:06d}/{kind}/{name}"
+def _already_traced(path: Path) -> TraceError:
+    return TraceError(f"{path} exists: this step is traced already; choose another output_dir or remove the trace")
 
 
-def _owned_elements(entry: TraceEntry, *, step: int, global_rank: int) -> torch.Tensor:
-    """A copy on the CPU of the elements that this rank owns."""
-    spec, shape = entry.spec, tuple(entry.tensor.shape)
-    tensor = entry.tensor.detach()
-    if spec.flat_range is None:
-        expected = [spec.local_shape]
-    else:
-        start, stop = spec.flat_range
-        expected = [spec.local_shape, (stop - start,)]
-        if shape == spec.local_shape:
-            tensor = tensor.reshape(-1)[start:stop]
-    if shape not in expected:
+@dataclass(slots=True)
+class EntryIntake:
+    """Checks a rank's entries of one step, names them and copies them to the CPU.
+
+    ``take`` raises ``TraceError`` for a tensor that does not have its spec's shape or is of a dtype that cannot be
+    stored, for a spec that contradicts itself, and for a tensor, or the same places of a token tensor, given twice.
+    """
+
+    rank_step: RankStep
+    _given: dict[str, set[ShardSpec]] = field(default_factory=dict)
+
+    def take(self, entry: TraceEntry) -> tuple[str, TraceEntry]:
+        """The name to store it under, and the entry with a copy of just the elements that this rank owns."""
+        where = f"{self.rank_step.describe()}: {entry.kind} of {entry.spec.name}"
+        tensor = entry.tensor.detach()
+        _check_entry(entry, where)
+        spec = entry.spec
+        name = stored_name(entry.update, entry.kind, spec.name)
+        given = self._given.setdefault(name, set())
+        if spec in given or (given and not entry.is_by_token):
+            raise TraceError(f"{self.rank_step.describe()}: {name} is given twice")
+        if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:
+            tensor = tensor.reshape(-1)[slice(*spec.flat_range)]
+        owned = allocate_zeros(tensor.shape, tensor.dtype).copy_(tensor)
+        given.add(spec)
+        return stored_name(entry.update, entry.kind, spec.name, piece=len(given) - 1), replace(entry, tensor=owned)
+
+
+def _check_entry(entry: TraceEntry, where: str) -> None:
+    spec, tensor = entry.spec, entry.tensor
+    if not has_plain_bytes(tensor) or tensor.dtype not in STORABLE_DTYPES:
+        raise TraceError(f"{where} is {shape_text(tensor)}, which safetensors cannot hold")
+    if "#" in spec.name:
+        raise TraceError(f"{where}: a traced name has no '#', which numbers the pieces of a tensor")
+    try:
+        check_spec(spec)
+    except ValueError as error:
+        raise TraceError(f"{where}: the shard spec contradicts itself: {error}") from error
+    expected = [spec.local_shape]
+    if spec.flat_range is not None:
+        expected.append((spec.flat_range[1] - spec.flat_range[0],))
+    if tuple(tensor.shape) not in expected:
         wanted = " or ".join(str(list(choice)) for choice in expected)
-        raise TraceError(
-            f"step {step}, global rank {global_rank}: {entry.kind} of {spec.name} has shape {list(shape)}, "
-            f"its shard spec says {wanted}"
-        )
-    return tensor.to("cpu", copy=True).contiguous()
-
-
-def _describe_entry(entry: TraceEntry, owned: torch.Tensor) -> dict[str, JSON]:
-    spec = entry.spec
-    return {
-        "update": entry.update,
-        "kind": entry.kind,
-        "name": spec.name,
-        "dtype": dtype_name(owned.dtype),
-        "global_shape": list(spec.global_shape),
-        "local_shape": list(spec.local_shape),
-        "splits": [
-            [split.dim, [[block.local_start, block.global_start, block.length] for block in split.blocks]]
-            for split in spec.splits
-        ],
-        "dims": list(entry.dims),
-        "is_masked": entry.is_masked,
-        "flat_range": list(spec.flat_range) if spec.flat_range is not None else None,
-        "digest": compute_tensor_digest(owned),
-    }
+        raise TraceError(f"{where} has shape {list(tensor.shape)}, its shard spec says {wanted}")
+    if entry.dims and len(entry.dims) != len(spec.global_shape):
+        raise TraceError(f"{where} has {len(entry.dims)} names of {len(spec.global_shape)} dimensions")

@@ -1,7 +1,9 @@
 """The footer of a rank's step as JSON, and back.
 
-``footer_as_json`` and ``parse_footer`` are inverses. Parsing raises ``KeyError``, ``TypeError`` or ``ValueError`` for
-anything but what was written, which the readers of files turn into a ``TraceError`` with the path.
+``footer_as_json`` and ``parse_footer`` are inverses. A ledger repeats few calls many times: each is listed once, under
+``calls``, and ``order`` gives its position there for every time that it was made. Parsing raises ``AttributeError``,
+``IndexError``, ``KeyError``, ``TypeError`` or ``ValueError`` for anything but what was written, which the readers of
+files turn into a ``TraceError`` with the path.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
         "patterns": list(footer.patterns),
         "exclude": list(footer.exclude),
         "unobserved": [[item.kind, item.name, item.reason] for item in footer.unobserved],
-        "ledgers": {
-            kind: [[call.operation, list(call.group), call.dtype, call.num_elements] for call in calls]
-            for kind, calls in footer.ledgers.items()
-        },
+        "ledgers": {kind: _ledger_as_json(calls) for kind, calls in footer.ledgers.items()},
     }
+
+
+def _ledger_as_json(calls: Sequence[LedgerCall]) -> dict[str, JSON]:
+    positions: dict[LedgerCall, int] = {}
+    order: list[JSON] = [positions.setdefault(call, len(positions)) for call in calls]
+    distinct: list[JSON] = [[call.operation, list(call.group), call.dtype, call.num_elements] for call in positions]
+    return {"calls": distinct, "order": order}
 
 
 def parse_footer(content: Mapping[str, Any]) -> StepFooter:
@@ -37,17 +43,20 @@ def parse_footer(content: Mapping[str, Any]) -> StepFooter:
     table = RowTable(identities=_texts(rows["identities"]), lengths=as_counts(rows["lengths"]))
     if len(table.identities) != len(table.lengths):
         raise ValueError(f"{len(table.identities)} rows have {len(table.lengths)} lengths")
+    update_rows = tuple(as_counts(update) for update in content["update_rows"])
+    if any(row >= len(table.lengths) for update in update_rows for row in update):
+        raise ValueError(f"an update has a row beyond the {len(table.lengths)} of the batch")
     return StepFooter(
         rows=table,
-        update_rows=tuple(as_counts(update) for update in content["update_rows"]),
+        update_rows=update_rows,
         ranks=as_counts(content["ranks"]),
         kinds=_texts(content["kinds"]),
         patterns=_texts(content["patterns"]),
         exclude=_texts(content["exclude"]),
         unobserved=tuple(_parse_unobserved(*item) for item in content["unobserved"]),
         ledgers={
-            _known(kind, LEDGER_KINDS): tuple(_parse_call(*call) for call in calls)
-            for kind, calls in content["ledgers"].items()
+            _known(kind, LEDGER_KINDS): _parse_ledger(ledger["calls"], ledger["order"])
+            for kind, ledger in content["ledgers"].items()
         },
     )
 
@@ -66,6 +75,11 @@ def as_counts(values: Sequence[object]) -> tuple[int, ...]:
 
 def _parse_unobserved(kind: str, name: str, reason: str) -> Unobserved:
     return Unobserved(kind=_known(kind, TRACE_KINDS), name=_text(name), reason=_text(reason))
+
+
+def _parse_ledger(calls: Sequence[Sequence[Any]], order: Sequence[object]) -> tuple[LedgerCall, ...]:
+    distinct = [_parse_call(*call) for call in calls]
+    return tuple(distinct[as_count(position)] for position in order)
 
 
 def _parse_call(operation: str, group: Sequence[object], dtype: str, num_elements: int) -> LedgerCall:

@@ -1,4 +1,4 @@
-"""Canonical parameter names: the same for every layout and for both layer implementations.
+"""Canonical names of parameters and modules: the same for every layout and for both layer implementations.
 
 A canonical name is the one that Megatron's local layer implementation gives in one process. Pipeline stages number
 their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer that follows it,
@@ -14,6 +14,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
+_LAYER_OR_MODULE = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)?$")
 _EXPERT = re.compile(r"^(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)$")
 # TransformerEngine's grouped linear layer numbers its experts at the parameter.
 _GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.)(experts\.)(linear_fc[12])\.(weight|bias)(\d+)$")
@@ -46,3 +47,16 @@ def canonical_parameter_name(
     if layer is None:
         return name
     return f"{layer[1]}{int(layer[2]) + layer_offset}{layer[3]}"
+
+
+def canonical_module_name(name: str, *, layer_offset: int = 0) -> str:
+    """The layout-independent name of the module that a rank calls ``name``; ``decoder.layers.3`` is a whole layer.
+
+    ``layer_offset``: global index of the first layer of the rank's chunk. Both implementations name alike the modules
+    whose outputs can be seen; a norm that TransformerEngine has fused into a linear layer is none.
+    """
+    name = _WRAPPER.sub("", name)
+    layer = _LAYER_OR_MODULE.match(name)
+    if layer is None:
+        return name
+    return f"{layer[1]}{int(layer[2]) + layer_offset}{layer[3] or ''}"

@@ -30,10 +30,9 @@ def train_case(folder: Path, config: PipelineConfig) -> None:
     learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
     steps: list[dict[str, float]] = []
     for step in range(config.max_steps):
-        probe = StepProbe(runtime, folder, step=step, config=TraceConfig(level="full"))
         batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
-        steps.append(learner.train_step(batch, step=step, probe=probe))
-        probe.save()
+        with StepProbe(runtime, folder, step=step, config=TraceConfig(level="full")) as probe:
+            steps.append(learner.train_step(batch, step=step, probe=probe))
     if runtime.is_writer:
         (folder / METRICS_FILE).write_text(json.dumps(steps), encoding="utf-8")
     dist.barrier()

@@ -7,7 +7,7 @@ order. Advantages are made on the host in float64, the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +15,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.digests import JSON
 from pipelines.algorithm.advantages import TokenAdvantages
-from pipelines.algorithm.kl import AdaptiveKl, compute_kl_penalty
-from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.algorithm.preparation import AdvantageMaker, ResponseScores, needed_scores
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.merging import exchange_rows, exchange_tokens
 from pipelines.megatron.model import DTYPES
@@ -45,6 +44,16 @@ class Scores:
         return {name: of_all[index] for name, of_all in by_name.items() if of_all is not None and index in of_all}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoredStep:
+    """A step between its two halves: the batch, its micro-batches without advantages, this rank's share and scores."""
+
+    batch: RolloutBatch
+    plan: StepPlan
+    batches: Sequence[OwnBatch]
+    scores: Scores
+
+
 class Learner:
     """Policy, reference and critic of a run. Every method must be called by every rank, with the same batch."""
 
@@ -55,9 +64,7 @@ class Learner:
         self.runtime = runtime
         self.policy = PolicyTrainer(config, runtime, vocab_size=vocab_size, allowed_tokens=allowed_tokens)
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
-        self.kl_controller = AdaptiveKl(
-            coef=config.kl_in_reward.coef, target=config.kl_in_reward.target, horizon=config.kl_in_reward.horizon
-        )
+        self.advantages = AdvantageMaker(config)
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -67,33 +74,48 @@ class Learner:
 
     def state_dict(self) -> dict[str, JSON]:
         """What goes on besides the models: the controller of the KL in the reward."""
-        return {"kl_in_reward": dict(self.kl_controller.state_dict())}
+        return self.advantages.state_dict()
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Go on from what ``state_dict`` gave.
-
-        What the configuration says counts: a coefficient that adapts goes on only where it adapts to the same target.
-        """
-        saved = AdaptiveKl.from_state_dict(state["kl_in_reward"])  # type: ignore[arg-type]
-        own = self.kl_controller
-        if own.target is not None and (own.target, own.horizon) == (saved.target, saved.horizon):
-            self.kl_controller = replace(own, coef=saved.coef)
+        """Go on from what ``state_dict`` gave."""
+        self.advantages.load_state_dict(state)
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
+        scored = self.score(batch, probe=probe)
+        advantages, metrics = self.advantages.make(batch, self.response_scores(scored))
+        return self.update(scored, advantages, step=step, probe=probe) | metrics
+
+    def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
+        """The first half of a step: what the models say of its tokens."""
         plan = self._plan(batch, None)
         batches = self._owned_of_step(plan)
         probe.start_step(batch, batches, list(self.models.values()))
         scores = self._score(batches)
         for own in batches:
             probe.tokens("score", own, scores.of(own.batch.index))
-        differences = self._rollout_differences(plan, batches, scores)
-        advantages, advantage_metrics = self._prepare(batch, plan, batches, scores)
-        plan = self._plan(batch, advantages)
-        results = self._updates(plan, scores, trains_policy=step >= self.config.first_policy_step, probe=probe)
+        return ScoredStep(batch=batch, plan=plan, batches=batches, scores=scores)
+
+    def response_scores(self, scored: ScoredStep) -> ResponseScores:
+        """What advantages are made of, on the host of every rank. Collective where there is anything."""
+        asked = needed_scores(self.config)
+        named = {"old_logprobs": scored.scores.old_logprobs, "ref_logprobs": scored.scores.ref_logprobs}
+        named["values"] = scored.scores.values
+        return ResponseScores(
+            **{name: self._response_values(scored.plan, scored.batches, named[name] or {}) for name in asked}
+        )
+
+    def update(
+        self, scored: ScoredStep, advantages: TokenAdvantages, *, step: int, probe: TrainingProbe = NO_PROBE
+    ) -> dict[str, float]:
+        """The second half of a step: all its updates, with these advantages."""
+        differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
+        plan = self._plan(scored.batch, advantages)
+        trains_policy = step >= self.config.first_policy_step
+        results = self._updates(plan, scored.scores, trains_policy=trains_policy, probe=probe)
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
-        return means | differences | advantage_metrics | last | {"num_updates": float(len(results))}
+        return means | differences | last | {"num_updates": float(len(results))}
 
     def _plan(self, batch: RolloutBatch, advantages: TokenAdvantages | None) -> StepPlan:
         """The step's micro-batches; without advantages where these are still to be made of what the models say."""
@@ -122,25 +144,6 @@ class Learner:
             ref_logprobs=policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None,
             values=self.critic.compute_values(batches) if self.critic else None,
         )
-
-    def _prepare(
-        self, batch: RolloutBatch, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores
-    ) -> tuple[TokenAdvantages, dict[str, float]]:
-        """Advantages and their metrics; the coefficient of the KL in the reward moves on."""
-        kl_penalty: torch.Tensor | None = None
-        values = None if scores.values is None else self._response_values(plan, batches, scores.values)
-        controller = self.kl_controller
-        if self.config.kl_in_reward.coef > 0:
-            old = self._response_values(plan, batches, scores.old_logprobs)
-            ref = self._response_values(plan, batches, scores.ref_logprobs or {})
-            estimator = self.config.kl_in_reward.estimator
-            kl = compute_kl_penalty(old, ref, estimator=estimator, coef=1.0)
-            kl_penalty = controller.coef * kl
-            # NumPy's sum, since the last bits of torch's follow the number of threads.
-            measured_kl = float(kl.numpy().sum() / max(len(kl), 1))
-            self.kl_controller = controller.update(measured_kl=measured_kl, num_samples=batch.num_trajectories)
-        advantages, metrics = prepare_advantages(batch, self.config, kl_penalty=kl_penalty, values=values)
-        return advantages, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
 
     def _response_values(
         self, plan: StepPlan, batches: Sequence[OwnBatch], own_values: Mapping[int, torch.Tensor]

@@ -289,7 +289,8 @@ def test_without_determinism_a_difference_proves_nothing_and_bit_equality_still_
     same, tp2 = json.loads((bench.root / "align.json").read_text())["candidates"]
     assert (same["verdict"], tp2["verdict"], code) == ("identical", "unverified", 4)
     assert tp2["reason"].startswith(
-        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: first divergence: gradient of "
+        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: first divergence: step 0, update 0, backward: "
+        "gradient of "
     )
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align.finished import run_compare
+from mock_scheduler.align.finished import CompareOptions, run_compare, run_replicas
+from mock_scheduler.align.inputs import parse_selection
 from mock_scheduler.align.plan import PlannedRun
+from mock_scheduler.compare.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config, load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from tests.align.test_align import CONFIG, NORM, write_results
@@ -43,7 +45,8 @@ class Runs:
         return run.output_dir
 
     def compare(self, baseline: Path, candidate: Path, *, json_path: Path | None = None) -> int:
-        return run_compare(baseline, candidate, json_path=json_path, console=Console(file=self.output, width=100))
+        options = CompareOptions(json_path=None if json_path is None else str(json_path))
+        return run_compare(baseline, candidate, options, console=Console(file=self.output, width=100))
 
     def refused(self, kind: type[Exception], baseline: Path, candidate: Path) -> str:
         with pytest.raises(kind) as caught:
@@ -57,32 +60,28 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
-def test_two_equal_runs_are_identical_with_the_report_of_an_alignment(runs: Runs) -> None:
+def test_two_equal_runs_are_identical(runs: Runs) -> None:
     code = runs.compare(runs.make("base"), runs.make("tp2", "parallel.tensor_model_parallel_size=2"))
     printed = runs.output.getvalue()
     assert code == 0
-    assert "tp2: identical\n" in printed
-    assert "Alignment of lake " in printed
-    assert "engines built 0, environments built 0" in printed
-    # There is no folder of an alignment run to point to.
-    assert "align.json" not in printed
-    assert "run.log" not in printed
+    assert "identical: tp2 against base\n" in printed
+    assert "one changed bit would have been found" in " ".join(printed.split())
 
 
 def test_another_gradient_is_diverged_and_named_in_the_json(runs: Runs) -> None:
     json_path = runs.folder / "verdict.json"
     assert runs.compare(runs.make("base"), runs.make("new", gradient=1.5), json_path=json_path) == 1
     result = json.loads(json_path.read_text())
-    assert (result["exit_code"], result["baseline"]["name"], result["baseline"]["elapsed_s"]) == (1, "base", 10.0)
-    (candidate,) = result["candidates"]
-    assert (candidate["name"], candidate["verdict"]) == ("new", "diverged")
-    assert (candidate["first_divergence"]["kind"], candidate["first_divergence"]["name"]) == ("gradient", NORM)
+    run = result["baseline"]["run"]
+    assert (result["exit_code"], run["name"], run["elapsed_s"]) == (1, "base", 10.0)
+    assert (result["candidate"]["name"], result["verdict"]) == ("new", "diverged")
+    assert (result["first_divergence"]["kind"], result["first_divergence"]["name"]) == ("gradient", NORM)
 
 
 def test_the_candidates_tolerance_decides(runs: Runs) -> None:
     loose = "align.tolerance={gradient: 1.0}"
     assert runs.compare(runs.make("base"), runs.make("loose", loose, gradient=1.5)) == 0
-    assert "loose: rounding\n" in runs.output.getvalue()
+    assert "rounding: loose against base\n" in runs.output.getvalue()
 
 
 @pytest.mark.parametrize("side", ["base", "new"])
@@ -98,23 +97,10 @@ def test_runs_that_trained_on_other_rollouts_are_incomparable(runs: Runs) -> Non
     assert runs.compare(base, new) == 3
     printed = " ".join(runs.output.getvalue().split())
     assert (
-        "new: incomparable the two runs trained on other rollouts from step 1 on (1 of 2 steps), so nothing in their "
+        "the two runs trained on other rollouts from step 1 on (1 of 2 steps), so nothing in their "
         "training can be compared; replay the baseline's recording in the candidate: rollout_mock.mode=mock and its "
         "rollout_mock.dump_dir"
     ) in printed
-
-
-def test_the_json_names_a_log_only_where_there_is_one(runs: Runs) -> None:
-    """It named a run.log that only align keeps."""
-    json_path = runs.folder / "verdict.json"
-    base, new = runs.make("base"), runs.make("new")
-    runs.compare(base, new, json_path=json_path)
-    result = json.loads(json_path.read_text())
-    assert (result["recording_dir"], result["candidates"][0]["log_path"]) == (f"{runs.folder}/recording", None)
-    (new / "run.log").touch()
-    runs.compare(base, new, json_path=json_path)
-    assert json.loads(json_path.read_text())["candidates"][0]["log_path"] == f"{new}/run.log"
-    assert runs.output.getvalue().endswith(f"\nresult       {json_path}\n")
 
 
 @pytest.mark.parametrize("side", ["base", "new"])
@@ -138,7 +124,8 @@ def test_a_run_that_has_not_completed_is_refused(runs: Runs) -> None:
 def test_a_folder_that_is_no_run_is_refused(runs: Runs) -> None:
     base = runs.make("base")
     assert runs.refused(ConfigError, base, runs.folder / "typo") == (
-        f"{runs.folder}/typo is not the output_dir of a run: there is no config.yaml in it"
+        f"{runs.folder}/typo is nothing that can be compared: it is no run's output_dir (config.yaml), no trace "
+        "(step_000000/), no metrics (metrics.jsonl) and no recording (recording.json)"
     )
 
 
@@ -149,7 +136,8 @@ def test_what_is_wrong_with_either_folder_is_said_at_once(runs: Runs) -> None:
     assert text.splitlines() == [
         f"{base} has no trace, without which gradients and parameters cannot be compared: run it again with "
         "trace.level=full (it had trace.level=full)",
-        f"{runs.folder}/typo is not the output_dir of a run: there is no config.yaml in it",
+        f"{runs.folder}/typo is nothing that can be compared: it is no run's output_dir (config.yaml), no trace "
+        "(step_000000/), no metrics (metrics.jsonl) and no recording (recording.json)",
     ]
 
 
@@ -159,3 +147,92 @@ def test_a_run_is_not_compared_with_itself(runs: Runs) -> None:
     assert runs.refused(ConfigError, base, runs.folder / "link") == (
         f"{base} and {runs.folder}/link are the same folder: it would be compared with itself"
     )
+
+
+def test_two_trace_folders_are_compared_without_their_runs(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new", gradient=1.5)
+    assert runs.compare(base / "trace", new / "trace") == 1
+    assert "diverged: new against base\n" in runs.output.getvalue()
+
+
+def test_two_metric_logs_are_compared_and_say_that_they_prove_little(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new", gradient=1.5)
+    assert runs.compare(base / "metrics.jsonl", new / "metrics.jsonl") == 0
+    assert "metrics alone do not prove that gradients are equal" in " ".join(runs.output.getvalue().split())
+
+
+def test_a_run_and_a_trace_are_refused_with_the_path_to_give(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new")
+    assert runs.refused(ConfigError, base, new / "trace") == (
+        f"{base} is a run and {new}/trace is a trace, which cannot be compared with each other; give the run's trace, "
+        f"{base}/trace"
+    )
+
+
+def test_a_stored_configuration_that_could_not_run_here_still_loads(runs: Runs) -> None:
+    """A run of another Megatron was refused by the rules about layouts that this one computes wrongly."""
+    base, new = runs.make("base"), runs.make("new")
+    for folder in (base, new):
+        path = folder / "config.yaml"
+        path.write_text(path.read_text().replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 777"))
+    assert runs.compare(base, new) == 0
+
+
+def test_what_is_wrong_in_a_stored_configuration_is_listed(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new")
+    (new / "config.yaml").write_text("trace: [full]\nalign: {tolerance: {gradient: -1}}\n")
+    assert runs.refused(ConfigError, base, new) == (
+        f"{new}/config.yaml is not the configuration of a run:"
+        "\n  - precision is None, expected a text"
+        "\n  - trace is ['full'], expected keys"
+        "\n  - trace.level is None, expected a text"
+        "\n  - align.tolerance.gradient: Input should be greater than or equal to 0"
+    )
+
+
+def test_a_bound_on_the_command_line_goes_over_the_candidates(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new", gradient=1.5)
+    options = CompareOptions(tolerance=("gradient=1.0",))
+    assert run_compare(base, new, options, console=Console(file=runs.output, width=100)) == 0
+
+
+@pytest.mark.parametrize(
+    ("bound", "message"),
+    [
+        ("gradient", "--tolerance: 'gradient' is no bound; write it as activation=1e-5"),
+        (
+            "gradiant=1",
+            "--tolerance: gradiant: Extra inputs are not permitted; bounds are metric, metric_floor, activation, "
+            "gradient, update, ulp, as in activation=1e-5",
+        ),
+    ],
+)
+def test_a_bound_that_is_none_is_refused(runs: Runs, bound: str, message: str) -> None:
+    base, new = runs.make("base"), runs.make("new")
+    with pytest.raises(ConfigError) as caught:
+        run_compare(base, new, CompareOptions(tolerance=(bound,)))
+    assert str(caught.value) == message
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_selection(steps=None, kinds=["gradient,gradiant"])
+    assert str(caught.value).startswith("--kinds: gradiant: no such kind; kinds are initial, input, score, ")
+
+
+def test_chosen_kinds_alone_decide(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new", gradient=1.5)
+    options = CompareOptions(selection=parse_selection(steps=None, kinds=["parameter"]))
+    assert run_compare(base, new, options, console=Console(file=runs.output, width=100)) in (0, 1)
+    assert "gradient" not in runs.output.getvalue().split("Bounds:")[0]
+
+
+def test_a_run_whose_ranks_hold_nothing_twice_proves_nothing(runs: Runs) -> None:
+    assert run_replicas(runs.make("base"), EVERYTHING, console=Console(file=runs.output, width=100)) == 3
+    assert "nothing compared: no element of this trace is held twice" in runs.output.getvalue()
+
+
+def test_the_json_goes_to_stdout_in_place_of_the_text(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    base, new = runs.make("base"), runs.make("new")
+    assert run_compare(base, new, CompareOptions(json_path="-")) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "identical"

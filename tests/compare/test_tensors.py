@@ -6,22 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.tensors import (
-    TensorComparison,
-    TensorDifference,
-    compare_gradients,
-    compare_traces,
-    compare_updates,
-    compute_difference,
-    execution_order,
-    find_problem,
-    order_keys,
-)
+from mock_scheduler.compare.judging import compare_updates, measure, with_rounding
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.walk import compare_traces
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.files import save_rank_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import whole
 
@@ -43,56 +34,20 @@ def save(trace_dir: Path, tensors: dict[str, torch.Tensor], *, step: int = 0) ->
     save_rank_trace(trace_dir, step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries)
 
 
+def write_pieces(folder: Path, kind: TraceKind, tensor: torch.Tensor) -> None:
+    entry = TraceEntry(update=0, kind=kind, spec=whole("w", tuple(tensor.shape)), tensor=tensor)
+    save_rank_trace(folder, step=0, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=[entry])
+
+
 def compare(tmp_path: Path) -> TensorComparison:
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "b") as candidate:
         return compare_traces(baseline, candidate, tolerance=TOLERANCE)
 
 
-def test_execution_order_runs_from_embedding_to_output() -> None:
-    expected = [
-        "embedding.word_embeddings.weight",
-        "decoder.layers.0.input_layernorm.weight",
-        "decoder.layers.0.self_attention.linear_qkv.weight",
-        "decoder.layers.0.self_attention.linear_proj.weight",
-        "decoder.layers.0.pre_mlp_layernorm.weight",
-        "decoder.layers.0.mlp.linear_fc1.weight",
-        "decoder.layers.0.mlp.linear_fc2.weight",
-        "decoder.layers.2.mlp.linear_fc2.weight",
-        "decoder.layers.10.input_layernorm.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    ]
-    assert execution_order(sorted(expected)) == expected
-
-
-def test_keys_are_walked_by_step_then_update_then_gradients_before_parameters() -> None:
-    expected = [
-        TraceKey(step=step, update=update, kind=kind, name=name)
-        for step in range(2)
-        for update in range(2)
-        for kind in TRACE_KINDS
-        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    ]
-    assert order_keys(set(expected)) == expected
-
-
-@pytest.mark.parametrize(
-    ("baseline", "candidate", "expected"),
-    [
-        ([3.0, 4.0], [3.0, 4.5], (0.5, 0.5, 5.0)),
-        ([0.0, 0.0], [0.0, 1.0], (1.0, 1.0, 0.0)),
-        ([0.0], [-0.0], (0.0, 0.0, 0.0)),
-        ([], [], (0.0, 0.0, 0.0)),
-    ],
-)
-def test_compute_difference(
-    baseline: list[float], candidate: list[float], expected: tuple[float, float, float]
-) -> None:
-    assert compute_difference(torch.tensor(baseline), torch.tensor(candidate)) == expected
-
-
 def gradient_difference(baseline: list[float], candidate: list[float], *, size: float) -> TensorDifference:
-    return compare_gradients(KEY, torch.tensor(baseline), torch.tensor(candidate), tolerance=1e-3, size=size)
+    pair = torch.tensor(baseline), torch.tensor(candidate)
+    norm = float(pair[0].double().norm())
+    return with_rounding(measure(KEY, *pair, tolerance=1e-3, ulp=4), norm=norm, size=size, unit=2.0**-23)
 
 
 def test_a_gradient_that_is_rounding_is_not_judged_and_one_that_should_be_is_found() -> None:
@@ -115,7 +70,7 @@ def test_a_gradient_where_the_baseline_has_none_is_found() -> None:
 def test_one_bit_is_a_difference_with_its_size() -> None:
     flipped = torch.ones(4)
     flipped.view(torch.int32)[0] ^= 1
-    difference = compare_gradients(KEY, torch.ones(4), flipped, tolerance=TOLERANCE.gradient, size=0.0)
+    difference = measure(KEY, torch.ones(4), flipped, tolerance=TOLERANCE.gradient, ulp=4)
     assert (difference.bit_equal, difference.max_abs, difference.relative) == (False, 2**-23, 2**-24)
     assert (difference.exceeds, difference.margin) == (False, 1e-3 * 2**24)
 
@@ -123,19 +78,17 @@ def test_one_bit_is_a_difference_with_its_size() -> None:
 @pytest.mark.parametrize(
     ("candidate", "message"),
     [
-        (
-            torch.ones(2, dtype=torch.float64),
-            "has dtype torch.float32 in the baseline and torch.float64 in the candidate",
-        ),
+        (torch.ones(2, dtype=torch.float64), "has dtype float32 in the baseline and float64 in the candidate"),
         (torch.ones(3), "has shape [2] in the baseline and [3] in the candidate"),
         (torch.tensor([math.nan, 1.0]), "has NaN in 1 of 2 elements in the candidate"),
         (torch.tensor([math.inf, 1.0]), "has infinity in 1 of 2 elements in the candidate"),
     ],
 )
-def test_what_cannot_be_subtracted_is_a_finding(candidate: torch.Tensor, message: str) -> None:
-    finding = find_problem(KEY, torch.ones(2), candidate)
-    assert isinstance(finding, Finding)
-    assert finding.message == f"gradient of output_layer.weight at step 0, update 0 {message}"
+def test_what_cannot_be_subtracted_is_a_finding(tmp_path: Path, candidate: torch.Tensor, message: str) -> None:
+    for folder, gradient in (("a", torch.ones(2)), ("b", candidate)):
+        write_pieces(tmp_path / folder, "gradient", gradient)
+    (finding,) = compare(tmp_path).findings
+    assert finding.message == f"gradient of w at step 0, update 0 {message}"
 
 
 @pytest.mark.parametrize("other", [[math.nan, 1.0], [math.inf, 2.0]])
@@ -189,7 +142,7 @@ def update_difference(
     gradients: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TensorDifference:
     after = (before + change[0], before + change[1])
-    return compare_updates(UPDATED, before=(before, before), after=after, gradients=gradients, tolerance=5e-3)
+    return compare_updates(UPDATED, before=(before, before), after=after, gradients=gradients, tolerance=5e-3, ulp=4)
 
 
 @pytest.mark.parametrize(("factor", "relative"), [(0.0, 1.0), (-1.0, 2.0), (1.25, 0.25)])
@@ -294,7 +247,7 @@ def test_the_keys_of_a_step_are_listed_once_per_run_whatever_their_number(tmp_pa
             return super().keys(step)
 
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "b") as candidate:
-        counted = [CountingReader(reader._files) for reader in (baseline, candidate)]
+        counted = [CountingReader(reader._steps) for reader in (baseline, candidate)]
         compared = compare_traces(*counted, tolerance=TOLERANCE)
         for reader in counted:
             reader.close()

@@ -50,7 +50,9 @@ def align(baseline: Path, candidate: Path) -> Alignment:
 def test_bit_equal_runs_are_identical(tmp_path: Path) -> None:
     alignment = align(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
     assert alignment.verdict is Verdict.IDENTICAL
-    assert alignment.reason == "bit-equal: 1 metric over 1 step, 1 gradient, 1 parameter"
+    assert alignment.reason == (
+        "bit-equal: 1 metric over 1 step, 1 gradient, 1 parameter; one changed bit would have been found"
+    )
 
 
 def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> None:
@@ -61,7 +63,9 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
         "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: 5.96e-08, 83,888 times below 0.005)"
+        "decoder.layers.0.input_layernorm.weight at step 0: 5.96e-08, 83,888 times below 0.005); "
+        "a divergence would have been any relative error above 0.0001 of a metric, 0.0001 of a gradient, 0.005 of a "
+        "parameter"
     )
 
 
@@ -81,7 +85,8 @@ def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_p
         "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal; worst "
         "decoder.layers.0.input_layernorm.weight at step 0: 3.52e-05, 2.9 times below 0.0001), 1 parameter "
         "(0 bit-equal; worst decoder.layers.0.input_layernorm.weight at step 0: 1.13e-03, 4.4 times below 0.005; "
-        "25.00% of elements left out)"
+        "25.00% of elements left out); a divergence would have been any relative error above 0.0001 of a metric, "
+        "0.0001 of a gradient, 0.005 of a parameter"
     )
 
 
@@ -116,9 +121,12 @@ def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Pa
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.reason == (
-        "first divergence: gradient of decoder.layers.0.input_layernorm.weight at step 0, update 0: relative "
-        "difference 0.5 > 0.0001; beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
+        "first divergence: step 0, update 0, backward: gradient of decoder.layers.0.input_layernorm.weight differs by "
+        "0.5 (bound 0.0001): largest at index [0], held by global rank 0 (dp0 pp0 tp0) in both runs; it is the first "
+        "tensor that was compared; beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
     )
+    assert alignment.sentence is not None
+    assert alignment.reason.startswith(f"first divergence: {alignment.sentence}; beyond tolerance")
     first = alignment.first_divergence
     assert first is not None
     assert (first.step, first.update, first.kind, first.name, first.value) == (0, 0, "gradient", NORM, 0.5)
@@ -132,8 +140,8 @@ def test_replicas_that_disagree_make_it_diverged_and_name_axis_and_ranks(tmp_pat
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.first_divergence is not None
     assert alignment.first_divergence.message == (
-        "decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1 hold different gradients at step 0 "
-        "(1 element, by up to 1.19e-07)"
+        "copies within the candidate differ: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1 hold different "
+        "gradients at step 0 (1 element, by up to 1.19e-07)"
     )
 
 
@@ -142,7 +150,10 @@ def test_replicas_that_disagree_in_both_runs_are_diverged(tmp_path: Path) -> Non
     ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
     alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b", ranks=ranks))
     assert alignment.verdict is Verdict.DIVERGED
-    assert "replicas disagree: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1" in alignment.reason
+    assert (
+        "copies within the candidate differ: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1"
+        in alignment.reason
+    )
 
 
 def test_a_baseline_whose_replicas_disagree_is_no_reference(tmp_path: Path) -> None:

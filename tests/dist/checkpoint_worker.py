@@ -23,17 +23,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
-from pipelines.megatron.learner import Learner
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import layers_of_chunk, unwrapped
-from mock_scheduler.config.trace import TraceConfig
-from pipelines.megatron.probing.step_probe import StepProbe, _owned_range
+from pipelines.megatron.probing.state import owned_range
+from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
@@ -173,7 +174,7 @@ def _moments(model: TrainedModel, local: LocalParameter) -> Iterator[TraceEntry]
     for optimizer in model.optimizers:
         spec = local.spec
         if isinstance(optimizer, DistributedOptimizer):
-            owned = _owned_range(optimizer, local)
+            owned = owned_range(optimizer, local)
             if owned is None:
                 continue
             spec = owned

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
@@ -27,7 +28,6 @@ from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from mock_scheduler.config.trace import TraceConfig
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler

@@ -1,4 +1,4 @@
-"""One canonical name for a parameter, whatever the pipeline stage, wrapper or layer implementation calls it."""
+"""One canonical name for a parameter or module, whatever stage, wrapper or layer implementation calls it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.trace.names import canonical_parameter_name
+from mock_scheduler.trace.names import canonical_module_name, canonical_parameter_name
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "implementation_names.json").read_text())["models"]
 
@@ -38,3 +38,37 @@ def test_layers_are_numbered_through_the_pipeline_and_wrappers_are_dropped() -> 
 def test_a_tied_output_layer_is_the_embedding() -> None:
     assert canonical_parameter_name("output_layer.weight", tied_output=True) == "embedding.word_embeddings.weight"
     assert canonical_parameter_name("output_layer.weight") == "output_layer.weight"
+
+
+@pytest.mark.parametrize("model", GOLDEN)
+def test_a_module_is_named_as_its_parameters_are(model: str) -> None:
+    for name in GOLDEN[model]["local"]:
+        module, _, parameter = name.rpartition(".")
+        assert f"{canonical_module_name(module)}.{parameter}" == canonical_parameter_name(name)
+        wrapped = canonical_module_name(f"module.module.{module}", layer_offset=4)
+        assert f"{wrapped}.{parameter}" == canonical_parameter_name(name, layer_offset=4)
+
+
+@pytest.mark.parametrize("model", GOLDEN)
+def test_modules_of_both_implementations_have_one_name_but_for_fused_norms(model: str) -> None:
+    modules = {
+        implementation: {canonical_module_name(name.rpartition(".")[0]) for name in names}
+        for implementation, names in GOLDEN[model].items()
+    }
+    fused = {f"decoder.layers.{layer}.{norm}" for layer in (0, 1) for norm in ("input_layernorm", "pre_mlp_layernorm")}
+    assert modules["local"] - modules["transformer_engine"] == fused
+    assert modules["transformer_engine"] <= modules["local"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decoder.layers.1", "decoder.layers.7"),
+        ("module.decoder.layers.0.mlp.router", "decoder.layers.6.mlp.router"),
+        ("decoder.layers", "decoder.layers"),
+        ("decoder.final_layernorm", "decoder.final_layernorm"),
+        ("", ""),
+    ],
+)
+def test_layers_and_their_parts_are_numbered_through_the_pipeline(name: str, expected: str) -> None:
+    assert canonical_module_name(name, layer_offset=6) == expected

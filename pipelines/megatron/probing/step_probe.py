@@ -1,111 +1,237 @@
-"""Writes what a training step shows of itself, in the canonical form of the trace.
+"""Hands what a training step shows of itself to a sink, in the canonical form of the trace.
 
-Reading changes nothing: tensors are copied, and no probe runs where the trace is off.
+Contract: reading changes nothing; tensors go to the sink at once, which copies what it keeps. Nothing is communicated,
+but for what training itself would gather later: with ``training.overlap_param_gather``, and where parameters or
+weights are selected, they are gathered right after each update, by every rank, also by one that writes nothing. On
+such a rank nothing else is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceConfig, TraceKind
-from mock_scheduler.trace.entries import StepFooter, TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
-from mock_scheduler.trace.shards import ShardSpec
+from mock_scheduler.config.trace import LEDGER_KINDS, TraceConfig, TraceKind
+from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
+from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.shards import ShardSpec, whole
+from mock_scheduler.trace.sinks import open_sink
+from pipelines.clock import Clock
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
+from pipelines.megatron.probing.ledgers import CallLedger
+from pipelines.megatron.probing.module_probe import ModuleProbe
+from pipelines.megatron.probing.state import read_state
+from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.weights import LocalParameter
+from pipelines.micro_batches import MicroBatch
 
-_Piece = tuple[ShardSpec, torch.Tensor]
+_MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
+_NOTHING = TraceConfig(level="off")
+_AFTER_UPDATE: tuple[TraceKind, ...] = ("optimizer", "parameter", "weight")
 
 
 class StepProbe(TrainingProbe):
-    """Collects what one rank traces of one step; ``save`` writes it. Every rank makes and saves its own."""
+    """What one rank traces of one step. Every rank makes its own; ``save`` ends the trace, ``abandon`` drops it.
 
-    def __init__(self, runtime: Runtime, trace_dir: Path, *, step: int, config: TraceConfig) -> None:
+    As a context manager it saves where the block succeeds and abandons where it raises. ``clock``: gets the seconds
+    that tracing takes, as ``trace``. ``selection``: what this rank was asked for, and what it found.
+    """
+
+    def __init__(
+        self, runtime: Runtime, trace_dir: Path, *, step: int, config: TraceConfig, clock: Clock | None = None
+    ) -> None:
         self._runtime = runtime
         self._trace_dir = trace_dir
         self._step = step
         self._config = config
-        self._entries: list[TraceEntry] = []
+        self._clock = clock or Clock()
+        selection = TraceSelection(config)
+        self._gathers = selection.wants_kind("parameter") or selection.wants_kind("weight")
+        is_writing = selection.writes(runtime.global_rank)
+        # A rank that writes nothing selects nothing.
+        self.selection = selection if is_writing else TraceSelection(_NOTHING)
+        self._sink: TraceSink | None = self._open_sink() if is_writing else None
+        self._module_probe: ModuleProbe | None = None
+        if any(self.selection.wants_kind(kind) for kind in _MODULE_KINDS):
+            self._module_probe = ModuleProbe(runtime, self.selection, self._emit_timed)
+        ledgers = [kind for kind in LEDGER_KINDS if self.selection.wants_ledger(kind)]
+        self._ledger = CallLedger(ledgers) if ledgers else None
+        self._entered = ExitStack()
+        self._rows = RowTable()
+        self._index: TokenIndex | None = None
+        self._places: dict[tuple[int, bool], TokenPlaces] = {}
+        self._update_rows: list[tuple[int, ...]] = []
 
-    def start_step(self, batch: RolloutBatch, batches: Sequence[OwnBatch], models: Sequence[TrainedModel]) -> None:
-        """Begin with the parameters before the first update."""
-        for model in models:
-            self.state(model, 0, "initial")
-
-    def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
-        """Copy a model's main gradients after the reduction, or its parameters before or after an update."""
-        if kind == "parameter":
-            model.gather_parameters()
-        distributed = [item for item in model.optimizers if isinstance(item, DistributedOptimizer)]
-        for local in model.parameters():
-            pieces = _gradients(local, distributed) if kind == "gradient" else _parameters(local, distributed)
-            self._add(update, kind, pieces)
-            if kind == "parameter" and local.parameter.dtype is torch.bfloat16:
-                self._add(update, "weight", [(local.spec, local.parameter)])
-
-    def _add(self, update: int, kind: TraceKind, pieces: Iterator[_Piece] | list[_Piece]) -> None:
-        for spec, tensor in pieces:
-            copied = tensor.detach().to("cpu", copy=True)
-            self._entries.append(TraceEntry(update=update, kind=kind, spec=spec, tensor=copied))
-
-    def save(self) -> None:
-        """Write this rank's file of the step."""
+    def _open_sink(self) -> TraceSink:
         runtime = self._runtime
-        save_rank_trace(
+        return open_sink(
+            self._config,
             self._trace_dir,
             step=self._step,
-            global_rank=runtime.global_rank,
+            place=RankPlace(global_rank=runtime.global_rank, coordinates=runtime.coordinates),
             world_size=runtime.world_size,
-            coordinates=runtime.coordinates,
-            entries=self._entries,
-            footer=StepFooter(kinds=tuple(self._config.kinds), patterns=tuple(self._config.patterns)),
         )
 
+    def start_step(self, batch: RolloutBatch, batches: Sequence[OwnBatch], models: Sequence[TrainedModel]) -> None:
+        """Begin with the rows, the input of each token, and the parameters before the first update.
 
-def _gradients(local: LocalParameter, distributed: Sequence[DistributedOptimizer]) -> Iterator[_Piece]:
-    """The local shard; with the distributed optimizer only the range of it that this rank has reduced."""
-    if not distributed:
-        yield local.spec, local.parameter.main_grad
-    for optimizer in distributed:
-        spec = _owned_range(optimizer, local)
-        if spec is not None:
-            yield spec, local.parameter.main_grad
+        ``tokens`` (int64) and ``response_mask`` (bool) are of all tokens, ``rollout_logprobs`` (float32) of those with
+        a response token to predict: mask and log-probability at position p of a row are those of its token p + 1.
+        """
+        if self._sink is None:
+            return
+        index = self._index = TokenIndex(batch.lengths)
+        self._rows = RowTable(identities=tuple(str(identity) for identity in batch.identities), lengths=index.lengths)
+        if self._module_probe is not None:
+            self._module_probe.start_step(index)
+        with self._clock.measure("trace"):
+            for own in batches:
+                inputs = own.batch
+                self._add_tokens("input", own, {"tokens": inputs.tokens, "response_mask": inputs.response_mask})
+                self._add_tokens("input", own, {"rollout_logprobs": inputs.rollout_logprobs}, is_masked=True)
+            for model in models:
+                self._add_state(model, 0, ["initial"])
+        if self._ledger is not None:
+            self._entered.enter_context(self._ledger)
 
+    def tokens(
+        self, kind: TraceKind, own: OwnBatch, values: Mapping[str, torch.Tensor], *, update: int = 0, prefix: str = ""
+    ) -> None:
+        """Values of the tokens that have a response token to predict; each is at the place of the token that predicts.
 
-def _parameters(local: LocalParameter, distributed: Sequence[DistributedOptimizer]) -> Iterator[_Piece]:
-    """The parameter in the precision in which it is updated: itself, or of bfloat16 ones the optimizer's copy."""
-    if local.parameter.dtype is not torch.bfloat16:
-        yield local.spec, local.parameter
-        return
-    if not distributed:
-        yield local.spec, local.parameter.main_param
-    for optimizer in distributed:
-        spec = _owned_range(optimizer, local)
-        if spec is not None:
-            group, position = optimizer.model_param_group_index_map[local.parameter]
-            yield spec, optimizer.optimizer.param_groups[group]["params"][position]
+        So position p of a row has the log-probability, advantage or loss of its token p + 1.
+        """
+        named = {prefix + name: tensor for name, tensor in values.items()}
+        with self._clock.measure("trace"):
+            self._add_tokens(kind, own, named, update=update, is_masked=True)
 
+    def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Note on which of the step's rows the update is trained."""
+        if self._sink is not None:
+            row_ids = torch.cat([micro_batch.row_ids.flatten() for micro_batch in micro_batches]).unique()
+            self._update_rows.append(tuple(row_ids[row_ids >= 0].tolist()))
 
-def _owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:
-    """The shard with the range that this rank owns; ``None`` where another rank owns all of it.
+    def watching(self, model: TrainedModel, update: int) -> AbstractContextManager[None]:
+        """Watch the model's modules, where anything of them is selected."""
+        return nullcontext() if self._module_probe is None else self._module_probe.watching(model, update)
 
-    A parameter is in the maps of its own optimizer, and there only on ranks that own a part of its bucket.
-    """
-    place = optimizer.model_param_gbuf_map.get(local.parameter)
-    if place is None:
-        return None
-    index, dtype, bucket = place
-    ranges = optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(local.parameter)
-    if ranges is None:
-        return None
-    owned = ranges["param"]
-    return replace(local.spec, flat_range=(owned.start, owned.end))
+    def computing(self, own: OwnBatch) -> AbstractContextManager[None]:
+        """Tell what the modules compute."""
+        return nullcontext() if self._module_probe is None else self._module_probe.computing(own)
+
+    def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
+        """float64 ``[]`` each."""
+        with self._clock.measure("trace"):
+            for name, value in values.items():
+                if self.selection.wants(kind, prefix + name):
+                    number = torch.tensor(value, dtype=torch.float64)
+                    self._emit(TraceEntry(update=update, kind=kind, spec=whole(prefix + name, ()), tensor=number))
+
+    def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
+        """Main gradients after the reduction; or moments, parameters and weights after the update."""
+        if kind == "parameter" and self._gathers:
+            model.gather_parameters()
+        with self._clock.measure("trace"):
+            self._add_state(model, update, _AFTER_UPDATE if kind == "parameter" else [kind])
+
+    def _add_state(self, model: TrainedModel, update: int, kinds: Iterable[TraceKind]) -> None:
+        for kind in kinds:
+            if not self.selection.wants_kind(kind):
+                continue
+            for piece in read_state(model, kind):
+                if self.selection.wants(kind, piece.spec.name):
+                    self._emit(
+                        TraceEntry(update=update, kind=kind, spec=piece.spec, tensor=piece.tensor, dims=piece.dims)
+                    )
+
+    def _add_tokens(
+        self,
+        kind: TraceKind,
+        own: OwnBatch,
+        values: Mapping[str, torch.Tensor],
+        *,
+        update: int = 0,
+        is_masked: bool = False,
+    ) -> None:
+        """A piece of each ``[b, s]`` tensor; none of a share without such tokens."""
+        wanted = {name: tensor for name, tensor in values.items() if self.selection.wants(kind, name)}
+        if not wanted:
+            return
+        assert self._index is not None  # a step that has tokens has begun
+        places = self._places_of(self._index, own, response_only=is_masked)
+        if not places.num_tokens:
+            return
+        for name, tensor in wanted.items():
+            spec = ShardSpec(
+                name=name,
+                global_shape=(self._index.num_tokens,),
+                local_shape=(places.num_tokens,),
+                splits=(places.split,),
+            )
+            kept = tensor.detach().reshape(-1)[places.cells]
+            entry = TraceEntry(update=update, kind=kind, spec=spec, tensor=kept, dims=("token",), is_masked=is_masked)
+            self._emit(entry)
+
+    def _places_of(self, index: TokenIndex, own: OwnBatch, *, response_only: bool) -> TokenPlaces:
+        """The places of a micro-batch's share, which are the same whenever a step computes it."""
+        key = (own.batch.index, response_only)
+        if key not in self._places:
+            places = index.places(own, response_only=response_only)
+            self._places[key] = replace(places, cells=places.cells.to(own.batch.tokens.device))
+        return self._places[key]
+
+    def _emit(self, entry: TraceEntry) -> None:
+        assert self._sink is not None  # a rank without one selects nothing
+        self._sink.add(entry)
+
+    def _emit_timed(self, entry: TraceEntry) -> None:
+        with self._clock.measure("trace"):
+            self._emit(entry)
+
+    def end_step(self) -> None:
+        """The training of the step is over: what is called from here on is in no ledger."""
+        self._entered.close()
+
+    def save(self) -> None:
+        """End the trace of the step; raises ``TraceError`` where it cannot be written."""
+        self.end_step()
+        if self._sink is None:
+            return
+        config, world = self._config, range(self._runtime.world_size)
+        footer = StepFooter(
+            rows=self._rows,
+            update_rows=tuple(self._update_rows),
+            ranks=tuple(world if config.ranks is None else sorted(config.ranks)),
+            kinds=tuple(config.kinds),
+            patterns=tuple(config.patterns),
+            exclude=tuple(config.exclude),
+            unobserved=() if self._module_probe is None else tuple(self._module_probe.unobserved),
+            ledgers={} if self._ledger is None else self._ledger.calls,
+        )
+        with self._clock.measure("trace"):
+            self._sink.close(footer)
+
+    def abandon(self) -> None:
+        """Leave nothing of this step that counts as whole, as its training did not come to its end."""
+        self.end_step()
+        self._sink = None  # a sink that is not closed writes no last part, and its thread ends with it
+        self.selection = TraceSelection(_NOTHING)
+
+    def __enter__(self) -> StepProbe:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc_type is None:
+            self.save()
+        else:
+            self.abandon()

@@ -1,0 +1,208 @@
+"""What a trace adds to a training step: off, sketches and whole tensors, side by side in one run.
+
+One process trains one learner on the CPU: 4 layers, 256 hidden units, 8 heads, a gated MLP of 1,024, 4.3 million
+parameters in float32, on 16 rows with about 2,000 tokens in four micro-batches. That is few tokens for the parameters:
+a real step has 100 times as many, which makes it longer and leaves sketches of gradients and parameters as they are.
+
+Every round takes one step in each mode, in an order that is turned round from round to round; all modes train on the
+same batch, and one round is not counted. Ratios are medians over the rounds of the quotient of two steps of the same
+round. A step includes the opening and closing of its trace, on the disk. Processor time is what to look at where other
+programs run beside.
+
+- *none*: the learner's own probe, which does nothing; twice, so that its ratio to itself shows what is noise;
+- *sketch*, *full*: the default kinds (initial, gradient, parameter, weight);
+- *sketch, all*, *full, all*: all kinds and both ledgers.
+
+What ``off`` costs is too little for a stopwatch: the empty calls of a step are counted, and timed on their own.
+
+    python -m benchmarks.trace [--rounds 9] [--threads 1] [--json results.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
+from pipelines.layouts.cases import Case, build_config
+from pipelines.layouts.options import merge_changes
+from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
+from pipelines.megatron.probing.step_probe import StepProbe
+from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+
+MODES: dict[str, TraceConfig | None] = {
+    "none": None,
+    "none again": None,
+    "sketch": TraceConfig(level="sketch"),
+    "full": TraceConfig(level="full"),
+    "sketch, all": TraceConfig.model_validate({"level": "sketch", "kinds": "all"}),
+    "full, all": TraceConfig.model_validate({"level": "full", "kinds": "all"}),
+}
+LARGEST_SKETCH_RATIO = 1.10
+LARGEST_OFF_SHARE = 1e-3
+
+_LONGEST_ROW = 250
+_SEED = 11
+_NUM_TIMED_CALLS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Of one mode: medians over the rounds.
+
+    ratio, cpu_ratio: to a step without a trace, of elapsed time and of the processor time of all threads.
+    bytes_per_step: on the disk.
+    """
+
+    mode: str
+    step_ms: float
+    ratio: float
+    cpu_ratio: float
+    bytes_per_step: int
+
+
+class CountingProbe(TrainingProbe):
+    """Does nothing, and counts how often it is asked to."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(TrainingProbe, name) and not name.startswith("_"):
+            self.num_calls += 1
+        return super().__getattribute__(name)
+
+
+def build_large_config() -> PipelineConfig:
+    """The run that is measured."""
+    config = build_config(Case(model="dense", precision="float32", option="one-update"))
+    changes = {
+        "sequence_length": 256,
+        "model": {"num_layers": 4, "hidden_size": 256, "num_query_groups": 8, "ffn_hidden_size": 1024},
+        "training": {"micro_batch_size": 4},
+    }
+    return PipelineConfig.model_validate(merge_changes(config.model_dump(), [changes]))
+
+
+class Benchmark:
+    """One learner, the batch that it trains on again and again, and a folder for its traces."""
+
+    def __init__(self, runtime: Runtime, folder: Path) -> None:
+        config = build_large_config()
+        self.runtime = runtime
+        self.folder = folder
+        self.learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
+        self.batch: RolloutBatch = random_batch(_SEED, longest=_LONGEST_ROW)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the policy."""
+        return sum(local.parameter.numel() for local in self.learner.policy.policy.parameters())
+
+    def take_step(self, trace: TraceConfig | None) -> tuple[float, float, int]:
+        """Milliseconds of one step, those of the processor, and the bytes that its trace wrote."""
+        started_s, cpu_started_s = time.perf_counter(), time.process_time()
+        if trace is None:
+            self.learner.train_step(self.batch)
+        else:
+            with StepProbe(self.runtime, self.folder, step=0, config=trace) as probe:
+                self.learner.train_step(self.batch, probe=probe)
+        step_ms, cpu_ms = (time.perf_counter() - started_s) * 1e3, (time.process_time() - cpu_started_s) * 1e3
+        num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return step_ms, cpu_ms, num_bytes
+
+    def measure(self, rounds: int) -> list[Result]:
+        """Every mode in every round, after one round that does not count."""
+        steps: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}
+        for number in range(rounds + 1):
+            for mode in list(MODES) if number % 2 else list(reversed(MODES)):
+                taken = self.take_step(MODES[mode])
+                if number:
+                    steps[mode].append(taken)
+        without = steps["none"]
+        return [
+            Result(
+                mode=mode,
+                step_ms=statistics.median(elapsed for elapsed, _, _ in taken),
+                ratio=statistics.median(mine[0] / other[0] for mine, other in zip(taken, without, strict=True)),
+                cpu_ratio=statistics.median(mine[1] / other[1] for mine, other in zip(taken, without, strict=True)),
+                bytes_per_step=taken[-1][2],
+            )
+            for mode, taken in steps.items()
+        ]
+
+    def off_cost(self) -> tuple[int, float]:
+        """The calls that a step makes of a probe that does nothing, and the milliseconds that they take together."""
+        counting = CountingProbe()
+        self.learner.train_step(self.batch, probe=counting)
+        started_s = time.perf_counter()
+        for _ in range(_NUM_TIMED_CALLS):
+            with NO_PROBE.computing(None):  # type: ignore[arg-type]  # of all calls the one that costs most
+                pass
+        per_call_ms = (time.perf_counter() - started_s) * 1e3 / _NUM_TIMED_CALLS
+        return counting.num_calls, counting.num_calls * per_call_ms
+
+
+def print_results(console: Console, results: Sequence[Result], *, title: str) -> None:
+    """One line for each mode."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("trace", "ms per step", "times a step without", "of processor time", "MB per step"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        ratios = f"{result.ratio:.3f}", f"{result.cpu_ratio:.3f}"
+        table.add_row(result.mode, f"{result.step_ms:,.0f}", *ratios, f"{result.bytes_per_step / 1e6:,.3f}")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return 0 where both bars are met, else 1."""
+    parser = argparse.ArgumentParser(prog="benchmarks.trace", description="Training steps with and without a trace")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    options = parser.parse_args(arguments)
+    # Megatron's and torch's on themselves; see pipelines/agentic.py.
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    runtime = start_runtime(build_large_config().parallel, seed=_SEED)
+    with tempfile.TemporaryDirectory(prefix="trace-benchmark-") as folder:
+        benchmark = Benchmark(runtime, Path(folder) / "trace")
+        num_calls, off_ms = benchmark.off_cost()
+        results = benchmark.measure(options.rounds)
+    stop_runtime()
+    by_mode = {result.mode: result for result in results}
+    off_share = off_ms / by_mode["none"].step_ms
+    num_tokens = int(benchmark.batch.lengths.sum())
+    title = f"{benchmark.num_parameters / 1e6:.1f} million parameters, {num_tokens:,} tokens, {options.rounds} rounds"
+    console = Console()
+    print_results(console, results, title=title)
+    console.print(f"off: {num_calls} empty calls in a step, {off_ms:.3f} ms, {off_share:.4%} of it")
+    sketch = by_mode["sketch"].ratio
+    is_met = sketch <= LARGEST_SKETCH_RATIO and off_share <= LARGEST_OFF_SHARE
+    console.print(f"bars: sketch {sketch:.3f} ≤ {LARGEST_SKETCH_RATIO}, off {off_share:.4%} ≤ {LARGEST_OFF_SHARE:.1%}")
+    console.print("met" if is_met else "NOT met")
+    if options.json is not None:
+        content = {"off_calls": num_calls, "off_ms": off_ms, "modes": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,124 @@
+"""Which dumped trajectory is which of those that a step asks for.
+
+Contract: a one-to-one match or an error that lists all that is left over on either side; nothing is made up, repeated
+or dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, group_id_of
+from mock_scheduler.batch import SampleIdentity
+from mock_scheduler.errors import BatchError
+from mock_scheduler.text import bullet_list, list_some
+
+_Ids = tuple[str, int]
+_MAX_LISTED = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTrajectory:
+    """A trajectory that a step asks for: its identity, with turn 0, and the tag of its environment."""
+
+    identity: SampleIdentity
+    tag: str
+
+
+def match_trajectories(
+    dumped: Sequence[DumpedTrajectory],
+    planned: Sequence[PlannedTrajectory],
+    *,
+    match: Literal["ids", "order"],
+    where: str,
+) -> list[tuple[DumpedTrajectory, PlannedTrajectory]]:
+    """Every dumped trajectory with the one that it stands for; rows of several turns share one.
+
+    ``ids``: the ids are those that this project writes, or numbers of groups with numbers of their members.
+    ``order``: the k-th group is the k-th that is asked for, and so are its members; ids count by their size where all
+    are numbers, else in the order of the file. Raises ``BatchError``.
+    """
+    _check_duplicates(dumped, where)
+    table = _by_order(dumped, planned, where) if match == "order" else _by_ids(planned)
+    unknown = sorted({row.label for row in dumped if (row.group_id, row.run_id) not in table})
+    found = {table[row.group_id, row.run_id].identity for row in dumped if (row.group_id, row.run_id) in table}
+    missing = [plan.identity for plan in planned if plan.identity not in found]
+    if unknown or missing:
+        raise BatchError(_describe(unknown, missing, planned, where))
+    return [(row, table[row.group_id, row.run_id]) for row in dumped]
+
+
+def _check_duplicates(dumped: Sequence[DumpedTrajectory], where: str) -> None:
+    counts = Counter((row.label, row.identity.turn if row.identity else 0) for row in dumped)
+    doubled = [f"{label} {count} times" for (label, _), count in counts.items() if count > 1]
+    if doubled:
+        raise BatchError(
+            f"{where} holds trajectories of the same (group_id, run_id) more than once:{bullet_list(doubled)}\n"
+            "Which of them is meant cannot be known: remove the others from the file."
+        )
+
+
+def _by_ids(planned: Sequence[PlannedTrajectory]) -> Mapping[_Ids, PlannedTrajectory]:
+    """By the ids of our own files; where a group plays one episode, by its number and its member's number too."""
+    table = {(group_id_of(plan.identity), plan.identity.env_id): plan for plan in planned}
+    episodes = {(plan.identity.group_id, plan.identity.episode_id) for plan in planned}
+    if len(episodes) != len({group_id for group_id, _ in episodes}):
+        return table
+    for members in _groups(planned).values():
+        for number, plan in enumerate(members):
+            table[str(plan.identity.group_id), number] = plan
+            table[str(plan.identity.group_id), plan.identity.env_id] = plan
+    return table
+
+
+def _by_order(
+    dumped: Sequence[DumpedTrajectory], planned: Sequence[PlannedTrajectory], where: str
+) -> Mapping[_Ids, PlannedTrajectory]:
+    group_ids = list(dict.fromkeys(row.group_id for row in dumped))
+    if all(group_id.isascii() and group_id.isdigit() for group_id in group_ids):
+        group_ids.sort(key=int)
+    groups = list(_groups(planned).values())
+    sizes = [len({row.run_id for row in dumped if row.group_id == group_id}) for group_id in group_ids]
+    wanted = [len(members) for members in groups]
+    if sizes != wanted:
+        raise BatchError(
+            f"{where} holds {len(sizes)} groups of {_sizes(sizes)} trajectories, and the step asks for {len(wanted)} "
+            f"groups of {_sizes(wanted)}: set train_env_manager.num_env_groups, group_size and rollout_batch_size to "
+            "what the file holds"
+        )
+    table: dict[_Ids, PlannedTrajectory] = {}
+    for group_id, members in zip(group_ids, groups, strict=True):
+        run_ids = sorted({row.run_id for row in dumped if row.group_id == group_id})
+        table |= {(group_id, run_id): plan for run_id, plan in zip(run_ids, members, strict=True)}
+    return table
+
+
+def _groups(planned: Sequence[PlannedTrajectory]) -> dict[str, list[PlannedTrajectory]]:
+    groups: dict[str, list[PlannedTrajectory]] = {}
+    for plan in sorted(planned, key=lambda plan: plan.identity):
+        groups.setdefault(group_id_of(plan.identity), []).append(plan)
+    return groups
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sorted(set(sizes)))) or "no"
+
+
+def _describe(
+    unknown: Sequence[str], missing: Sequence[SampleIdentity], planned: Sequence[PlannedTrajectory], where: str
+) -> str:
+    problems = []
+    if unknown:
+        problems.append(f"{len(unknown)} that the step does not ask for: {list_some(unknown, _MAX_LISTED)}")
+    if missing:
+        labels = [f"({group_id_of(identity)}, {identity.env_id})" for identity in missing]
+        problems.append(f"{len(labels)} that it asks for are not there: {list_some(labels, _MAX_LISTED)}")
+    return (
+        f"{where} does not hold the {len(planned)} trajectories, by (group_id, run_id), that the step asks for:"
+        f"{bullet_list(problems)}\n"
+        "Load the dump of this step, of a run with the same train_env_manager and rollout_batch_size; for ids of "
+        "another system set rollout_worker.match=order."
+    )

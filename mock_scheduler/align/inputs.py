@@ -1,0 +1,216 @@
+"""What ``mock-scheduler compare`` and ``replicas`` are given: a run, a trace, metrics or a recording.
+
+Which of these a folder is, is told by what lies in it.
+
+Contract: reads headers and small files only; what is wrong with either side is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from mock_scheduler.align.stored_config import StoredConfig, load_stored_config
+from mock_scheduler.compare.finished_run import load_summary
+from mock_scheduler.compare.results import ComparedInput, InputKind
+from mock_scheduler.compare.selection import Selection
+from mock_scheduler.compare.traces import trace_level
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.config.sections import FLOAT64_TOLERANCE
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
+from mock_scheduler.recording.paths import MANIFEST_NAME
+from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.trace.files import STEP_FOLDER
+from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
+from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.sketch_files import open_sketches
+
+_STATED = ("metric", "activation", "gradient", "update")
+_WIDE_KINDS: tuple[TraceKind, ...] = ("initial", "parameter", "activation", "weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedInput:
+    """One side; ``stored``: the configuration of the run that it belongs to, where that is known."""
+
+    side: ComparedInput
+    stored: StoredConfig | None
+
+
+def find_kind(path: Path) -> InputKind:
+    """What lies at a path. Raises ``ConfigError`` where it is nothing that can be compared."""
+    if path.is_file():
+        if path.suffix == ".jsonl":
+            return "metrics"
+        raise ConfigError(f"{path} is a file; of files only metrics can be compared, one JSON object a line (.jsonl)")
+    if (path / MANIFEST_NAME).is_file():
+        return "recording"
+    if (path / RUN_FILE).is_file() or (path / CONFIG_FILE).is_file():
+        return "run"
+    if path.is_dir() and any(STEP_FOLDER.fullmatch(folder.name) for folder in path.iterdir()):
+        return "trace"
+    if (path / METRICS_FILE).is_file():
+        return "metrics"
+    raise ConfigError(
+        f"{path} is nothing that can be compared: it is no run's output_dir ({CONFIG_FILE}), no trace (step_000000/), "
+        f"no metrics ({METRICS_FILE}) and no recording ({MANIFEST_NAME})"
+    )
+
+
+def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
+    """Both sides, or one error with what is wrong with either; of its kind is the first.
+
+    Raises ``ConfigError`` where a side is nothing that can be compared, both are the same or of different kinds;
+    ``AlignmentError`` where a run is not completed or has no trace.
+    """
+    if paths[0].resolve() == paths[1].resolve():
+        what = "file" if paths[0].is_file() else "folder"
+        raise ConfigError(f"{paths[0]} and {paths[1]} are the same {what}: it would be compared with itself")
+    opened: list[OpenedInput] = []
+    errors: list[ConfigError | AlignmentError | TraceError] = []
+    for path in paths:
+        try:
+            opened.append(_open(path, find_kind(path)))
+        except (ConfigError, AlignmentError, TraceError) as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors))) from errors[0]
+    kinds = [item.side.kind for item in opened]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(_describe_kinds(opened))
+    return opened[0], opened[1]
+
+
+def find_trace(path: Path) -> Path:
+    """The trace folder of a run, or the path itself where it is one; raises ``ConfigError`` for anything else."""
+    kind = find_kind(path)
+    if kind == "run" and (path / TRACE_FOLDER).is_dir():
+        return path / TRACE_FOLDER
+    if kind == "trace":
+        return path
+    what = f"a run without a {TRACE_FOLDER} folder" if kind == "run" else f"a folder of kind {kind}"
+    raise ConfigError(f"{path} is {what}; give a run with trace.level=full, or its trace folder")
+
+
+def resolve_tolerance(candidate: OpenedInput, stated: Sequence[str]) -> ToleranceConfig:
+    """The candidate's own tolerance, or the default of its precision, with ``stated`` bounds ``name=value`` over it.
+
+    Raises ``ConfigError`` for a bound that is none, and in bfloat16 where neither states all bounds.
+    """
+    values = _parse_bounds(stated)
+    try:
+        base = _default_tolerance(candidate)
+    except ConfigError as error:
+        if not set(_STATED) <= set(values):
+            needed = " ".join(f"--tolerance {name}=…" for name in _STATED)
+            raise ConfigError(f"{error}; or give all of {needed}") from error
+        base = ToleranceConfig()
+    try:
+        return ToleranceConfig.model_validate({**base.model_dump(), **values})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        names = ", ".join(ToleranceConfig.model_fields)
+        raise ConfigError(f"--tolerance: {problems}; bounds are {names}, as in activation=1e-5") from error
+
+
+def parse_selection(*, steps: StepRanges | None, kinds: Sequence[str] = (), patterns: Sequence[str] = ()) -> Selection:
+    """What is compared; lists may have commas. Raises ``ConfigError`` for a kind that there is not."""
+    names = [name for text in kinds for name in text.split(",") if name]
+    known = (*TRACE_KINDS, *LEDGER_KINDS)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--kinds: {', '.join(unknown)}: no such kind; kinds are {', '.join(known)}")
+    globs = tuple(text for item in patterns for text in item.split(",") if text)
+    return Selection(
+        steps=steps,
+        kinds=frozenset(kind for kind in known if kind in names) if names else None,
+        patterns=globs or ("*",),
+    )
+
+
+def _open(path: Path, kind: InputKind) -> OpenedInput:
+    name = path.resolve().name
+    if kind == "run":
+        return _open_run(path, name)
+    stored = None
+    if kind == "trace":
+        parent = path.resolve().parent / CONFIG_FILE
+        stored = load_stored_config(parent) if name == TRACE_FOLDER and parent.is_file() else None
+        name = path.resolve().parent.name if name == TRACE_FOLDER else name
+    level = trace_level(path) if kind == "trace" else None
+    path = path / METRICS_FILE if kind == "metrics" and path.is_dir() else path
+    return OpenedInput(side=ComparedInput(name=name, path=path, kind=kind, level=level), stored=stored)
+
+
+def _open_run(folder: Path, name: str) -> OpenedInput:
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} is not the output_dir of a run: there is no {CONFIG_FILE} in it")
+    stored = load_stored_config(folder / CONFIG_FILE)
+    if not (folder / RUN_FILE).is_file():
+        raise AlignmentError(
+            f"{folder} has no {RUN_FILE}: its run has not completed (it is still going, or {folder / ERROR_FILE} says "
+            "why it failed)"
+        )
+    summary = load_summary(name, folder, elapsed_s=None)
+    if not (folder / TRACE_FOLDER).is_dir():
+        raise AlignmentError(
+            f"{folder} has no trace, without which gradients and parameters cannot be compared: run it again with "
+            f"trace.level=full (it had trace.level={stored.trace_level})"
+        )
+    level = trace_level(folder / TRACE_FOLDER)
+    side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
+    return OpenedInput(side=side, stored=stored)
+
+
+def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
+    sides = [item.side for item in opened]
+    found = " and ".join(f"{side.path} is a {side.kind}" for side in sides)
+    kinds = {side.kind for side in sides}
+    advice = "give two of one kind"
+    if kinds == {"run", "trace"}:
+        run = next(side for side in sides if side.kind == "run")
+        advice = f"give the run's trace, {run.path / TRACE_FOLDER}"
+    elif kinds == {"run", "metrics"}:
+        run = next(side for side in sides if side.kind == "run")
+        advice = f"give the run's metrics, {run.path / METRICS_FILE}"
+    return f"{found}, which cannot be compared with each other; {advice}"
+
+
+def _default_tolerance(candidate: OpenedInput) -> ToleranceConfig:
+    if candidate.stored is not None:
+        return candidate.stored.resolve_tolerance()
+    if candidate.side.kind != "trace":
+        return ToleranceConfig()
+    dtypes = _find_dtypes(candidate.side.path, level=candidate.side.level)
+    if torch.bfloat16 in dtypes:
+        raise ConfigError(
+            f"{candidate.side.path} has tensors in bfloat16, for which no default separates rounding from a fault, and "
+            "no configuration that states a tolerance"
+        )
+    return FLOAT64_TOLERANCE if torch.float64 in dtypes else ToleranceConfig()
+
+
+def _find_dtypes(trace_dir: Path, *, level: str | None) -> set[torch.dtype]:
+    """Of the parameters and activations of the first step."""
+    if level == "sketch":
+        sketches = open_sketches(trace_dir)
+        keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in _WIDE_KINDS]
+        return {sketches.sketch(key).dtype for key in keys}
+    with open_trace(trace_dir) as reader:
+        keys = [key for key in reader.keys(reader.steps[0]) if key.kind in _WIDE_KINDS]
+        return {reader.dtype_and_shape(key)[0] for key in keys}
+
+
+def _parse_bounds(stated: Sequence[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for text in (part for item in stated for part in item.split(",") if part):
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--tolerance: {text!r} is no bound; write it as activation=1e-5")
+        values[name.strip()] = value.strip()
+    return values

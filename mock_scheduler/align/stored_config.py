@@ -1,0 +1,95 @@
+"""What a comparison needs of the configuration that a finished run stored, and nothing else.
+
+Contract: the rules by which a configuration is checked before a run do not apply to one that has run: another release
+of Megatron, or of this project, may have written it. Keys that are not needed are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from mock_scheduler.align.plan import stated_tolerance
+from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
+from mock_scheduler.config.sections import AlignConfig
+from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.text import bullet_list
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConfig:
+    """``tolerance``: the stated one; ``None`` where the run states none."""
+
+    path: Path
+    precision: str
+    trace_level: str
+    is_deterministic: bool
+    tolerance: ToleranceConfig | None
+
+    def resolve_tolerance(self) -> ToleranceConfig:
+        """The stated tolerance, or the default of the precision; raises ``ConfigError`` where that has none."""
+        config = PipelineConfig.model_construct(
+            precision=self.precision, align=AlignConfig.model_construct(tolerance=self.tolerance)
+        )
+        return stated_tolerance(config)
+
+
+def load_stored_config(path: Path) -> StoredConfig:
+    """Read a run's ``config.yaml``. Raises ``ConfigError`` where what is needed is missing or of another kind."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no configuration: it has no keys")
+    problems: list[str] = []
+    precision = _text(content, "precision", problems)
+    trace_level = _text(_section(content, "trace", problems), "level", problems, prefix="trace.")
+    envs = {str(name): str(value) for name, value in _section(content, "system_envs", problems).items()}
+    tolerance = _tolerance(_section(content, "align", problems), problems)
+    if problems:
+        raise ConfigError(f"{path} is not the configuration of a run:{bullet_list(problems, limit=None)}")
+    return StoredConfig(
+        path=path,
+        precision=precision,
+        trace_level=trace_level,
+        is_deterministic=is_deterministic_mode(envs),
+        tolerance=tolerance,
+    )
+
+
+def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:
+    value = content.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{name} is {value!r}, expected keys")
+        return {}
+    return value
+
+
+def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix: str = "") -> str:
+    value = content.get(name)
+    if isinstance(value, str):
+        return value
+    # YAML reads an unquoted off as False.
+    if value is False:
+        return "off"
+    problems.append(f"{prefix}{name} is {value!r}, expected a text")
+    return ""
+
+
+def _tolerance(align: Mapping[str, Any], problems: list[str]) -> ToleranceConfig | None:
+    if align.get("tolerance") is None:
+        return None
+    try:
+        return ToleranceConfig.model_validate(align["tolerance"])
+    except ValidationError as error:
+        problems.extend(f"align.tolerance.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        return None

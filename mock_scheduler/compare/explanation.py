@@ -1,0 +1,182 @@
+"""Where the first divergences and the largest differences lie, and what they look like.
+
+These few tensors are read once more when all are judged, since only then it is known which they are. Of a parameter,
+the changes by the update are looked at rather than the parameters, in which they would be rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mock_scheduler.compare.differences import Residual
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.locality import find_localities, parameter_dims
+from mock_scheduler.compare.pairs import TensorPair, TracePair, all_of, pair_up
+from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tokens import TokenAlignment
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
+from mock_scheduler.trace.reader import TraceReader
+
+#: How many tensors beyond their bound are explained, in the order of computation, and how many of the largest others.
+NUM_EXCEEDING = 8
+NUM_LARGEST = 4
+
+_STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
+
+
+def explain_differences(
+    differences: Sequence[TensorDifference], traces: TracePair, alignments: Mapping[int, TokenAlignment]
+) -> list[TensorDifference]:
+    """The differences, of which the first beyond their bound and the largest have localities and a residual.
+
+    ``differences``: in execution order. ``alignments``: of the tokens, by step. Raises ``TraceError``.
+    """
+    chosen = _choose(differences)
+    return [
+        _explain(item, traces, alignments[item.key.step]) if position in chosen else item
+        for position, item in enumerate(differences)
+    ]
+
+
+def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> dict[str, float]:
+    """Numbers of both layouts that a wrong factor may be: degrees of axes, micro-batches, rows and tokens."""
+    numbers: dict[str, float] = {}
+    for whose, reader in zip(("", "baseline's "), readers[::-1], strict=True):
+        found = {**_degrees(reader, key.step), **_counts(reader, key)}
+        for name, number in found.items():
+            if number > 1 and numbers.get(name) != number:
+                numbers[f"{whose}{name}" if name in numbers else name] = number
+    return numbers
+
+
+def _choose(differences: Sequence[TensorDifference]) -> frozenset[int]:
+    apart = [position for position, item in enumerate(differences) if item.figures is not None]
+    exceeding = [position for position in apart if differences[position].exceeds]
+    others = [position for position in apart if not differences[position].exceeds and differences[position].is_judged]
+    others.sort(key=lambda position: differences[position].margin)
+    return frozenset([*exceeding[:NUM_EXCEEDING], *others[:NUM_LARGEST]])
+
+
+def _explain(difference: TensorDifference, traces: TracePair, tokens: TokenAlignment) -> TensorDifference:
+    key = difference.key
+    pair = _read_pair(key, traces, tokens)
+    if pair is None:
+        return difference
+    before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
+    what = ""
+    if before is not None:
+        pair, what = _change(before, pair), "of the change by the update: "
+    if pair.baseline.dtype != pair.candidate.dtype:
+        pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
+    residual = _classify(key, pair, traces, is_change=before is not None)
+    if residual is not None:
+        residual = replace(residual, text=what + residual.text)
+    dims = pair.dims or (parameter_dims(key.name, pair.baseline.shape) if key.kind in _STATE_KINDS else ())
+    if len(dims) != pair.baseline.dim():
+        return replace(difference, residual=residual)
+    localities = find_localities(
+        pair.baseline,
+        pair.candidate,
+        dims=dims,
+        present=pair.present,
+        boundaries=_boundaries(key, traces.readers, is_same_order=tokens.index is None),
+    )
+    return replace(difference, residual=residual, localities=localities)
+
+
+def _classify(key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool) -> Residual | None:
+    if not pair.baseline.dtype.is_floating_point:
+        return None
+    previous_key = None if is_change else _key_before(key, traces.readers[0])
+    previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
+    if previous is not None and (previous.shape, previous.dtype) != (pair.baseline.shape, pair.baseline.dtype):
+        previous = None
+    return classify_residual(
+        pair.baseline,
+        pair.candidate,
+        present=pair.present,
+        layout=layout_numbers(traces.readers, key),
+        previous=previous,
+        dims=pair.dims,
+    )
+
+
+def _read_pair(key: TraceKey | None, traces: TracePair, tokens: TokenAlignment) -> TensorPair | None:
+    if key is None:
+        return None
+    pair = pair_up(key, traces.merge(key), tokens)
+    return None if isinstance(pair, Finding) else pair
+
+
+def _change(before: TensorPair, after: TensorPair) -> TensorPair:
+    return replace(
+        after,
+        baseline=after.baseline - before.baseline,
+        candidate=after.candidate - before.candidate,
+        present=all_of([before.present, after.present]),
+    )
+
+
+def _parameter_before(key: TraceKey, traces: TracePair) -> TraceKey | None:
+    """The parameter before an update, where both traces have it."""
+    before = replace(key, update=key.update - 1) if key.update else replace(key, kind="initial")
+    return before if all(reader.has(before) for reader in traces.readers) else None
+
+
+def _key_before(key: TraceKey, reader: TraceReader) -> TraceKey | None:
+    """The same tensor an update before, which may be the last one of the step before; ``None`` where there is none."""
+    if key.update:
+        before = replace(key, update=key.update - 1)
+        return before if reader.has(before) else None
+    earlier = [step for step in reader.steps if step < key.step]
+    if not earlier:
+        return None
+    if key.kind in STEP_KINDS:
+        before = replace(key, step=earlier[-1])
+        return before if reader.has(before) else None
+    num_updates = len(reader.footer(earlier[-1]).update_rows) or 1
+    before = replace(key, step=earlier[-1], update=num_updates - 1)
+    return before if reader.has(before) else None
+
+
+def _degrees(reader: TraceReader, step: int) -> dict[str, float]:
+    """By axis, the number of places that ranks stand at."""
+    places: dict[str, set[int]] = {}
+    for rank in reader.ranks(step):
+        for axis, place in rank.coordinates.items():
+            places.setdefault(axis, set()).add(place)
+    return {axis: float(len(found)) for axis, found in places.items()}
+
+
+def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
+    """Micro-batches of a rank, rows and tokens of an update, as far as the trace shows them."""
+    counts: dict[str, float] = {}
+    footer = reader.footer(key.step)
+    update = key.update
+    if update < len(footer.update_rows):
+        rows = footer.update_rows[update]
+        counts["rows"] = float(len(rows))
+        counts["tokens"] = float(sum(footer.rows.lengths[row] for row in rows))
+    for other in reader.keys(key.step):
+        if other.update == update and other.kind == "output":
+            ranks = [piece.place.global_rank for piece in reader.pieces(other)]
+            counts["micro-batches"] = float(max(ranks.count(rank) for rank in set(ranks)))
+            break
+    return counts
+
+
+def _boundaries(
+    key: TraceKey, readers: tuple[TraceReader, TraceReader], *, is_same_order: bool
+) -> dict[int, tuple[int, ...]]:
+    """By dimension, the indices at which a piece of a rank begins, in either run."""
+    starts: dict[int, set[int]] = {}
+    for reader in readers:
+        is_by_token = reader.dims(key)[:1] == ("token",)
+        for piece in reader.pieces(key):
+            for split in piece.spec.splits:
+                if split.dim > 0 or not is_by_token or is_same_order:
+                    starts.setdefault(split.dim, set()).update(block.global_start for block in split.blocks)
+    return {dim: tuple(sorted(found)) for dim, found in starts.items()}

@@ -1,0 +1,230 @@
+"""How far two tensors are apart, and how far they may be.
+
+All sums are in float64 and by chunks, so that nothing larger than a chunk is made beside the tensors.
+
+- A tensor of the forward or backward pass is judged by ||a - b|| / ||a||. The bound is the stated tolerance and the
+  *rounding* that such a tensor cannot be without: 16 units in the last place of the root mean square of all baseline
+  tensors of its kind and update (a gradient whose true value is 0 was measured at 0.3 to 0.9 of them). So a bias to
+  which softmax is blind, or a mean that cancels to 0, is not held to figures of its own noise.
+- A *parameter* is judged by what the update did to it: with d the change from before to after the update,
+  ||d_a - d_b|| / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at the
+  learning rates of reinforcement learning. Elements whose gradients differ by more than 1 % are left out and counted:
+  where a gradient is nothing but rounding (a key bias again), Adam makes its sign a full step. The bound grows by the
+  spacing of the floating-point numbers that the parameter is stored in.
+- What is no floating-point number must be equal; its relative difference is the fraction of elements that are not.
+
+Where rounding makes a bound larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the bound it
+still exceeds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from mock_scheduler.compare.differences import Figures
+from mock_scheduler.compare.figures import compute_figures
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.files import view_as_bits
+from mock_scheduler.trace.kinds import PHASES, Phase
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""The same tensor of baseline and candidate."""
+
+_CHUNK_ELEMENTS = 1 << 16
+#: Elements whose gradients differ by more than this fraction have no say in how the update is judged.
+_SIGNIFICANT = 1e-2
+#: Units in the last place of the root mean square of its kind below which a tensor is rounding.
+ROUNDING_UNITS = 16
+
+
+def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and equal bits."""
+    return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
+
+
+def is_judged_by_gradient(kind: TraceKind) -> bool:
+    """Whether a kind is held to ``tolerance.gradient``: what the backward pass and the optimizer compute."""
+    return PHASES[kind] >= Phase.BACKWARD
+
+
+def describe_non_finite(tensor: torch.Tensor) -> str:
+    """How many elements are NaN and infinite, in words; empty where all are finite."""
+    if not tensor.dtype.is_floating_point or not tensor.numel() or _is_finite(tensor):
+        return ""
+    counts = (("NaN", int(tensor.isnan().sum())), ("infinity", int(tensor.isinf().sum())))
+    found = [f"{what} in {count} of {tensor.numel()} elements" for what, count in counts if count]
+    return " and ".join(found)
+
+
+def measure(
+    key: TraceKey,
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    tolerance: float,
+    ulp: int,
+    present: torch.Tensor | None = None,
+) -> TensorDifference:
+    """||a - b|| / ||a|| of two finite tensors of one shape, over the elements where ``present`` is True.
+
+    The bound has no rounding yet: ``with_rounding`` adds it. Of two dtypes, the values are compared in float64.
+    """
+    dtypes = None
+    if baseline.dtype != candidate.dtype:
+        dtypes = (dtype_name(baseline.dtype), dtype_name(candidate.dtype))
+        baseline, candidate = baseline.double(), candidate.double()
+    figures = compute_figures(baseline, candidate, present=present)
+    bit_equal = dtypes is None and figures.num_different == 0
+    is_number = baseline.dtype.is_floating_point
+    fraction = figures.num_different / max(figures.num_elements, 1)
+    return TensorDifference(
+        key=key,
+        num_elements=figures.num_elements,
+        num_absent=baseline.numel() - figures.num_elements,
+        bit_equal=bit_equal,
+        max_abs=figures.max_abs,
+        relative=figures.relative if is_number else fraction,
+        tolerance=tolerance if is_number else 0.0,
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= ulp and dtypes is None,
+        figures=None if bit_equal else figures,
+        dtypes=dtypes,
+    )
+
+
+def with_rounding(difference: TensorDifference, *, norm: float, size: float, unit: float) -> TensorDifference:
+    """The difference with the bound that rounding leaves it.
+
+    ``norm``: ||a||. ``size``: the root mean square of all baseline tensors of its kind and update. ``unit``: the
+    spacing of its numbers at 1.
+    """
+    rounding = ROUNDING_UNITS * unit * size * math.sqrt(difference.num_elements)
+    distance = 0.0 if difference.figures is None else difference.figures.norm
+    relative, bound = relate(distance, norm, rounding=rounding, tolerance=difference.tolerance)
+    return replace(difference, relative=relative, tolerance=bound, is_zero=norm == 0.0)
+
+
+def relate(difference: float, size: float, *, rounding: float, tolerance: float) -> tuple[float, float]:
+    """A difference relative to ``size``, and its bound with the rounding; where the size is 0, 0 or infinite."""
+    if size:
+        return difference / size, tolerance + rounding / size
+    return (0.0, math.inf) if difference <= rounding else (math.inf, tolerance)
+
+
+def compare_updates(
+    key: TraceKey,
+    *,
+    before: Pair,
+    after: Pair,
+    gradients: Pair | None,
+    tolerance: float,
+    ulp: int,
+    figures: Figures | None = None,
+) -> TensorDifference:
+    """What one update did to a parameter in both runs, as the module's docstring says.
+
+    Each pair is (baseline, candidate), all finite and of one shape; ``gradients`` are what the update was made from.
+    ``figures``: of the parameters after it, where the pairs are only a part of them; ``None`` computes them.
+    """
+    figures = compute_figures(*after) if figures is None else figures
+    bit_equal = figures.num_different == 0 and is_bit_equal(*before)
+    # What is equal needs no bound, and summing what the update did costs more than all else.
+    sums = _Changes() if bit_equal else _sum_changes(before, after, gradients)
+    relative, bound = (0.0, tolerance) if bit_equal else sums.relate(tolerance)
+    return TensorDifference(
+        key=key,
+        num_elements=after[0].numel(),
+        bit_equal=bit_equal,
+        max_abs=figures.max_abs,
+        relative=relative,
+        tolerance=bound,
+        num_excluded=sums.num_excluded,
+        is_zero=is_bit_equal(before[0], after[0]),
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= ulp,
+        figures=figures if figures.num_different else None,
+    )
+
+
+def baseline_norm(difference: TensorDifference, baseline: torch.Tensor, present: torch.Tensor | None) -> float:
+    """||a|| over the compared elements, out of the figures where they have it."""
+    figures = difference.figures
+    if figures is not None and 0.0 < figures.relative < math.inf:
+        return figures.norm / figures.relative
+    kept = baseline if present is None else baseline[present.expand_as(baseline)]
+    return math.sqrt(math.fsum(float(part.dot(part)) for part in _wide_parts(kept)))
+
+
+def rounding_unit(tensor: torch.Tensor) -> float:
+    """The spacing of its numbers at 1, at least float32's, in which sums are accumulated; 0 where it has no floats."""
+    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Changes:
+    """Squares of d_a - d_b, of the rounding of storing and of d_a, over the elements that count."""
+
+    difference: float = 0.0
+    rounding: float = 0.0
+    size: float = 0.0
+    num_excluded: int = 0
+
+    def relate(self, tolerance: float) -> tuple[float, float]:
+        """The relative difference of the changes, and its bound."""
+        difference, size, rounding = (math.sqrt(square) for square in (self.difference, self.size, self.rounding))
+        return relate(difference, size, rounding=rounding, tolerance=tolerance)
+
+
+def _sum_changes(before: Pair, after: Pair, gradients: Pair | None) -> _Changes:
+    sums = _Changes()
+    for part in _chunks((*before, *after, *(gradients or ()))):
+        old, new = part[0:2], part[2:4]
+        mine = new[0].double().sub_(old[0])
+        other = new[1].double().sub_(old[1])
+        space = _spacing(new[0])
+        if gradients is not None:
+            left = part[4]
+            counts = (left - part[5]).abs_() <= left.abs().mul_(_SIGNIFICANT)
+            num_counted = int(torch.count_nonzero(counts))
+            if num_counted < len(left):
+                sums.num_excluded += len(left) - num_counted
+                mine, other, space = mine[counts], other[counts], space[counts]
+        sums.size += float(mine.dot(mine))
+        sums.rounding += float(space.dot(space))
+        difference = mine.sub_(other)
+        sums.difference += float(difference.dot(difference))
+    return sums
+
+
+def _chunks(tensors: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), _CHUNK_ELEMENTS):
+        yield tuple(part[start : start + _CHUNK_ELEMENTS] for part in flat)
+
+
+def _wide_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in float64, flat and in chunks."""
+    for (part,) in _chunks((tensor,)):
+        yield part.double()
+
+
+def _spacing(values: torch.Tensor) -> torch.Tensor:
+    """float64: the distance to the next number that the dtype of ``values`` can hold, at each of them; 0 at 0.
+
+    A floating-point number without its sign and mantissa is the power of two below it.
+    """
+    info = torch.finfo(values.dtype)
+    exponent_bits = int(view_as_bits(torch.tensor(math.inf, dtype=values.dtype)))
+    powers = (view_as_bits(values) & exponent_bits).view(values.dtype)
+    return powers.double().mul_(info.eps)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite: the smallest and the largest show it, in one cheap pass."""
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low) and math.isfinite(high)

@@ -1,0 +1,301 @@
+"""Where in a tensor a difference is concentrated: a token, a head, a channel, an expert, a row, one rank's piece.
+
+Contract: for each index of a dimension, ||a - b||² and ||a||² are summed in float64 over all other dimensions. An index
+stands out where both the relative difference and the mean square of the difference are far above those of the median
+index: 5 times as a norm, and more where few elements make up an index's difference, so that normally distributed
+rounding stands out by chance once in a million tensors. Indices that stand out must also differ by more than all that
+do not, since where sizes vary widely some always have a large difference and a small value. What stands out by rounding
+alone (8 units in the last place of the dtype) is not reported. Memory beyond the tensors is a few chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+
+from mock_scheduler.compare.differences import Locality
+from mock_scheduler.trace.entries import DimName
+
+_CHUNK_ELEMENTS = 1 << 16
+#: Localities of one tensor, and runs of indices of one dimension, that are worth reading.
+_MOST = 4
+_MOST_RUNS = 3
+_SMALLEST_SHARE = 0.01
+#: Indices far apart are one locality where they hold at least this share and are at most this part of the dimension.
+_SCATTERED_SHARE, _SCATTERED_PART = 0.5, 0.25
+#: Of the difference of a rank's piece that a narrower run must hold to be reported instead.
+_NARROWER = 0.95
+_FEWEST_ELEMENTS = 32
+#: Squares of how far an index is above the median one, and at least above all that do not stand out.
+_ABOVE_MEDIAN, _ABOVE_OTHERS = 25.0, 4.0
+#: The former where few elements make up the difference.
+_FEW_ABOVE_MEDIAN = 1e4
+_ROUNDING_UNITS = 8
+#: Standard deviations of a normal distribution that an index may be off by chance: one of 5e7 is.
+_DEVIATIONS = 5.5
+
+_NOUNS: Mapping[DimName, str] = {"vocab": "vocabulary row"}
+
+
+def find_localities(
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    dims: tuple[DimName, ...],
+    present: torch.Tensor | None = None,
+    boundaries: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[Locality, ...]:
+    """The parts that hold more of the difference than rounding explains, largest share first; none where it is spread.
+
+    baseline, candidate: of one shape. dims: what each dimension counts. present: bool, broadcast to the shape: elements
+    that count. boundaries: by dimension, the indices where pieces of ranks begin; they are named where a locality is
+    just such a piece or begins or ends at one. Raises ``ValueError`` where ``dims`` does not fit the shape.
+    """
+    if len(dims) != baseline.dim():
+        raise ValueError(f"dims {list(dims)} do not name the dimensions of shape {list(baseline.shape)}")
+    floor = torch.finfo(baseline.dtype).eps * _ROUNDING_UNITS if baseline.is_floating_point() else 0.0
+    found: list[Locality] = []
+    sums = _sum_energies(baseline, candidate, present)
+    if not sums or sums[0].total == 0.0 or float(sums[0].counts.sum()) < _FEWEST_ELEMENTS:
+        return ()
+    equivalent = math.prod(energies.num_equivalent for energies in sums)
+    for dim, energies in enumerate(sums):
+        starts = (boundaries or {}).get(dim, ())
+        others = equivalent / energies.num_equivalent
+        search = _DimSearch(dims[dim], energies, floor=floor, others=others, boundaries=starts)
+        found.extend(search.find() if energies.size > 1 else ())
+    return tuple(sorted(found, key=lambda item: -item.share)[:_MOST])
+
+
+def parameter_dims(name: str, shape: Sequence[int]) -> tuple[DimName, ...]:
+    """What the dimensions of a parameter count, of a gradient, or of an optimizer's moment of it.
+
+    name: canonical. A value head has one output, which is no vocabulary.
+    """
+    rank = len(shape)
+    first: DimName = "row"
+    if "word_embeddings" in name or ("output_layer" in name and (rank == 0 or shape[0] > 1)):
+        first = "vocab"
+    elif ".router." in name:
+        first = "expert"
+    elif "norm" in name and rank == 1:
+        first = "channel"
+    rest: DimName = "column" if first == "row" and "embedding" not in name else "channel"
+    return (first, *([rest] * (rank - 1)))[:rank]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Energies:
+    """float64 ``[n]`` each: ||a - b||², ||a||² and the number of elements, by index of a dimension or by block."""
+
+    difference: torch.Tensor
+    baseline: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        return self.difference.numel()
+
+    @property
+    def total(self) -> float:
+        return float(self.difference.sum())
+
+    @property
+    def num_equivalent(self) -> float:
+        """Of how many equal indices the difference consists: (Σe)² / Σe²."""
+        return self.total**2 / float(self.difference.square().sum())
+
+    def blocks(self, edges: Sequence[int]) -> _Energies:
+        """The same, summed between neighbouring edges."""
+        lengths = [stop - start for start, stop in pairwise(edges)]
+        difference, baseline, counts = (
+            torch.stack([part.sum() for part in torch.split(values, lengths)])
+            for values in (self.difference, self.baseline, self.counts)
+        )
+        return _Energies(difference=difference, baseline=baseline, counts=counts)
+
+    def find_outliers(self, *, floor: float, others: float, among_different: bool = False) -> torch.Tensor:
+        """bool ``[n]``: where the difference stands out from the median index.
+
+        others: elements of an index that its difference consists of. among_different: only indices that differ have a
+        say in the median, so that few scattered differences of one size do not stand out from all that is equal.
+        """
+        live = (self.counts > 0) & (self.difference > 0 if among_different else self.difference + self.baseline > 0)
+        if not bool(live.any()):
+            return live
+        relative = self.difference / self.baseline
+        mean = self.difference / self.counts
+        others = min(float(self.counts[live].median()), others)
+        chance = _chance_ratio(others)
+        if others * int(live.sum()) < _FEWEST_ELEMENTS:  # then the median itself may be small by chance
+            chance = max(chance**2, _FEW_ABOVE_MEDIAN)
+        threshold = max(_ABOVE_MEDIAN, chance)
+        found = live & (relative > floor**2)
+        for values in (relative, mean):
+            found &= values > threshold * values[live].median()
+        usual = mean[live & ~found].max() if bool((live & ~found).any()) else torch.zeros(())
+        if not bool(found.any()):
+            return found
+        return found & (mean[found].mean() > max(_ABOVE_OTHERS, chance) * usual)
+
+
+def _chance_ratio(num_elements: float) -> float:
+    """How far the mean square of so many normally distributed numbers may be above its median by chance.
+
+    The quantile of chi-squared over its median, by Wilson and Hilferty (1931).
+    """
+    spread = 2.0 / (9.0 * max(num_elements, 1.0))
+    return ((1.0 - spread + _DEVIATIONS * math.sqrt(spread)) / (1.0 - spread)) ** 3
+
+
+def _sum_energies(
+    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None
+) -> tuple[_Energies, ...]:
+    """The energies of every dimension."""
+    shape = tuple(baseline.shape)
+    sums = [torch.zeros(3, size, dtype=torch.float64) for size in shape]
+    mask = None if present is None else present.expand(shape)
+    if mask is None:
+        for total in sums:
+            total[2] = baseline.numel() / max(total.shape[1], 1)
+    for tile in _tiles(shape):
+        left, right = baseline[tile].double(), candidate[tile].double()
+        if mask is not None:
+            left, right = left.where(mask[tile], 0.0), right.where(mask[tile], 0.0)
+        parts = [(left - right).square_(), left.square()]
+        if not all(bool(part.sum().isfinite()) for part in parts):
+            parts = [part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for part in parts]
+        if mask is not None:
+            parts.append(mask[tile].double())
+        for row, part in enumerate(parts):
+            _add_marginals(part, [total[row, indices] for total, indices in zip(sums, tile, strict=True)])
+    return tuple(_Energies(difference=total[0], baseline=total[1], counts=total[2]) for total in sums)
+
+
+def _add_marginals(values: torch.Tensor, totals: Sequence[torch.Tensor]) -> None:
+    """Add to each dimension's totals the sums over all other dimensions; the last dimension is summed away first."""
+    for total in reversed(totals):
+        total += values.reshape(-1, total.numel()).sum(0)
+        values = values.sum(-1)
+
+
+def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Parts of a tensor of at most a chunk of elements each, in order."""
+    room, lengths = _CHUNK_ELEMENTS, list(shape)
+    for dim in reversed(range(len(shape))):
+        lengths[dim] = max(min(shape[dim], room), 1)
+        room //= lengths[dim]
+    ranges = (range(0, size, length) for size, length in zip(shape, lengths, strict=True))
+    for starts in product(*ranges):
+        yield tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """Indices ``first`` to ``last`` of a dimension, ``count`` of them, and their share of ||a - b||²."""
+
+    first: int
+    last: int
+    count: int
+    share: float
+
+
+class _DimSearch:
+    """Looks along one dimension."""
+
+    def __init__(
+        self, dim: DimName, energies: _Energies, *, floor: float, others: float, boundaries: Sequence[int]
+    ) -> None:
+        self._dim = dim
+        self._energies = energies
+        self._floor = floor
+        self._others = others
+        inner = {start for start in boundaries if 0 < start < energies.size}
+        self._edges = (0, *sorted(inner), energies.size)
+
+    def find(self) -> list[Locality]:
+        """Pieces of ranks and runs of indices, or a set of indices far apart."""
+        runs = self._runs(self._energies.find_outliers(floor=self._floor, others=self._others))
+        pieces = [piece for piece in self._pieces() if not _has_narrower(piece, runs)]
+        runs = [run for run in runs if not any(piece.first <= run.first <= piece.last for piece in pieces)]
+        if len(runs) > _MOST_RUNS:
+            runs = self._scattered()
+        chosen = [run for run in (*pieces, *runs) if run.share >= _SMALLEST_SHARE]
+        return [self._describe(run) for run in sorted(chosen, key=lambda run: -run.share)[:_MOST_RUNS]]
+
+    def _run(self, first: int, last: int) -> _Run:
+        share = float(self._energies.difference[first : last + 1].sum()) / self._energies.total
+        return _Run(first=first, last=last, count=last - first + 1, share=share)
+
+    def _runs(self, outliers: torch.Tensor) -> list[_Run]:
+        """Unbroken runs of indices that stand out."""
+        places = outliers.nonzero().squeeze(1)
+        breaks = (places.diff() > 1).nonzero().squeeze(1) + 1
+        parts = torch.tensor_split(places, breaks.tolist()) if places.numel() else ()
+        return [self._run(int(part[0]), int(part[-1])) for part in parts]
+
+    def _pieces(self) -> list[_Run]:
+        """Pieces of ranks that stand out as a whole."""
+        if len(self._edges) < 3:
+            return []
+        blocks = self._energies.blocks(self._edges)
+        others = self._others * self._energies.num_equivalent / blocks.num_equivalent
+        outliers = blocks.find_outliers(floor=self._floor, others=others).tolist()
+        return [
+            self._run(start, stop - 1)
+            for (start, stop), stands_out in zip(pairwise(self._edges), outliers, strict=True)
+            if stands_out
+        ]
+
+    def _scattered(self) -> list[_Run]:
+        """Indices far apart: a few runs of them, or all as one set."""
+        outliers = self._energies.find_outliers(floor=self._floor, others=self._others, among_different=True)
+        runs = self._runs(outliers)
+        if len(runs) <= _MOST_RUNS:
+            return runs
+        share, count = sum(run.share for run in runs), int(outliers.sum())
+        if share < _SCATTERED_SHARE or count > _SCATTERED_PART * self._energies.size:
+            return []
+        return [_Run(first=runs[0].first, last=runs[-1].last, count=count, share=share)]
+
+    def _describe(self, run: _Run) -> Locality:
+        noun = _NOUNS.get(self._dim, self._dim)
+        size = self._energies.size
+        share = f"{100 * run.share:.1f} % of the difference"
+        count = f"{run.count:,} of {size:,} {noun}s"
+        if run.first == run.last:
+            text = f"{noun} {run.first:,} holds {share} ({count})"
+        elif run.count <= run.last - run.first:
+            text = f"{count}, between {run.first:,} and {run.last:,}, hold {share}"
+        else:
+            text = f"{noun}s {run.first:,} to {run.last:,} hold {share} ({count})"
+        return Locality(
+            dim=self._dim,
+            first=run.first,
+            last=run.last,
+            share=run.share,
+            fraction=run.count / size,
+            text=text + self._describe_boundary(run),
+        )
+
+    def _describe_boundary(self, run: _Run) -> str:
+        begins, ends = run.first in self._edges, run.last + 1 in self._edges
+        if len(self._edges) < 3 or run.count <= run.last - run.first:
+            return ""
+        if begins and ends:
+            pieces = self._edges.index(run.last + 1) - self._edges.index(run.first)
+            return ": just the piece of one rank" if pieces == 1 else f": just {pieces} pieces of ranks"
+        if begins and run.first:
+            return ": from where a rank's piece begins"
+        return ": up to where a rank's piece ends" if ends and run.last + 1 < self._energies.size else ""
+
+
+def _has_narrower(piece: _Run, runs: Sequence[_Run]) -> bool:
+    """Whether one run of indices within a piece holds nearly all of its difference."""
+    return any(
+        piece.first <= run.first and run.last <= piece.last and run.share >= _NARROWER * piece.share for run in runs
+    )

@@ -1,0 +1,223 @@
+"""Differences that are the same values in other places: a shift, or a permutation along a dimension.
+
+Contract: at most 1 Mi elements are looked at: all indices of the dimension in question, and evenly spaced ones of the
+others; what is longer than that along one dimension, up to there. The same values in another order are a permutation
+only where rows that moved differ by much more than by noise, since noise alone reorders rows that are nearly equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.compare.differences import Residual
+from mock_scheduler.trace.entries import DimName
+
+_MOST_ELEMENTS = 1 << 20
+_LONGEST_SHIFT = 3
+_FEWEST_SHIFTED = 8
+#: Rows that are looked for one by one; more take seconds to sort.
+_MOST_MATCHED = 1 << 16
+#: Columns by which rows are told apart where they are not equal to the bit.
+_FEWEST_COLUMNS = 8
+#: ||a - b||² of the rows that moved, relative to their ||a||², from which on they have moved.
+_MOVED = 0.1
+_LARGEST_DEGREE = 64
+
+
+def find_move(
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    present: torch.Tensor | None,
+    degrees: Sequence[int],
+    dims: tuple[DimName, ...],
+    enough: float,
+) -> Residual | None:
+    """A shift by up to three, or a permutation, that explains at least ``enough`` of the difference.
+
+    degrees: numbers of pieces that a dimension may be split into. dims: what each dimension counts, or empty.
+    """
+    sides = [
+        _Rows.read(baseline, candidate, present, dim=dim, noun=_noun(dims, dim))
+        for dim in range(baseline.dim())
+        if baseline.shape[dim] > 1
+    ]
+    for find in (_find_shift, _find_permutation):
+        for rows in sides:
+            if rows.square:
+                found = find(rows, degrees)
+                if found is not None and found.explained >= enough:
+                    return found
+    return None
+
+
+def _noun(dims: tuple[DimName, ...], dim: int) -> str:
+    return f"{dims[dim]}s" if dims else f"indices of dimension {dim}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """float64 ``[n, columns]``: a tensor by the indices of one dimension; 0 where absent. ``seen``: of how much."""
+
+    baseline: torch.Tensor
+    candidate: torch.Tensor
+    present: torch.Tensor
+    square: float
+    noun: str
+    seen: str
+
+    @classmethod
+    def read(
+        cls,
+        baseline: torch.Tensor,
+        candidate: torch.Tensor,
+        present: torch.Tensor | None,
+        *,
+        dim: int,
+        noun: str,
+    ) -> _Rows:
+        """The rows along ``dim``."""
+        mine, other = (_thin(side, dim).double() for side in (baseline, candidate))
+        there = torch.ones((), dtype=torch.bool).expand(mine.shape)
+        if present is not None:
+            there = _thin(present.expand(baseline.shape), dim)
+        seen = (
+            "" if mine.numel() == baseline.numel() else f" (seen in {mine.numel():,} of {baseline.numel():,} elements)"
+        )
+        mine, other = (side.where(there & side.isfinite(), 0.0) for side in (mine, other))
+        square = float((mine - other).square().sum())
+        return cls(baseline=mine, candidate=other, present=there, square=square, noun=noun, seen=seen)
+
+
+def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """``[n, columns]`` with all indices of ``dim``, as far as they fit, and evenly spaced ones of the others."""
+    rows = tensor.movedim(dim, 0)[:_MOST_ELEMENTS]
+    room = max(_MOST_ELEMENTS // max(rows.shape[0], 1), 1)
+    for other in range(1, rows.dim()):
+        rows = rows[(slice(None),) * other + (slice(None, None, math.ceil(rows.shape[other] / room) or 1),)]
+        room = max(room // max(rows.shape[other], 1), 1)
+    return rows.reshape(rows.shape[0], -1)
+
+
+def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
+    """b at index i is a at index i - k; the ends have no counterpart and do not count."""
+    best: Residual | None = None
+    num_rows = rows.baseline.shape[0]
+    for distance in range(1, min(_LONGEST_SHIFT, num_rows - _FEWEST_SHIFTED) + 1):
+        for shift in (distance, -distance):
+            source = slice(0, num_rows - distance) if shift > 0 else slice(distance, num_rows)
+            target = slice(distance, num_rows) if shift > 0 else slice(0, num_rows - distance)
+            both = rows.present[source] & rows.present[target]
+            there = (rows.candidate[target] - rows.baseline[target]).where(both, 0.0).square().sum()
+            remainder = (rows.candidate[target] - rows.baseline[source]).where(both, 0.0).square().sum()
+            explained = 1.0 - float(remainder / there) if float(there) >= 0.5 * rows.square else 0.0
+            if best is None or explained > best.explained:
+                text = f"candidate is the baseline shifted by {shift:+d} along the {rows.noun}{rows.seen}"
+                best = Residual(kind="shift", value=float(shift), explained=explained, text=text)
+    return best
+
+
+def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
+    """Row i of b is row ``order[i]`` of a."""
+    norms = [math.sqrt(float(side.square().sum())) for side in (rows.baseline, rows.candidate)]
+    if (norms[0] - norms[1]) ** 2 > 0.1 * rows.square:  # a permutation keeps the norm
+        return None
+    best: tuple[float, torch.Tensor] | None = None
+    for order in _orders(rows, degrees):
+        moved = order != torch.arange(order.numel())
+        if not bool(moved.any()) or not _has_moved(rows, moved):
+            continue
+        remainder = float((rows.candidate - rows.baseline[order]).square().sum())
+        explained = 1.0 - remainder / rows.square
+        if best is None or explained > best[0] + 1e-6:
+            best = (explained, order)
+    if best is None:
+        return None
+    count = int((best[1] != torch.arange(best[1].numel())).sum())
+    text = _describe_order(best[1], rows.noun) + rows.seen
+    return Residual(kind="permutation", value=float(count), explained=best[0], text=text)
+
+
+def _has_moved(rows: _Rows, moved: torch.Tensor) -> bool:
+    difference = (rows.candidate[moved] - rows.baseline[moved]).square().sum()
+    return bool(difference >= _MOVED * rows.baseline[moved].square().sum())
+
+
+def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Orders that layouts confuse, then the one in which rows are found again."""
+    num_rows = rows.baseline.shape[0]
+    straight = torch.arange(num_rows)
+    if num_rows > 2:
+        yield straight.flip(0)
+    pieces = {2, *degrees} - {1}
+    for degree in sorted(item for item in pieces if item <= _LARGEST_DEGREE and num_rows % item == 0):
+        swapped = _swap_pieces(rows, degree)
+        if swapped is not None:
+            yield swapped
+        if num_rows % (2 * degree) == 0:  # the halves of a gated layer, interleaved by rank or one after another
+            yield straight.view(2, degree, -1).transpose(0, 1).reshape(-1)
+            yield straight.view(degree, 2, -1).transpose(0, 1).reshape(-1)
+    found = _match_exactly(rows)
+    if found is None and rows.baseline.shape[1] >= _FEWEST_COLUMNS:
+        found = _match_nearly(rows)
+    if found is not None:
+        yield found
+
+
+def _swap_pieces(rows: _Rows, degree: int) -> torch.Tensor | None:
+    """The order with those two of ``degree`` equal pieces exchanged that differ most."""
+    energies = (rows.candidate - rows.baseline).square().sum(1).view(degree, -1).sum(1)
+    first, second = energies.topk(2).indices.tolist()
+    order = torch.arange(rows.baseline.shape[0]).view(degree, -1)
+    return order[[second if i == first else first if i == second else i for i in range(degree)]].reshape(-1)
+
+
+def _match_exactly(rows: _Rows) -> torch.Tensor | None:
+    """Where all rows that differ are found again to the bit; ``None`` else, where most are alike, or where too many."""
+    changed = (rows.baseline != rows.candidate).any(1).nonzero().squeeze(1)
+    if not 2 <= changed.numel() <= _MOST_MATCHED:
+        return None
+    columns = [side[changed, 0].sort().values for side in (rows.baseline, rows.candidate)]
+    if not torch.equal(*columns):  # whole rows take long to sort
+        return None
+    values = torch.cat([rows.baseline[changed], rows.candidate[changed]])
+    kinds, labels = torch.unique(values, dim=0, return_inverse=True)
+    mine, other = labels[: changed.numel()], labels[changed.numel() :]
+    if 2 * kinds.shape[0] < changed.numel() or not torch.equal(mine.sort().values, other.sort().values):
+        return None
+    order = torch.arange(rows.baseline.shape[0])
+    order[changed[other.argsort(stable=True)]] = changed[mine.argsort(stable=True)]
+    return order
+
+
+def _match_nearly(rows: _Rows) -> torch.Tensor:
+    """The order that sorts one fixed projection of the rows alike in both."""
+    weights = torch.arange(1, rows.baseline.shape[1] + 1, dtype=torch.float64).mul_(math.sqrt(2.0)).cos_()
+    order = torch.empty(rows.baseline.shape[0], dtype=torch.int64)
+    order[(rows.candidate @ weights).argsort()] = (rows.baseline @ weights).argsort()
+    return order
+
+
+def _describe_order(order: torch.Tensor, noun: str) -> str:
+    num_rows = order.numel()
+    if torch.equal(order, torch.arange(num_rows).flip(0)):
+        return f"candidate has the {noun} of the baseline reversed"
+    moved = (order != torch.arange(num_rows)).nonzero().squeeze(1)
+    first, second = moved.tensor_split(2)
+    if torch.equal(order[moved], torch.cat([second, first])) and _is_run(first) and _is_run(second):
+        blocks = " and ".join(_describe_run(block) for block in (first, second))
+        return f"candidate has {noun} {blocks} of the baseline exchanged"
+    return f"candidate has {moved.numel():,} of {num_rows:,} {noun} of the baseline in another order"
+
+
+def _is_run(places: torch.Tensor) -> bool:
+    return int(places[-1] - places[0]) == places.numel() - 1
+
+
+def _describe_run(places: torch.Tensor) -> str:
+    first, last = int(places[0]), int(places[-1])
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"

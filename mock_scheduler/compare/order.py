@@ -1,0 +1,134 @@
+"""The order in which a training step computes the tensors of a trace.
+
+Contract: names are canonical, so the order does not depend on the layout. Parts of a layer are those of
+megatron-core 0.16.1 and 0.19.2 in the order of their forward pass; a module's own output comes after those of its
+parts. Names with a prefix, as ``critic.``, stand beside the policy's. Unknown names come after known ones beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+
+_LAYER = re.compile(r"\blayers\.(\d+)(?:\.(.+))?$")
+_BEFORE_LAYERS = re.compile(r"\bembedding\b")
+_EXPERT = re.compile(r"\blocal_experts\.(\d+)\b")
+_NUMBER = re.compile(r"(\d+)")
+#: Stages of the model.
+_EMBEDDING, _LAYERS, _AFTER_LAYERS = range(3)
+
+#: The parts of a transformer layer in the order of the forward pass. Longer names win over those that they begin with.
+_LAYER_PARTS = (
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_up_proj",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp.shared_experts",
+    "mlp.router.weight",
+    "mlp.router.logits",
+    "mlp.router.probs",
+    "mlp.router",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "mlp.experts",
+    "mlp",
+)
+#: What comes after the layers, and what is made of tokens without a layer, in the order of a step. ``None`` stands for
+#: every other name.
+_OUTER_NAMES = (
+    "tokens",
+    "response_mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "final_layernorm",
+    None,
+    "output_layer",
+    "logits",
+    "logprobs",
+    "entropy",
+    "values",
+    "advantages",
+    "returns",
+    "ratio",
+    "pg_loss",
+    "vf_loss",
+    "kl_loss",
+    "total_loss",
+)
+#: Sums over tokens, which are computed last.
+_MEAN = re.compile(r"\bmean\.")
+
+_Place = tuple[int, ...]
+_NaturalName = tuple[tuple[int, str], ...]
+
+
+def execution_order(names: Iterable[str]) -> list[str]:
+    """Canonical names in the order of the forward pass."""
+    return sorted(names, key=_execution_position)
+
+
+def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
+    """Trace keys in the order in which training computes them.
+
+    Step by step, update by update, phase by phase (``trace.kinds.PHASES``). Kinds of one phase are interleaved by their
+    place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
+    """
+    return sorted(keys, key=_key_position)
+
+
+def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _NaturalName]:
+    phase = PHASES[key.kind]
+    place, name = _execution_position(key.name)
+    if phase is Phase.BACKWARD:
+        place = tuple(-number for number in place)
+        name = tuple((-number, text) for number, text in name)
+    return key.step, key.update, phase, place, TRACE_KINDS.index(key.kind), name
+
+
+def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
+    """The place in the model, and the name with its numbers as numbers."""
+    natural = tuple((int(text), "") if text.isdigit() else (-1, text) for text in _NUMBER.split(name) if text)
+    layer = _LAYER.search(name)
+    if layer is not None:
+        # The layers that predict further tokens run after the decoder's.
+        stage = _AFTER_LAYERS if re.search(r"\bmtp\b", name) else _LAYERS
+        outer = _OUTER_NAMES.index(None) if stage == _AFTER_LAYERS else 0
+        return (stage, outer, int(layer[1]), *_layer_place(layer[2])), natural
+    if _BEFORE_LAYERS.search(name):
+        return (_EMBEDDING, 0, 0, 0, 0, 0), natural
+    return (_AFTER_LAYERS, _outer_place(name), 0, 0, 0, 0), natural
+
+
+def _layer_place(part: str | None) -> tuple[int, int, int]:
+    """Place of a layer's part, whether it is the output of a whole module with parts, and the expert."""
+    if part is None:
+        return len(_LAYER_PARTS) + 1, 0, 0
+    found = max((item for item in _LAYER_PARTS if f"{part}.".startswith(f"{item}.")), key=len, default=None)
+    if found is None:
+        return len(_LAYER_PARTS), 0, 0
+    inside = part[len(found) + 1 :]
+    has_parts = any(item.startswith(f"{found}.") for item in _LAYER_PARTS) or found.endswith("experts")
+    expert = _EXPERT.search(inside)
+    return _LAYER_PARTS.index(found), int(has_parts and not inside), int(expert[1]) if expert else 0
+
+
+def _outer_place(name: str) -> int:
+    if _MEAN.search(name):
+        return len(_OUTER_NAMES) + 1
+    words = name.split(".")
+    known = [place for place, item in enumerate(_OUTER_NAMES) if item in words]
+    return known[0] if known else _OUTER_NAMES.index(None)

@@ -1,0 +1,175 @@
+"""One tensor of two traces, brought into the same order, and what makes it impossible to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.judging import describe_non_finite
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tokens import TokenAlignment
+from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.text import count_of
+from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.trace.reader import MergedTensor, TraceReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorPair:
+    """A tensor of both runs, in the baseline's order of tokens.
+
+    present: bool, of the tensors' shape or ``[T, 1, ...]``: the elements that both runs have; ``None``: all of them.
+    ours, theirs: the same of each run by itself, before they are put together; ``theirs`` in the baseline's order.
+    """
+
+    key: TraceKey
+    baseline: torch.Tensor
+    candidate: torch.Tensor
+    dims: tuple[DimName, ...]
+    present: torch.Tensor | None
+    ours: torch.Tensor | None = None
+    theirs: torch.Tensor | None = None
+
+    @property
+    def num_present(self) -> int:
+        """How many elements both runs have."""
+        if self.present is None:
+            return self.baseline.numel()
+        return int(self.present.sum()) * (self.baseline.numel() // max(self.present.numel(), 1))
+
+    def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
+        """The pair without these tokens; ``left_out``: bool ``[T]``."""
+        kept = _by_token(~left_out, self.baseline)
+        return replace(self, present=kept if self.present is None else self.present & kept)
+
+
+class TracePair:
+    """Two open traces whose tensors are read at the same time, one thread for each; a context manager."""
+
+    def __init__(self, baseline: TraceReader, candidate: TraceReader) -> None:
+        self.readers = (baseline, candidate)
+        self._executor = ThreadPoolExecutor(max_workers=1)
+
+    def merge(self, key: TraceKey) -> tuple[MergedTensor, MergedTensor]:
+        """The whole tensor of both; each reader is only ever used by one thread at a time. Raises ``TraceError``."""
+        theirs = self._executor.submit(self.readers[1].merge, key)
+        try:
+            ours = self.readers[0].merge(key)
+        finally:
+            other = theirs.result()
+        return ours, other
+
+    def __enter__(self) -> TracePair:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._executor.shutdown()
+
+
+def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: TokenAlignment) -> TensorPair | Finding:
+    """Both sides in the baseline's order; a finding where their shapes do not fit each other."""
+    ours, theirs = merged
+    left, right = ours.tensor, theirs.tensor
+    is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
+    their_presence = theirs.present
+    shared: torch.Tensor | None = None
+    if is_by_token and tokens.covers(left, right) and left.shape[1:] == right.shape[1:]:
+        right = tokens.in_baseline_order(right)
+        their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
+        shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
+    if left.shape != right.shape:
+        return finding(key, f"has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate")
+    present = all_of([ours.present, their_presence, shared])
+    return TensorPair(
+        key=key,
+        baseline=left,
+        candidate=right,
+        dims=ours.dims,
+        present=present,
+        ours=all_of([ours.present, shared]),
+        theirs=all_of([their_presence, shared]),
+    )
+
+
+def describe_other_presence(pair: TensorPair) -> str:
+    """Where only one run has a value of a tensor that both have; empty where both have the same elements."""
+    if pair.ours is None and pair.theirs is None:
+        return ""
+    whole = torch.ones((), dtype=torch.bool)
+    ours, theirs = (whole if mask is None else mask for mask in (pair.ours, pair.theirs))
+    only = [int((mine & ~other).sum()) for mine, other in ((ours, theirs), (theirs, ours))]
+    if not any(only):
+        return ""
+    what = "token" if pair.dims[:1] == ("token",) else "element"
+    return (
+        f"is defined at other {what}s: {count_of(only[0], what)} only in the baseline, {only[1]} only in the candidate"
+    )
+
+
+def describe_dtypes(pair: TensorPair) -> str:
+    """That the dtypes differ, in words; empty where they do not."""
+    mine, other = (dtype_name(side.dtype) for side in (pair.baseline, pair.candidate))
+    return "" if mine == other else f"has dtype {mine} in the baseline and {other} in the candidate"
+
+
+def describe_broken(pair: TensorPair) -> tuple[str, str]:
+    """NaN and infinities among the compared elements, in words, of each side; empty where all are finite."""
+    found = describe_non_finite(pair.baseline), describe_non_finite(pair.candidate)
+    if pair.present is None or not any(found):
+        return found
+    kept = pair.present.expand_as(pair.baseline)
+    return describe_non_finite(pair.baseline[kept]), describe_non_finite(pair.candidate[kept])
+
+
+def locate(
+    difference: TensorDifference, pair: TensorPair, traces: TracePair, tokens: TokenAlignment
+) -> TensorDifference:
+    """The difference with sample, position and ranks of its worst element, where there is one."""
+    figures = difference.figures
+    if figures is None or figures.worst is None:
+        return difference
+    worst = figures.worst
+    index, their_index = worst.index, worst.index
+    sample, position = worst.sample, worst.position
+    if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
+        sample, position = tokens.describe(index[0])
+        if tokens.index is not None:
+            their_index = (int(tokens.index[index[0]]), *index[1:])
+    worst = replace(
+        worst,
+        sample=sample,
+        position=position,
+        baseline_ranks=traces.readers[0].holders(pair.key, index),
+        candidate_ranks=traces.readers[1].holders(pair.key, their_index),
+    )
+    return replace(difference, figures=replace(figures, worst=worst))
+
+
+def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Where all masks are True; ``None`` where that is everywhere, as in a mask that is ``None``."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    result = given[0]
+    for mask in given[1:]:
+        result = result & mask
+    return None if bool(result.all()) else result
+
+
+def finding(key: TraceKey, message: str) -> Finding:
+    """A finding on one tensor; ``message`` goes on from its name."""
+    return Finding(
+        kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()} {message}"
+    )
+
+
+def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """bool ``[T, 1, ...]`` from ``[T]``."""
+    return mask.view(-1, *([1] * (like.dim() - 1)))

@@ -1,0 +1,75 @@
+"""What must agree within one run, without a second one: every copy of what several ranks hold, and their collectives.
+
+Copies are counted by the axes on which their ranks stand apart, so that a run in which nothing is held twice is not
+said to agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from mock_scheduler.compare.ledgers import check_groups
+from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.results import ReplicaResult
+from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.trace.entries import RankPlace
+from mock_scheduler.trace.reader import Piece, ReplicaConflict, TraceReader
+
+
+def check_replicas(
+    reader: TraceReader,
+    path: Path,
+    *,
+    selection: Selection = EVERYTHING,
+    on_key: Callable[[int, int], None] | None = None,
+) -> ReplicaResult:
+    """Compare all copies of every selected tensor bit for bit, and the collectives of each group of ranks.
+
+    ``path``: what is checked, for the report. Raises ``TraceError`` where a file is damaged or incomplete.
+    """
+    steps = tuple(step for step in reader.steps if selection.has_step(step))
+    keys = [
+        key
+        for step in steps
+        for key in order_keys(reader.keys(step))
+        if selection.has_kind(key.kind) and selection.has_name(key.name)
+    ]
+    copies: Counter[str] = Counter()
+    conflicts: list[ReplicaConflict] = []
+    for done, key in enumerate(keys, start=1):
+        copies += count_copies(reader.pieces(key))
+        conflicts.extend(reader.merge(key).conflicts)
+        if on_key is not None:
+            on_key(done, len(keys))
+    ledgers: list[LedgerComparison] = []
+    if selection.has_kind("collective"):
+        ledgers = [ledger for step in steps if (ledger := check_groups(reader, step)) is not None]
+    return ReplicaResult(
+        path=path,
+        steps=steps,
+        num_tensors=len(keys),
+        num_copies=dict(sorted(copies.items())),
+        conflicts=tuple(conflicts),
+        ledgers=tuple(ledgers),
+    )
+
+
+def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
+    """How many pieces are copies of another rank's, by the axes on which the two stand apart: ``tp``, ``dp pp``."""
+    first: dict[tuple[object, ...], RankPlace] = {}
+    copies: Counter[str] = Counter()
+    for piece in pieces:
+        spec = piece.spec
+        place = (spec.splits, spec.local_shape, spec.flat_range)
+        if place in first and piece.record.size_bytes:
+            copies[_axes(first[place], piece.place)] += 1
+        first.setdefault(place, piece.place)
+    return copies
+
+
+def _axes(first: RankPlace, second: RankPlace) -> str:
+    apart = [axis for axis, place in first.coordinates.items() if place != second.coordinates.get(axis)]
+    return " ".join(apart) or "ranks"

@@ -1,0 +1,145 @@
+"""The first divergence in one plain sentence, and what a comparison that passes has compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.text import count_of, list_some
+from mock_scheduler.trace.entries import RankPlace
+from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+
+#: What a step does in each phase.
+PHASE_NAMES: Mapping[Phase, str] = {
+    Phase.START: "start",
+    Phase.DATA: "inputs",
+    Phase.FORWARD: "forward",
+    Phase.LOSS: "loss",
+    Phase.BACKWARD: "backward",
+    Phase.GRADIENT: "backward",
+    Phase.NORM: "gradient norm",
+    Phase.UPDATE: "optimizer",
+}
+_NUM_RANKS = 4
+
+
+def name_place(step: int, update: int | None, kind: TraceKind) -> str:
+    """``step 3, update 0, backward``."""
+    parts = [f"step {step}", *([] if update is None else [f"update {update}"]), PHASE_NAMES[PHASES[kind]]]
+    return ", ".join(dict.fromkeys(parts))
+
+
+def describe_tensor(difference: TensorDifference) -> str:
+    """What differs, by how much, where and what it looks like: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
+    key = difference.key
+    amount = f"differs by {difference.relative:.3g} (bound {difference.tolerance:.2g})"
+    if difference.low is not None and difference.high is not None:
+        amount = (
+            f"differs by about {difference.relative:.3g} ({difference.low:.3g} to {difference.high:.3g}; bound "
+            f"{difference.tolerance:.2g})"
+        )
+    details = [
+        *([difference.residual.text] if difference.residual is not None else []),
+        *([difference.localities[0].text] if difference.localities else []),
+        *_describe_worst(difference),
+    ]
+    return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"
+
+
+def describe_before(tensors: TensorComparison, first: TensorDifference | None, place: int) -> str:
+    """What the tensors before the first divergence are; ``place``: how many were compared before it."""
+    before = tensors.differences[:place]
+    if not before:
+        return "nothing was compared before it" if first is None else "it is the first tensor that was compared"
+    tensors_before = f"the {count_of(len(before), 'tensor')} before it"
+    verb = "is" if len(before) == 1 else "are"
+    num_equal = sum(item.bit_equal for item in before)
+    if num_equal == len(before):
+        return f"{tensors_before} {verb} equal"
+    num_unjudged = sum(not item.is_judged for item in before)
+    unjudged = f", {num_unjudged} no larger than rounding" if num_unjudged else ""
+    return f"{tensors_before} {verb} within tolerance ({num_equal} equal{unjudged})"
+
+
+def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
+    """What was compared, and the worst of each kind with its margin; for a verdict that passes."""
+    parts = []
+    if metrics is not None:
+        parts.append(f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}")
+    for kind in tensors.kinds if tensors is not None else ():
+        group = tensors.group(kind) if tensors is not None else None
+        if group is not None:
+            parts.append(f"{count_kind(group.num_compared, kind)}{_describe_group(group)}")
+    return ", ".join(parts)
+
+
+def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None, *, metric: float) -> str:
+    """The smallest error that would have been called a divergence, for each kind that was compared."""
+    bounds = [f"{metric:.2g} of a metric"] if metrics is not None and metrics.differences else []
+    for kind in tensors.kinds if tensors is not None else ():
+        assert tensors is not None
+        largest = max(
+            (item.tolerance for item in tensors.differences if item.key.kind == kind and item.is_judged), default=0.0
+        )
+        bounds.append(f"{largest:.2g} of {'an' if kind[0] in 'aio' else 'a'} {name_kind(kind)}")
+    return f"a divergence would have been any relative error above {', '.join(bounds)}"
+
+
+def name_kind(kind: TraceKind) -> str:
+    """``activation gradient``."""
+    return "initial parameter" if kind == "initial" else kind.replace("_", " ")
+
+
+def count_kind(count: int, kind: TraceKind) -> str:
+    """``1 gradient``, ``12 activations``, ``3 logits tensors``."""
+    name = name_kind(kind)
+    if kind in ("gradient", "parameter", "weight", "activation", "activation_gradient", "gradient_norm", "initial"):
+        return count_of(count, name)
+    return count_of(count, f"{name} tensor")
+
+
+def _describe_worst(difference: TensorDifference) -> list[str]:
+    """Sample, token and index of the worst element, and who held it."""
+    worst = None if difference.figures is None else difference.figures.worst
+    if worst is None:
+        return []
+    where = f"largest at index {list(worst.index)}"
+    if worst.sample is not None:
+        where += f" (sample {worst.sample}, token {worst.position})"
+    ranks = _describe_ranks(worst.baseline_ranks, worst.candidate_ranks)
+    return [f"{where}{f', held by {ranks}' if ranks else ''}"]
+
+
+def _describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace]) -> str:
+    sides = [list_some([place.describe() for place in places], _NUM_RANKS, ", ") for places in (baseline, candidate)]
+    if sides[0] == sides[1]:
+        return f"{sides[0]} in both runs" if sides[0] else ""
+    named = zip(("in the baseline", "in the candidate"), sides, strict=True)
+    return " and ".join(f"{places} {side}" for side, places in named if places)
+
+
+def _describe_group(group: TensorGroup) -> str:
+    if group.num_bit_equal == group.num_compared:
+        return ""
+    worst = group.worst
+    if worst.relative == 0:
+        return (
+            f" ({group.num_bit_equal} bit-equal; the others within the rounding of storing{_describe_excluded(group)})"
+        )
+    return (
+        f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: "
+        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:.2g}"
+        f"{_describe_excluded(group)})"
+    )
+
+
+def _describe_excluded(group: TensorGroup) -> str:
+    """How much had no say: elements whose gradients are rounding, and tensors that are too small to be judged."""
+    excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
+    unjudged = f"; {group.num_unjudged} not judged, being no larger than rounding" if group.num_unjudged else ""
+    return excluded + unjudged
+
+
+def _describe_margin(margin: float) -> str:
+    return f"{margin:,.0f}" if margin >= 10 else f"{margin:.1f}"

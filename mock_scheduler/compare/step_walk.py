@@ -1,0 +1,217 @@
+"""One step of two traces.
+
+One name is walked at a time: in memory are six tensors of it (of an update the gradient, and the parameter before and
+after, of both sides) and chunks of what their comparison computes. Choices of experts come first: what is stored in
+their order is compared without the tokens that rounding sent elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.found import SIDES, Found
+from mock_scheduler.compare.judging import (
+    baseline_norm,
+    is_judged_by_gradient,
+    measure,
+    rounding_unit,
+    with_rounding,
+)
+from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.pairs import (
+    TensorPair,
+    TracePair,
+    describe_broken,
+    describe_dtypes,
+    describe_other_presence,
+    finding,
+    locate,
+    pair_up,
+)
+from mock_scheduler.compare.routing import find_flips, is_by_slot, is_choice, logits_key, routed_part
+from mock_scheduler.compare.selection import Absence, Selection, explain_absence
+from mock_scheduler.compare.state import STATE_KINDS, StateWalk, needed_kinds
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tokens import align_tokens, find_row_differences
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.trace.entries import TraceKey
+
+_PoolKey = tuple[str, int, str]
+
+
+class StepWalk:
+    """Compares the tensors of one step; ``tokens``: how the tokens of the two correspond."""
+
+    def __init__(
+        self,
+        traces: TracePair,
+        keys: tuple[frozenset[TraceKey], frozenset[TraceKey]],
+        *,
+        step: int,
+        tolerance: ToleranceConfig,
+        selection: Selection,
+        is_first: bool,
+        found: Found,
+    ) -> None:
+        self._traces = traces
+        self._keys = keys
+        self._tolerance = tolerance
+        self._selection = selection
+        self._is_first = is_first
+        self._found = found
+        self._footers = (traces.readers[0].footer(step), traces.readers[1].footer(step))
+        self._is_partial = tuple(not reader.is_complete(step) for reader in traces.readers)
+        self.tokens = align_tokens(self._footers[0].rows, self._footers[1].rows)
+        self._flipped: dict[tuple[int, str], torch.Tensor] = {}
+        self._squares: dict[_PoolKey, tuple[float, int]] = {}
+        self._unrounded: list[tuple[int, float, float, _PoolKey]] = []
+        found.findings += find_row_differences(step, *self._footers)
+        found.absences += self._unobserved_by_both(step)
+
+    def run(self) -> Iterator[int]:
+        """Compare everything; gives after each name how many tensors that were."""
+        for group in self._groups():
+            if group[0].kind in STATE_KINDS:
+                self._walk_state(group)
+            else:
+                for key in group:
+                    self._walk(key)
+            yield len(group)
+        self._add_rounding()
+
+    def pair(self, key: TraceKey, *, is_reported: bool = True) -> TensorPair | None:
+        """A tensor of both sides that can be subtracted; ``None``, with a finding, where there is no such."""
+        present = [key in keys for keys in self._keys]
+        if not all(present):
+            if is_reported:
+                self._found.absences.append(self._explain(key, present.index(False)))
+            return None
+        merged = self._traces.merge(key)
+        for conflicts, side in zip(self._found.conflicts, merged, strict=True):
+            conflicts.extend(side.conflicts)
+        paired = pair_up(key, merged, self.tokens)
+        if isinstance(paired, Finding):
+            self._found.findings.append(paired)
+            return None
+        problems = [describe_dtypes(paired)]
+        presence = describe_other_presence(paired)
+        if any(self._is_partial) and presence:
+            self._found.notes[f"{key.describe()} {presence}, as some ranks wrote no trace"] = None
+        else:
+            problems.append(presence)
+        self._found.findings += [finding(key, problem) for problem in problems if problem and is_reported]
+        return paired if self._is_finite(paired) else None
+
+    def add(self, difference: TensorDifference, pair: TensorPair) -> None:
+        """Keep a difference, with the place of its worst element."""
+        self._found.differences.append(locate(difference, pair, self._traces, self.tokens))
+
+    def measure(self, pair: TensorPair, *, num_flipped_tokens: int = 0) -> None:
+        """Keep the difference of any tensor but a parameter; its rounding is added at the end of the step."""
+        key, tolerance = pair.key, self._tolerance
+        difference = measure(
+            key,
+            pair.baseline,
+            pair.candidate,
+            tolerance=tolerance.gradient if is_judged_by_gradient(key.kind) else tolerance.activation,
+            ulp=tolerance.ulp,
+            present=pair.present,
+        )
+        unit = rounding_unit(pair.baseline)
+        if unit:
+            norm = baseline_norm(difference, pair.baseline, pair.present)
+            pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
+            total, count = self._squares.get(pool, (0.0, 0))
+            self._squares[pool] = (total + norm * norm, count + difference.num_elements)
+            self._unrounded.append((len(self._found.differences), norm, unit, pool))
+        self.add(replace(difference, num_flipped_tokens=num_flipped_tokens), pair)
+
+    def _groups(self) -> list[list[TraceKey]]:
+        """Tensors that are walked together: the state of one name; choices of experts before what depends on them."""
+        selection, needed = self._selection, needed_kinds(self._selection)
+        state: dict[str, list[TraceKey]] = {}
+        others: list[TraceKey] = []
+        for key in order_keys(self._keys[0] | self._keys[1]):
+            if key.kind in STATE_KINDS:
+                if key.kind in needed and selection.has_name(key.name):
+                    state.setdefault(key.name, []).append(key)
+            elif is_choice(key) or self._is_selected(key):
+                others.append(key)
+        others.sort(key=lambda key: not is_choice(key))
+        in_time = [sorted(keys, key=lambda key: (key.update, STATE_KINDS.index(key.kind))) for keys in state.values()]
+        return [[key] for key in others] + in_time
+
+    def _is_selected(self, key: TraceKey) -> bool:
+        return self._selection.has_kind(key.kind) and self._selection.has_name(key.name)
+
+    def _walk(self, key: TraceKey) -> None:
+        is_reported = self._is_selected(key)
+        pair = self.pair(key, is_reported=is_reported)
+        if pair is None:
+            return
+        if is_choice(key):
+            self._find_flips(pair)
+        place = (key.update, routed_part(key.name))
+        num_flipped = 0
+        if (is_choice(key) or is_by_slot(pair.dims)) and place in self._flipped:
+            num_flipped = int(self._flipped[place].sum())
+            pair = pair.without_tokens(self._flipped[place])
+        if is_reported:
+            self.measure(pair, num_flipped_tokens=num_flipped)
+
+    def _find_flips(self, choice: TensorPair) -> None:
+        key = logits_key(choice.key)
+        logits = self.pair(key, is_reported=False) if all(key in keys for keys in self._keys) else None
+        if logits is None or choice.baseline.dim() != 2 or len(logits.baseline) != len(choice.baseline):
+            return
+        summary, is_flipped = find_flips(choice, logits)
+        if summary.num_flipped:
+            self._found.flips.append(summary)
+            self._flipped[choice.key.update, routed_part(choice.key.name)] = is_flipped
+
+    def _walk_state(self, keys: list[TraceKey]) -> None:
+        walk = StateWalk(self, tolerance=self._tolerance, is_first=self._is_first)
+        for key in keys:
+            is_reported = self._selection.has_kind(key.kind)
+            pair = self.pair(key, is_reported=is_reported)
+            if pair is not None:
+                problem = walk.compare(pair, is_reported=is_reported)
+                if problem and is_reported:
+                    self._found.findings.append(finding(key, problem))
+
+    def _is_finite(self, pair: TensorPair) -> bool:
+        """Whether both sides are; else says what is wrong, as a fault of one side or of both runs."""
+        mine, other = describe_broken(pair)
+        if bool(mine) != bool(other):
+            side = "baseline" if mine else "candidate"
+            self._found.findings.append(finding(pair.key, f"has {mine or other} in the {side}"))
+        elif mine:
+            self._found.unusable.append(finding(pair.key, f"has {mine} in both runs"))
+        return not mine and not other
+
+    def _explain(self, key: TraceKey, side: int) -> Absence:
+        return explain_absence(key, SIDES[side], self._footers[side], is_partial=self._is_partial[side])
+
+    def _unobserved_by_both(self, step: int) -> list[Absence]:
+        """What both runs were asked for, and neither shows."""
+        absences = []
+        named = {(key.kind, key.name) for keys in self._keys for key in keys}
+        for side, footer in zip(SIDES, self._footers, strict=True):
+            for item in footer.unobserved:
+                key = TraceKey(step=step, update=0, kind=item.kind, name=item.name)
+                if (item.kind, item.name) not in named and self._is_selected(key):
+                    absences.append(Absence(key=key, side=side, reason=item.reason, is_fault=False))
+        return absences
+
+    def _add_rounding(self) -> None:
+        """Give each difference of the step the bound that its rounding leaves it, which all tensors together show."""
+        differences = self._found.differences
+        for position, norm, unit, pool in self._unrounded:
+            total, count = self._squares[pool]
+            size = math.sqrt(total / max(count, 1))
+            differences[position] = with_rounding(differences[position], norm=norm, size=size, unit=unit)

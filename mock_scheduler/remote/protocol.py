@@ -1,0 +1,134 @@
+"""The protocol of a training service, version 1: datums in, metrics out.
+
+::
+
+    GET  /v1/service         -> {"protocol": 1, "next_step": int, "layout": text, "contract": {field: value}}
+    POST /v1/steps/N/score   datums -> scores of their response tokens
+    POST /v1/steps/N/train   datums -> {"metrics": {name: number}}
+    POST /v1/finish          -> {"steps": int}; the service ends
+
+A *datum* is one row: tokens, response mask, recorded log-probabilities, identity and, to train on, an advantage and a
+return for each response token. The datums of a step are one document: the step file of a recording
+(``recording.step``), with the ragged extras ``advantages`` and ``returns``, float64 ``[R]`` of each row. So nothing is
+unpickled, every tensor has its digest, and the service trains on the very bits that the client has.
+Scores are a safetensors document of float64 ``[M]`` tensors in the datums' order. ``score`` is asked for where
+advantages are made of more than rewards, before ``train`` of the same step. The ``run_id`` of the first documents is
+that of the client; others are refused from then on.
+An error is ``{"error": text}`` with status 400 (the request cannot be carried out, and nothing changed), 409 (it is
+not what comes next) or 500 (the service ends). Numbers are JSON in full precision; NaN and infinities are texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import MockSchedulerError, ServiceError
+from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
+from mock_scheduler.tensor_bytes import shape_text
+from mock_scheduler.text import bullet_list
+
+PROTOCOL_VERSION = 1
+VALUE_NAMES = ("advantages", "returns")
+#: A request may be as large as this.
+MAX_REQUEST_BYTES = 1 << 32
+
+
+def with_values(batch: RolloutBatch, advantages: torch.Tensor, returns: torch.Tensor) -> RolloutBatch:
+    """The datums of a batch: its rows with advantages and returns, floating ``[M]``, one per response token."""
+    offsets = batch.response_offsets
+    columns = {
+        name: TensorColumn(values=values.detach().cpu().double(), offsets=offsets)
+        for name, values in zip(VALUE_NAMES, (advantages, returns), strict=True)
+    }
+    return replace(batch, extras={**batch.extras, **columns})
+
+
+def take_values(datums: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of datums, float64 ``[M]``; raises ``ServiceError`` naming what is absent or misshapen."""
+    problems = []
+    expected = datums.response_offsets
+    found: list[torch.Tensor] = []
+    for name in VALUE_NAMES:
+        column = datums.extras.get(name)
+        if not isinstance(column, TensorColumn) or column.offsets is None:
+            problems.append(f"{name} is absent; expected a ragged float64 column with one value per response token")
+        elif column.values.dtype is not torch.float64 or not torch.equal(column.offsets, expected):
+            problems.append(f"{name} is {shape_text(column.values)}; expected float64, one value per response token")
+        elif not bool(column.values.isfinite().all()):
+            problems.append(f"{name} has NaN or infinity")
+        else:
+            found.append(column.values)
+    if problems:
+        raise ServiceError(f"these datums cannot be trained on:{bullet_list(problems)}")
+    return found[0], found[1]
+
+
+def encode_datums(datums: RolloutBatch, *, step: int, run_id: str) -> bytes:
+    """The document of a step's datums."""
+    info = StepInfo(step=step, mode="train", scheduler_id="default", run_id=run_id, policy_version=step)
+    return encode_step(datums, info).to_bytes()
+
+
+def decode_datums(body: bytes, *, step: int) -> tuple[RolloutBatch, str]:
+    """The datums of a document and its ``run_id``; raises ``ServiceError`` for anything else, or another step's."""
+    try:
+        datums, info = decode_step(body, source=f"the datums of step {step}")
+    except MockSchedulerError as error:
+        raise ServiceError(str(error)) from error
+    if info.step != step:
+        raise ServiceError(f"these are the datums of step {info.step}, sent as those of step {step}")
+    return datums, info.run_id
+
+
+def encode_scores(scores: Mapping[str, torch.Tensor]) -> bytes:
+    """The document of scores, float64 ``[M]`` by name."""
+    return save({name: values.detach().cpu().double().contiguous() for name, values in scores.items()})
+
+
+def decode_scores(body: bytes, *, names: tuple[str, ...], num_tokens: int) -> dict[str, torch.Tensor]:
+    """The scores of a document; raises ``ServiceError`` unless they are these, float64 ``[num_tokens]``."""
+    try:
+        scores = load(body)
+    except SafetensorError as error:
+        raise ServiceError(f"the service's scores cannot be read: {error}") from error
+    found = {name: shape_text(values) for name, values in scores.items()}
+    expected = {name: shape_text(torch.empty(num_tokens, dtype=torch.float64)) for name in names}
+    if found != expected:
+        raise ServiceError(f"the service answered with scores {found}; expected {expected}")
+    return scores
+
+
+def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, JSON]:
+    """Metrics as JSON has them: NaN and infinities as texts."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def parse_metrics(content: Mapping[str, Any]) -> dict[str, float]:
+    """The inverse of ``metrics_as_json``; raises ``ServiceError`` for what is no number."""
+    metrics = {}
+    for name, value in content.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and value not in ("nan", "inf", "-inf"):
+            raise ServiceError(f"the service's metric {name} is {value!r}, expected a number")
+        metrics[name] = float(value)
+    return metrics
+
+
+def contract_problems(client: Mapping[str, JSON], service: Mapping[str, JSON]) -> list[str]:
+    """Every field that the two configurations do not have alike, with both values."""
+    absent = "absent"
+    return [
+        f"{name}: {client.get(name, absent)!r} here, {service.get(name, absent)!r} in the service"
+        for name in sorted(client.keys() | service.keys())
+        if client.get(name, absent) != service.get(name, absent)
+    ]

@@ -1,0 +1,141 @@
+"""One verdict with all that it rests on, as values of strict JSON.
+
+Contract: numbers are numbers, but NaN and infinities, which JSON does not have, are the texts ``"nan"``, ``"inf"`` and
+``"-inf"``. Every list of details has at most ``MAX_LISTED`` items, in the order of computation, and beside it stands
+``num_…`` with how many there are in all. An alignment is an object of
+
+- ``verdict``, ``exit_code``, ``reason``, ``sentence`` (the first divergence in one sentence, or null), ``full_dump``
+  (overrides of the full trace to take after a comparison of sketches);
+- ``first_divergence``: null, or ``step``, ``update``, ``kind``, ``name``, ``value``, ``tolerance``, ``message``,
+  ``is_selection`` and ``difference`` (null, or a tensor as below);
+- ``metrics``: null, or ``steps``, ``differences`` (by metric: ``name``, ``num_steps``, ``bit_equal``, ``max_abs``,
+  ``max_abs_step``, ``max_relative``, ``max_relative_step``, ``first_different_step``, ``first_exceeding_step``) and
+  ``findings``;
+- ``tensors``: null, or what follows.
+
+``tensors`` is an object of ``level`` (``full``, or ``sketch``: figures are estimates), ``steps``, ``num_compared``,
+``tiers`` (by kind: how many are ``identical``, ``ulp``, ``tolerance``, ``diverged``, ``missing``, ``unobserved``,
+``unjudged``, ``undecided``), ``groups`` and ``per_step`` (by kind: ``num_compared``, ``num_bit_equal``, ``worst``,
+``fraction_excluded``, ``num_unjudged``), ``exceeding`` (tensors beyond their bound), ``undecided``, ``nearest`` (the
+``NUM_NEAREST`` tensors nearest to their bound, worst first), ``findings``, ``unusable``,
+``baseline_replica_conflicts``, ``candidate_replica_conflicts``, ``not_compared``, ``flips``, ``ledgers`` and ``notes``.
+A tensor has all fields of ``compare.tensors.TensorDifference``, and ``tier``, ``is_judged`` and ``margin``.
+A finding is one of ``compare.findings.Finding``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.compare.verdict import Alignment, Divergence
+from mock_scheduler.digests import JSON
+from mock_scheduler.report.comparison_view import count_tiers
+from mock_scheduler.report.json_values import dataclass_to_json, to_json
+from mock_scheduler.trace.reader import ReplicaConflict
+
+Item = TypeVar("Item")
+
+MAX_LISTED = 1000
+NUM_NEAREST = 20
+
+
+def alignment_to_json(alignment: Alignment) -> dict[str, JSON]:
+    """The object that the module's docstring describes."""
+    return {
+        "verdict": alignment.verdict.value,
+        "exit_code": int(alignment.verdict.exit_code),
+        "reason": alignment.reason,
+        "sentence": alignment.sentence,
+        "full_dump": list(alignment.full_dump),
+        "first_divergence": _divergence(alignment.first_divergence),
+        "metrics": None if alignment.metrics is None else _metrics(alignment.metrics),
+        "tensors": None if alignment.tensors is None else _tensors(alignment.tensors),
+    }
+
+
+def conflict_to_json(conflict: ReplicaConflict) -> dict[str, JSON]:
+    """A disagreement of replicas: its fields, the ``axes`` on which the two ranks stand apart, and it in words."""
+    return {**dataclass_to_json(conflict), "axes": list(conflict.axes), "description": conflict.describe()}
+
+
+def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = to_json) -> dict[str, JSON]:
+    """``{name: the first MAX_LISTED, num_name: how many there are}``; only what is listed is converted."""
+    return {name: [convert(item) for item in items[:MAX_LISTED]], f"num_{name}": len(items)}
+
+
+def _divergence(divergence: Divergence | None) -> JSON:
+    if divergence is None:
+        return None
+    difference = divergence.difference
+    return {**dataclass_to_json(divergence), "difference": None if difference is None else _tensor(difference)}
+
+
+def _metrics(metrics: MetricComparison) -> JSON:
+    return {
+        **bounded("steps", metrics.steps),
+        **bounded("differences", metrics.differences),
+        **bounded("findings", metrics.findings),
+    }
+
+
+def _tensors(tensors: TensorComparison) -> JSON:
+    nearest = sorted((item for item in tensors.differences if not item.bit_equal), key=lambda item: item.margin)
+    return {
+        "level": tensors.level,
+        **bounded("steps", tensors.steps),
+        "num_compared": len(tensors.differences),
+        "tiers": {
+            counts.kind: {name: value for name, value in dataclass_to_json(counts).items() if name != "kind"}
+            for counts in count_tiers(tensors)
+        },
+        "groups": {kind: _group(tensors.group(kind)) for kind in tensors.kinds},
+        "per_step": _per_step(tensors),
+        "nearest": [_tensor(item) for item in nearest[:NUM_NEAREST]],
+        **bounded("exceeding", tensors.exceeding, _tensor),
+        **bounded("undecided", tensors.undecided, _tensor),
+        **bounded("findings", tensors.findings),
+        **bounded("unusable", tensors.unusable),
+        **bounded("baseline_replica_conflicts", tensors.baseline_conflicts, conflict_to_json),
+        **bounded("candidate_replica_conflicts", tensors.candidate_conflicts, conflict_to_json),
+        **bounded("not_compared", tensors.not_compared),
+        **bounded("flips", tensors.flips),
+        **bounded("ledgers", tensors.ledgers),
+        **bounded("notes", tensors.notes),
+    }
+
+
+def _per_step(tensors: TensorComparison) -> JSON:
+    by_step: dict[int, list[TensorDifference]] = {step: [] for step in tensors.steps[:MAX_LISTED]}
+    for difference in tensors.differences:
+        if difference.key.step in by_step:
+            by_step[difference.key.step].append(difference)
+    rows: list[JSON] = []
+    for step, differences in by_step.items():
+        own = replace(tensors, differences=tuple(differences))
+        rows.append({"step": step, **{kind: _group(own.group(kind)) for kind in tensors.kinds}})
+    return rows
+
+
+def _group(group: TensorGroup | None) -> JSON:
+    if group is None:
+        return None
+    return {
+        "num_compared": group.num_compared,
+        "num_bit_equal": group.num_bit_equal,
+        "worst": _tensor(group.worst),
+        "fraction_excluded": group.fraction_excluded,
+        "num_unjudged": group.num_unjudged,
+    }
+
+
+def _tensor(difference: TensorDifference) -> dict[str, JSON]:
+    return {
+        **dataclass_to_json(difference),
+        "tier": difference.tier,
+        "is_judged": difference.is_judged,
+        "margin": to_json(difference.margin),
+    }

@@ -1,0 +1,209 @@
+"""What ``mock-scheduler compare`` and ``replicas`` found, on the terminal: the verdict first, then why.
+
+Contract: reads well from 100 columns on and as plain text in a file; less than a screen where all is identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.errors import ExitCode
+from mock_scheduler.report.comparison_view import (
+    TierCounts,
+    count_tiers,
+    describe_equal_metrics,
+    describe_flips,
+    describe_ledgers,
+    describe_not_compared,
+    describe_rest,
+    describe_tolerance,
+    metrics_to_show,
+    name_sides,
+    unmatched,
+)
+from mock_scheduler.report.metrics_table import metrics_table
+from mock_scheduler.report.recording_diff import print_differences
+from mock_scheduler.report.tensor_table import print_tensors
+from mock_scheduler.report.terminal import VERDICT_STYLES
+from mock_scheduler.report.text import print_wrapped
+from mock_scheduler.text import count_of
+
+_NUM_SHOWN = 5
+_NUM_METRICS = 12
+_NUM_WIDE = 5  # columns of counts that leave room for wide gaps
+
+
+def print_comparison(result: ComparisonResult, console: Console, *, files: Mapping[str, Path]) -> None:
+    """Print the verdict, the first divergence in a sentence, counts, tensors, metrics, replicas and what to do next.
+
+    ``files``: what was written, by what it is; ``json``, where it is among them, has what is not shown here.
+    """
+    alignment = result.alignment
+    more = _say_where(files)
+    _print_verdict(result, console)
+    if result.recordings is not None:
+        print_differences(result.recordings, console)
+    if alignment.tensors is not None:
+        _print_tiers(count_tiers(alignment.tensors), result.tolerance, console)
+        print_tensors(alignment.tensors, console, more=more)
+    _print_findings(unmatched(alignment.metrics, alignment.tensors), console, more=more)
+    if alignment.tensors is not None:
+        _print_ranks(alignment.tensors, console, more=more)
+    if alignment.metrics is not None:
+        _print_metrics(alignment.metrics, result.tolerance, console, more=more)
+    if alignment.tensors is not None:
+        _print_list("Not compared", describe_not_compared(alignment.tensors), console, more=more)
+    _print_next(alignment.full_dump, console)
+    console.print()
+    if alignment.tensors is not None or alignment.metrics is not None:
+        print_wrapped(console, Text(f"Bounds: {describe_tolerance(result.tolerance)}", style="dim"))
+    for what, path in files.items():
+        console.print(Text(f"{what}: {path}"), soft_wrap=True)
+
+
+def print_replicas(result: ReplicaResult, console: Console, *, files: Mapping[str, Path]) -> None:
+    """Print whether the copies within one run agree, and each disagreement with its ranks."""
+    more = _say_where(files)
+    styles = {ExitCode.ALIGNED: "bold green", ExitCode.DIVERGED: "bold red"}
+    console.print(Text.assemble((_describe_replicas(result), styles.get(result.exit_code, "bold yellow"))))
+    copies = ", ".join(f"{axis} {count:,}" for axis, count in result.num_copies.items()) or "none"
+    steps = count_of(len(result.steps), "step")
+    print_wrapped(
+        console,
+        Text(f"{count_of(result.num_tensors, 'tensor')} of {steps} in {result.path}; copies by axis: {copies}"),
+        indent=2,
+    )
+    _print_list("Replicas", [conflict.describe() for conflict in result.conflicts], console, more=more, style="red")
+    _print_ledgers(result.ledgers, console, more=more)
+    for what, path in files.items():
+        console.print(Text(f"{what}: {path}"), soft_wrap=True)
+
+
+def _say_where(files: Mapping[str, Path]) -> str:
+    """Where what is not shown can be read."""
+    return f", in {files['json']}" if "json" in files else " (with --json)"
+
+
+def _describe_replicas(result: ReplicaResult) -> str:
+    if result.exit_code is ExitCode.ALIGNED:
+        return "replicas agree: every copy is equal to the last bit"
+    if result.exit_code is ExitCode.INCOMPARABLE:
+        return "nothing compared: no element of this trace is held twice"
+    num_ledgers = sum(ledger.difference is not None for ledger in result.ledgers)
+    parts = [count_of(len(result.conflicts), "tensor")] if result.conflicts else []
+    parts += [f"the calls of {count_of(num_ledgers, 'step')}"] if num_ledgers else []
+    return f"replicas disagree: in {' and '.join(parts)}"
+
+
+def _print_verdict(result: ComparisonResult, console: Console) -> None:
+    alignment = result.alignment
+    baseline, candidate = name_sides(result)
+    style = VERDICT_STYLES[alignment.verdict]
+    print_wrapped(
+        console, Text.assemble((alignment.verdict.value, style), ": ", (f"{candidate} against {baseline}", "bold"))
+    )
+    for name, side in ((baseline, result.baseline), (candidate, result.candidate)):
+        if side.run is not None and side.run.layout:
+            print_wrapped(console, Text(f"{name}: {side.run.layout}", style="dim"), indent=2)
+    if alignment.tensors is not None and alignment.tensors.level == "sketch":
+        note = "level sketch: relative differences are estimated, and what stands beside them is their error bar"
+        print_wrapped(console, Text(note, style="yellow"), indent=2)
+    if alignment.sentence:
+        console.print()
+        print_wrapped(console, Text(alignment.sentence, style="bold"), indent=2)
+    rest = describe_rest(alignment)
+    if rest:
+        console.print()
+        print_wrapped(console, Text(rest), indent=2)
+
+
+def _print_tiers(counts: Sequence[TierCounts], tolerance: ToleranceConfig, console: Console) -> None:
+    """One row for each kind, and only the columns that have a number."""
+    columns = [
+        ("identical", [item.identical for item in counts], "green"),
+        (f"{tolerance.ulp} ulp", [item.ulp for item in counts], ""),
+        ("in\nbound", [item.tolerance for item in counts], ""),
+        ("un-\ndecided", [item.undecided for item in counts], "yellow"),
+        ("diverged", [item.diverged for item in counts], "red"),
+        ("missing", [item.missing for item in counts], "red"),
+        ("un-\nobserved", [item.unobserved for item in counts], "dim"),
+        ("not\njudged", [item.unjudged for item in counts], "dim"),
+    ]
+    if not counts:
+        return
+    shown = [column for column in columns if any(column[1])]
+    table = Table(box=None, padding=(0, 2 if len(shown) <= _NUM_WIDE else 1, 0, 0), pad_edge=False)
+    table.add_column("  tensors by kind", no_wrap=True)
+    for header in ("compared", *(header for header, _, _ in shown)):
+        table.add_column(header, justify="right", vertical="bottom", overflow="fold")
+    for row, item in enumerate(counts):
+        cells = [Text(f"{values[row]:,}" if values[row] else "-", style if values[row] else "dim")
+                 for _, values, style in shown]  # fmt: skip
+        table.add_row(f"  {item.kind.replace('_', ' ')}", f"{item.compared:,}", *cells)
+    console.print()
+    console.print(table)
+
+
+def _print_findings(findings: Sequence[Finding], console: Console, *, more: str) -> None:
+    _print_list("Without a number", [item.message for item in findings], console, more=more, style="red")
+
+
+def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:
+    """Replicas, routing flips and ledgers."""
+    lines = [f"in the candidate: {conflict.describe()}" for conflict in tensors.candidate_conflicts]
+    lines += [f"in the baseline: {conflict.describe()}" for conflict in tensors.baseline_conflicts]
+    _print_list("Replicas that disagree", lines, console, more=more, style="red")
+    flips = [describe_flips(item) for item in tensors.flips if item.num_flipped]
+    _print_list("Choice of experts", flips, console, more=more)
+    _print_ledgers(tensors.ledgers, console, more=more)
+
+
+def _print_ledgers(ledgers: Sequence[LedgerComparison], console: Console, *, more: str) -> None:
+    lines = describe_ledgers(ledgers)
+    style = "red" if any(ledger.difference is not None for ledger in ledgers) else ""
+    _print_list("Calls", lines, console, more=more, style=style)
+
+
+def _print_metrics(metrics: MetricComparison, tolerance: ToleranceConfig, console: Console, *, more: str) -> None:
+    differing = metrics_to_show(metrics)
+    equal = describe_equal_metrics(metrics)
+    if not differing and not equal:
+        return
+    console.print()
+    console.print(Text(f"Metrics{f': {equal}' if equal else ''}", style="bold"), soft_wrap=True)
+    if differing:
+        console.print(metrics_table(differing[:_NUM_METRICS], tolerance))
+    if len(differing) > _NUM_METRICS:
+        console.print(Text(f"  and {len(differing) - _NUM_METRICS:,} more that differ{more}"), soft_wrap=True)
+
+
+def _print_list(heading: str, lines: Sequence[str], console: Console, *, more: str, style: str = "") -> None:
+    """The first few lines under a heading, and how many there are beside them; nothing where there are none."""
+    if not lines:
+        return
+    console.print()
+    console.print(Text(heading, style="bold"))
+    for line in lines[:_NUM_SHOWN]:
+        print_wrapped(console, Text(line, style=style), indent=2)
+    if len(lines) > _NUM_SHOWN:
+        console.print(Text(f"  and {len(lines) - _NUM_SHOWN:,} more{more}", style=style), soft_wrap=True)
+
+
+def _print_next(full_dump: Sequence[str], console: Console) -> None:
+    if not full_dump:
+        return
+    console.print()
+    console.print(
+        Text("Next: a full trace of the place, in both runs, shows its elements; run them again with", "bold")
+    )
+    console.print(Text(f"  {' '.join(full_dump)}"), soft_wrap=True)

@@ -1,0 +1,42 @@
+"""Plain data as values of strict JSON: NaN and infinities, which JSON does not have, are texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mock_scheduler.digests import JSON
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def dataclass_to_json(value: DataclassInstance) -> dict[str, JSON]:
+    """A dataclass as a JSON object: its fields, in order, as ``to_json`` gives them."""
+    return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+
+
+def to_json(value: object) -> JSON:
+    """Plain data (dataclasses, mappings, sequences, paths, numbers, text) as JSON values.
+
+    NaN and infinities are ``"nan"``, ``"inf"`` and ``"-inf"``; an enum's member is its value.
+    """
+    if isinstance(value, Enum):
+        return to_json(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return dataclass_to_json(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,274 @@
+"""Opens the files of a trace: reads every header, and checks that the ranks' parts are all there and fit together.
+
+Nothing in a header is believed before its digest is checked. Tensors are not read here. The format is in ``files``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mock_scheduler.digests import compute_json_digest, open_sealed
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.files import FORMAT_VERSION, METADATA_KEY, OLD_RANK_FILE, PART_FILE, STEP_FOLDER, Ending
+from mock_scheduler.trace.footers import as_count, parse_footer
+from mock_scheduler.trace.pieces import Piece, PieceRecord, parse_pieces
+
+DAMAGED = "the file was changed or damaged after it was written"
+
+_METADATA_KEYS = ("step", "global_rank", "world_size", "coordinates", "part", "tensors", "blocks")
+
+
+class Handle(Protocol):
+    """What is used of an open safetensors file (its own class is untyped in safetensors 0.8)."""
+
+    def metadata(self) -> dict[str, str] | None:
+        """The texts in the header."""
+
+    def keys(self) -> list[str]:
+        """The names of the stored tensors."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A stored tensor, as a view of the mapped file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFiles:
+    """One rank's step: all of its parts, in order, and the pieces that they store."""
+
+    place: RankPlace
+    world_size: int
+    paths: tuple[Path, ...]
+    pieces: tuple[Piece, ...]
+    footer: StepFooter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedStep:
+    """A complete step. ranks: ascending by global rank. pieces: by tensor, ascending by global rank."""
+
+    ranks: tuple[RankFiles, ...]
+    pieces: Mapping[TraceKey, tuple[Piece, ...]]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank of the run wrote."""
+        return len(self.ranks) == self.ranks[0].world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """One file, with its checked header. digest: the header's own; ``num_parts``, ``ending``: of the last part."""
+
+    path: Path
+    step: int
+    place: RankPlace
+    world_size: int
+    index: int
+    records: tuple[PieceRecord, ...]
+    digest: str
+    num_parts: int
+    ending: Ending | None
+
+
+def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
+    """All steps of a trace; raises ``TraceError`` as ``reader.open_trace`` does."""
+    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    if not folders:
+        raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
+    return {int(folder.name.removeprefix("step_")): _open_step(folder) for folder in folders}
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Handle]:
+    """A mapped safetensors file; raises ``TraceError`` where it is none."""
+    try:
+        opened = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
+    with opened as handle:
+        yield handle
+
+
+def _open_step(folder: Path) -> OpenedStep:
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        if OLD_RANK_FILE.fullmatch(path.name):
+            raise TraceError(f"{path}: {_another_release('format version 2 or less')}")
+    parts = [_read_part(path) for path in paths if PART_FILE.fullmatch(path.name)]
+    if not parts:
+        raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
+    by_rank: dict[int, list[_Part]] = {}
+    for part in parts:
+        by_rank.setdefault(part.place.global_rank, []).append(part)
+    problems = _name_problems(folder, parts)
+    for rank in sorted(by_rank):
+        problems += _rank_problems(rank, by_rank[rank])
+    endings = {part.place.global_rank: part.ending for part in parts if part.ending is not None}
+    problems += _step_problems({part.place.global_rank: part.world_size for part in parts}, endings)
+    if problems:
+        raise TraceError(f"{folder}: " + "; ".join(problems))
+    ranks = tuple(_join_parts(by_rank[rank]) for rank in sorted(by_rank))
+    pieces: dict[TraceKey, list[Piece]] = {}
+    for rank_files in ranks:
+        for piece in rank_files.pieces:
+            pieces.setdefault(piece.record.key, []).append(piece)
+    return OpenedStep(ranks=ranks, pieces={key: tuple(found) for key, found in pieces.items()})
+
+
+def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
+    """Files that are not what their path says, and parts that are there twice."""
+    problems = []
+    seen: dict[tuple[int, int], str] = {}
+    for part in parts:
+        name = PART_FILE.fullmatch(part.path.name)
+        assert name is not None
+        named = (int(folder.name.removeprefix("step_")), int(name[1]), int(name[2]))
+        if named != (part.step, part.place.global_rank, part.index):
+            problems.append(
+                f"{part.path.name} holds part {part.index} of step {part.step} of global rank {part.place.global_rank}"
+            )
+        earlier = seen.setdefault((part.place.global_rank, part.index), part.path.name)
+        if earlier != part.path.name:
+            problems.append(
+                f"{earlier} and {part.path.name} are both part {part.index} of global rank {part.place.global_rank}"
+            )
+    return problems
+
+
+def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
+    """Parts of one rank that are missing, or are not those that its last part was written after."""
+    by_index = {part.index: part for part in parts}
+    last = next((part for part in parts if part.ending is not None), None)
+    if last is None or last.ending is None:
+        found = ", ".join(map(str, sorted(by_index)))
+        return [f"global rank {rank} has no last part, only part {found}: it did not end this step, or a file is lost"]
+    problems = []
+    missing = [index for index in range(last.num_parts) if index not in by_index]
+    if missing:
+        problems.append(f"no part {', '.join(map(str, missing))} of {last.num_parts} of global rank {rank}")
+    beyond = [part.path.name for part in parts if part.index >= last.num_parts]
+    if beyond:
+        problems.append(f"{', '.join(beyond)} beyond the {last.num_parts} parts of global rank {rank}")
+    for index, digest in enumerate(last.ending.earlier_parts):
+        if index in by_index and by_index[index].digest != digest:
+            problems.append(f"{by_index[index].path.name} is not of the same run as {last.path.name}")
+    return problems
+
+
+def _step_problems(world_sizes: Mapping[int, int], endings: Mapping[int, Ending]) -> list[str]:
+    """Ranks that are missing, that should not be there, or that do not say the same of the step."""
+    problems = []
+    if len(set(world_sizes.values())) > 1:
+        problems.append(f"files of runs with different world sizes {sorted(set(world_sizes.values()))}")
+    world_size = max(world_sizes.values())
+    writers = sorted({rank for ending in endings.values() for rank in ending.footer.ranks}) or range(world_size)
+    missing = [rank for rank in writers if rank not in world_sizes]
+    if missing:
+        problems.append(f"no file of global rank {', '.join(map(str, missing))} of {world_size}")
+    strangers = sorted(set(world_sizes) - set(writers))
+    if strangers:
+        listed = ", ".join(map(str, writers)) if len(writers) < world_size else f"0 to {world_size - 1}"
+        problems.append(f"a file of global rank {', '.join(map(str, strangers))}, where ranks {listed} write the trace")
+    statements = {rank: _statements(endings[rank].footer) for rank in sorted(endings)}
+    first = min(statements, default=0)
+    for rank, said in statements.items():
+        differing = [name for name, value in said.items() if value != statements[first][name]]
+        if differing:
+            problems.append(f"global rank {rank} says other {', '.join(differing)} than global rank {first}")
+    return problems
+
+
+def _statements(footer: StepFooter) -> dict[str, object]:
+    """What all ranks say alike."""
+    return {
+        "rows": footer.rows,
+        "update_rows": footer.update_rows,
+        "ranks": footer.ranks,
+        "kinds": footer.kinds,
+        "patterns": footer.patterns,
+        "exclude": footer.exclude,
+    }
+
+
+def _join_parts(parts: Sequence[_Part]) -> RankFiles:
+    """The parts of one rank, checked before."""
+    ordered = sorted(parts, key=lambda part: part.index)
+    last = ordered[-1]
+    assert last.ending is not None
+    return RankFiles(
+        place=last.place,
+        world_size=last.world_size,
+        paths=tuple(part.path for part in ordered),
+        pieces=tuple(
+            Piece(place=last.place, path=part.path, record=record) for part in ordered for record in part.records
+        ),
+        footer=last.ending.footer,
+    )
+
+
+def _read_part(path: Path) -> _Part:
+    with open_file(path) as handle:
+        metadata = handle.metadata() or {}
+        stored_names = set(handle.keys())
+    if METADATA_KEY not in metadata:
+        raise TraceError(f"{path}: no metadata key {METADATA_KEY!r}; this is no trace file")
+    content = _open_metadata(path, metadata[METADATA_KEY])
+    try:
+        part = _parse_part(path, content)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path}: the metadata is not that of a trace: {error!r}") from error
+    if stored_names != {record.stored_name for record in part.records}:
+        raise TraceError(f"{path}: the stored tensors are not those that the metadata lists; {DAMAGED}")
+    return part
+
+
+def _open_metadata(path: Path, text: str) -> dict[str, Any]:
+    """The metadata's JSON: its digest is checked before anything in it is believed, then its version and keys."""
+    try:
+        content = open_sealed(text)
+    except ValueError as error:
+        raise TraceError(f"{path}: the metadata {error}; {DAMAGED}") from error
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise TraceError(f"{path}: {_another_release(f'format version {version!r}')}")
+    missing = [name for name in _METADATA_KEYS if name not in content]
+    if missing:
+        raise TraceError(f"{path}: the metadata has no {', '.join(missing)}")
+    return content
+
+
+def _another_release(version: str) -> str:
+    return f"{version}, expected {FORMAT_VERSION}; another release wrote it: run it again with this one"
+
+
+def _parse_part(path: Path, content: Mapping[str, Any]) -> _Part:
+    step, ending = as_count(content["step"]), content.get("ending")
+    return _Part(
+        path=path,
+        step=step,
+        place=RankPlace(
+            global_rank=as_count(content["global_rank"]),
+            coordinates={axis: as_count(place) for axis, place in content["coordinates"].items()},
+        ),
+        world_size=as_count(content["world_size"]),
+        index=as_count(content["part"]),
+        records=tuple(parse_pieces(content, step=step)),
+        digest=compute_json_digest(content) if ending is None else "",
+        num_parts=0 if ending is None else as_count(ending["num_parts"]),
+        ending=None if ending is None else _parse_ending(ending),
+    )
+
+
+def _parse_ending(content: Mapping[str, Any]) -> Ending:
+    earlier = tuple(content["earlier_parts"])
+    if len(earlier) != as_count(content["num_parts"]) - 1:
+        raise ValueError(f"{len(earlier)} digests of {content['num_parts']} parts")
+    return Ending(footer=parse_footer(content["footer"]), earlier_parts=earlier)

@@ -1,0 +1,209 @@
+"""Which elements of the whole tensor a rank's piece holds, as rectangles; unions and exact covers of such sets.
+
+Contract: pure index arithmetic; a tensor is only viewed, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+import numpy as np
+import torch
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.shards import Block, ShardSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Rectangle:
+    """The elements from ``origin`` on of a tensor, ``sizes`` of them along each dimension."""
+
+    origin: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a number, which has no dimension."""
+        return prod(self.sizes)
+
+    def overlaps(self, other: Rectangle) -> bool:
+        """Whether an element is in both."""
+        spans = zip(self.origin, self.sizes, other.origin, other.sizes, strict=True)
+        return all(mine < theirs + width and theirs < mine + size for mine, size, theirs, width in spans)
+
+
+ElementSet = tuple[Rectangle, ...]
+"""A set of elements: disjoint rectangles, ascending."""
+
+
+def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    """Every rectangle of the whole tensor that a piece holds, and its values as a view of the piece.
+
+    Raises ``TraceError`` where the piece has neither ``spec.local_shape`` nor just the elements of its ``flat_range``.
+    """
+    local_boxes = _whole_piece(tensor, spec) if spec.flat_range is None else _ranged_piece(tensor, spec)
+    regions = list(_regions(spec))
+    for box, values in local_boxes:
+        for mine, theirs in regions:
+            shared = _intersect(box, mine)
+            if shared is None:
+                continue
+            cut = tuple(
+                slice(start - first, start - first + size)
+                for start, size, first in zip(shared.origin, shared.sizes, box.origin, strict=True)
+            )
+            origin = tuple(
+                start - local + whole
+                for start, local, whole in zip(shared.origin, mine.origin, theirs.origin, strict=True)
+            )
+            yield Rectangle(origin=origin, sizes=shared.sizes), values[cut]
+
+
+def join(rectangles: Iterable[Rectangle]) -> ElementSet:
+    """The rectangles with neighbours put together, so that a set cut in another way becomes the same."""
+    joined = sorted(rectangles)
+    for dim in reversed(range(len(joined[0].origin) if joined else 0)):
+        joined = _join_along(joined, dim)
+    return tuple(sorted(joined))
+
+
+def count_union(rectangles: Sequence[Rectangle]) -> int:
+    """Number of different elements in any of them."""
+    if not rectangles or not rectangles[0].origin:
+        return min(len(rectangles), 1)
+    starts = np.array([item.origin for item in rectangles], dtype=np.int64)
+    ends = starts + np.array([item.sizes for item in rectangles], dtype=np.int64)
+    edges = [np.unique(np.concatenate([starts[:, dim], ends[:, dim]])) for dim in range(starts.shape[1])]
+    is_covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
+    for start, end in zip(starts, ends, strict=True):
+        spans = zip(edges, start, end, strict=True)
+        is_covered[tuple(slice(*np.searchsorted(edge, (low, high))) for edge, low, high in spans)] = True
+    counts = is_covered.astype(np.int64)
+    for edge in reversed(edges):
+        counts = counts @ np.diff(edge)
+    return int(counts)
+
+
+def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...] | None:
+    """Which of these sets are disjoint and hold ``num_elements`` together; ``None`` where none do.
+
+    The least element that is not yet covered is the first element of the set that covers it, so that there is a choice
+    only between sets that begin alike; there the one that is listed first is preferred.
+    """
+    by_start = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))
+    return _extend_cover(sets, by_start, (), num_elements)
+
+
+def _extend_cover(
+    sets: Sequence[ElementSet], left: Sequence[int], chosen: tuple[int, ...], missing: int
+) -> tuple[int, ...] | None:
+    if missing == 0:
+        return chosen
+    if not left or missing < 0:
+        return None
+    start = sets[left[0]][0].origin
+    for index in left:
+        if sets[index][0].origin != start:
+            return None
+        rest = [other for other in left if other != index and not _overlap(sets[other], sets[index])]
+        size = sum(item.num_elements for item in sets[index])
+        found = _extend_cover(sets, rest, (*chosen, index), missing - size)
+        if found is not None:
+            return found
+    return None
+
+
+def _overlap(first: ElementSet, second: ElementSet) -> bool:
+    return any(mine.overlaps(theirs) for mine in first for theirs in second)
+
+
+def _join_along(rectangles: list[Rectangle], dim: int) -> list[Rectangle]:
+    """Puts together what differs in one dimension only and lies end to end in it."""
+
+    def others(item: Rectangle) -> tuple[tuple[int, ...], ...]:
+        return tuple(values[:dim] + values[dim + 1 :] for values in (item.origin, item.sizes))
+
+    joined: list[Rectangle] = []
+    for item in sorted(rectangles, key=lambda item: (others(item), item.origin[dim])):
+        last = joined[-1] if joined else None
+        if last is not None and others(last) == others(item) and last.origin[dim] + last.sizes[dim] == item.origin[dim]:
+            sizes = list(last.sizes)
+            sizes[dim] += item.sizes[dim]
+            joined[-1] = Rectangle(origin=last.origin, sizes=tuple(sizes))
+        else:
+            joined.append(item)
+    return joined
+
+
+_Part = tuple[Rectangle, torch.Tensor]
+
+
+def _whole_piece(tensor: torch.Tensor, spec: ShardSpec) -> list[_Part]:
+    _check_shape(tensor, [spec.local_shape], spec)
+    return [(Rectangle(origin=(0,) * len(spec.local_shape), sizes=spec.local_shape), tensor)]
+
+
+def _ranged_piece(tensor: torch.Tensor, spec: ShardSpec) -> list[_Part]:
+    """The boxes of the local tensor that make up its flat range, each of elements one after another."""
+    assert spec.flat_range is not None
+    start, stop = spec.flat_range
+    _check_shape(tensor, [spec.local_shape, (stop - start,)], spec)
+    is_local = tuple(tensor.shape) == spec.local_shape
+    owned = tensor.reshape(-1)[start:stop] if is_local else tensor
+    parts: list[_Part] = []
+    for box in _boxes_of_range(spec.local_shape, start, stop):
+        values = owned[: box.num_elements].view(box.sizes)
+        owned = owned[box.num_elements :]
+        parts.append((box, values))
+    return parts
+
+
+def _check_shape(tensor: torch.Tensor, choices: list[tuple[int, ...]], spec: ShardSpec) -> None:
+    if tuple(tensor.shape) not in choices:
+        wanted = " or ".join(str(list(choice)) for choice in choices)
+        raise TraceError(f"{spec.name} has shape {list(tensor.shape)}, its shard spec says {wanted}")
+
+
+def _boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
+    """Boxes that hold the flat elements ``start`` to ``stop``, in order: a row's end, whole rows, a row's start."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield Rectangle(origin=(start,) if shape else (), sizes=(stop - start,) if shape else ())
+        return
+    size = prod(shape[1:])
+    edges = sorted({start, stop, min(-(-start // size) * size, stop), max(stop // size * size, start)})
+    for low, high in pairwise(edges):
+        row = low // size
+        if low % size == 0 and high % size == 0:
+            yield Rectangle(origin=(row, *[0] * len(shape[1:])), sizes=((high - low) // size, *shape[1:]))
+        else:
+            for box in _boxes_of_range(shape[1:], low - row * size, high - row * size):
+                yield Rectangle(origin=(row, *box.origin), sizes=(1, *box.sizes))
+
+
+def _regions(spec: ShardSpec) -> Iterator[tuple[Rectangle, Rectangle]]:
+    """Every rectangle of canonical elements: where it lies in the local tensor, and where in the whole."""
+    by_dim = {split.dim: split.blocks for split in spec.splits}
+    ranges = [
+        by_dim.get(dim, (Block(local_start=0, global_start=0, length=length),))
+        for dim, length in enumerate(spec.global_shape)
+    ]
+    for blocks in product(*ranges):
+        sizes = tuple(block.length for block in blocks)
+        yield (
+            Rectangle(origin=tuple(block.local_start for block in blocks), sizes=sizes),
+            Rectangle(origin=tuple(block.global_start for block in blocks), sizes=sizes),
+        )
+
+
+def _intersect(first: Rectangle, second: Rectangle) -> Rectangle | None:
+    """The elements in both; ``None`` where there are none."""
+    origin = tuple(max(mine, theirs) for mine, theirs in zip(first.origin, second.origin, strict=True))
+    ends = zip(first.origin, first.sizes, second.origin, second.sizes, strict=True)
+    stops = [min(mine + size, theirs + width) for mine, size, theirs, width in ends]
+    sizes = tuple(stop - start for stop, start in zip(stops, origin, strict=True))
+    return Rectangle(origin=origin, sizes=sizes) if all(size > 0 for size in sizes) else None

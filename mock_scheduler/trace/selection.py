@@ -1,0 +1,98 @@
+"""Which tensors of a training step are traced: by kind, by globs of canonical names, and by rank.
+
+A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
+ranks, so one rank cannot know that a glob selects nothing; each remembers which of its globs did select something, and
+whoever has that of all ranks asks ``describe_unmatched``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.text import bullet_list
+
+EVERYTHING = "*"
+_NUM_NEAREST = 3
+_NEAREST_CUTOFF = 0.3
+
+
+class TraceSelection:
+    """What a configuration asks for; nothing at level ``off``.
+
+    ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a kind that is selected.
+    ``matched``: the globs that selected at least one of them.
+    """
+
+    def __init__(self, config: TraceConfig) -> None:
+        self.patterns = tuple(config.patterns)
+        # Ledgers have no names: where there is nothing else, the glob of everything is not wrong.
+        self.matched: set[str] = set() if set(config.kinds) - set(LEDGER_KINDS) else {EVERYTHING}
+        chosen = frozenset(config.kinds) if config.level != "off" else frozenset[str]()
+        self._exclude = tuple(config.exclude)
+        self._kinds: frozenset[TraceKind] = frozenset(kind for kind in TRACE_KINDS if kind in chosen)
+        self._ledgers: frozenset[LedgerKind] = frozenset(kind for kind in LEDGER_KINDS if kind in chosen)
+        self._ranks = None if config.ranks is None else frozenset(config.ranks)
+        self._answers: dict[str, bool] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that was asked for with a kind that is selected."""
+        return frozenset(self._answers)
+
+    def wants(self, kind: TraceKind, name: str) -> bool:
+        """Whether the tensor of this canonical name is traced."""
+        if kind not in self._kinds:
+            return False
+        if name not in self._answers:
+            self._answers[name] = self._selects(name)
+        return self._answers[name]
+
+    def wants_kind(self, kind: TraceKind) -> bool:
+        """Whether any tensor of this kind may be traced."""
+        return kind in self._kinds
+
+    def wants_ledger(self, kind: LedgerKind) -> bool:
+        """Whether calls of this kind are listed."""
+        return kind in self._ledgers
+
+    def writes(self, global_rank: int) -> bool:
+        """Whether this rank writes anything."""
+        return bool(self._kinds or self._ledgers) and (self._ranks is None or global_rank in self._ranks)
+
+    def _selects(self, name: str) -> bool:
+        matched = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        if any(fnmatchcase(name, pattern) for pattern in self._exclude):
+            return False
+        self.matched.update(matched)
+        return bool(matched)
+
+
+def describe_unmatched(patterns: Sequence[str], names: Collection[str], *, matched: Collection[str]) -> str:
+    """The error for those of ``patterns`` that are not in ``matched``, with the nearest names; empty where all are.
+
+    ``names``, ``matched``: of all ranks together, as ``TraceSelection`` has them of one.
+    """
+    lines = []
+    for pattern in patterns:
+        if pattern not in matched:
+            lines.append(f"{pattern!r} selects nothing: {_why_nothing(pattern, names)}")
+    if not lines:
+        return ""
+    return (
+        f"trace.patterns do not all select something:{bullet_list(lines)}\n"
+        "Correct or remove them, or add the kind that has such names to trace.kinds"
+    )
+
+
+def _why_nothing(pattern: str, names: Collection[str]) -> str:
+    if not names:
+        return "none of the chosen trace.kinds has a tensor in this run"
+    excluded = sorted(name for name in names if fnmatchcase(name, pattern))
+    if excluded:
+        return f"trace.exclude takes out all that it matches, as {excluded[0]}"
+    nearest = difflib.get_close_matches(pattern, sorted(names), n=_NUM_NEAREST, cutoff=_NEAREST_CUTOFF)
+    shown = nearest or sorted(names)[:_NUM_NEAREST]
+    return f"it matches none of {len(names)} names; the nearest are {', '.join(shown)}"

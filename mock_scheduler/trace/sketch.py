@@ -1,0 +1,208 @@
+"""Sketches: a few hundred bytes of a tensor that say whether another has the same bits, and about how far it is off.
+
+Contract. A sketch is linear: those of disjoint parts of a tensor add up to that of the whole, exactly in its counts and
+its fingerprint, and to rounding in its sums. What an element is multiplied with depends on its index in the whole
+tensor alone (``sketch_constants``), so two layouts, or two programs, give sketches that can be compared.
+
+- *Sums*: an element goes with its sign into one of 2,039 slots, and the slots with further signs into each of the B
+  buckets, divided by sqrt(B), all in float64. The squares of the buckets add up to about the tensor's squared norm, and
+  so do those of the difference of two sketches to that of the tensors' difference (Charikar, Chen and Farach-Colton,
+  ICALP 2002, for the slots; Achlioptas, JCSS 2003, for the buckets). NaN and infinities count as 0 there.
+- *Fingerprint*: the sum over all elements of ``key(i) * word(x_i)`` mod 2^64, times a factor of the dtype. The word is
+  the integer of the element's bits, in two's complement; of a 64-bit element the lower half plus ``UPPER_HALF`` times
+  the upper one. Keys are odd, so one changed element of up to 32 bits is always seen. Several changed elements cancel
+  with a chance of about 2^-63, times 2^z where all changes of words are multiples of 2^z: for 32 bits at most 2^-32,
+  where nothing but signs changed, which the sums show unless it is the sign of zeros.
+
+Error bar. If d is the difference of two tensors and e the estimate of its norm, then e² / ‖d‖² has the mean 1 and a
+variance of at most 2 / n with 1 / n = 1 / B + 1 / 2039: the second term is that of slots in which elements meet. For
+spread differences e² / ‖d‖² is distributed as chi² with n degrees of freedom divided by n. For concentrated ones it
+varies less: a single element is estimated exactly, and k elements of equal size miss each other in the slots but with a
+chance of k² / 4078, and random signs over buckets have no larger moments than normal variables (Achlioptas, lemma 5.2).
+The bar is the central 98 % of chi², where 95 % is promised, with the quantiles of Wilson and Hilferty (1931). It does
+not hold for a difference in a few columns alone of a matrix whose rows are a multiple of 2,039 elements long, since
+there up to 32 of a column's elements share a slot: that is the price of one table for all blocks.
+Rounding adds ``u * sqrt(additions)`` of the norms, u = 2^-53, since rounding errors have random signs;
+eight times that is allowed for on both sides. So rounding of sums never looks like a difference of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+
+import torch
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.trace.shards import ShardSpec, whole
+from mock_scheduler.trace.sketch_constants import BLOCK, MAX_BUCKETS, NUM_SLOTS, ROWS, bucket_weights, dtype_key
+from mock_scheduler.trace.sketch_sums import SketchSums
+
+NUM_BUCKETS = 64
+
+_WORDS = 1 << 64
+_QUANTILE = 2.326347874  # of the normal distribution at 99 %
+_ROUNDING = 8.0 * 2.0**-53
+_FOLDED_AT_ONCE = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sketch:
+    """What is kept of a tensor, or of a part of one.
+
+    sums: float64 ``[B]`` on the CPU. sum_of_squares: of all finite elements, exact to rounding; inf where it overflows.
+    fingerprint: 0 to 2^64 - 1.
+    """
+
+    sums: torch.Tensor
+    sum_of_squares: float
+    num_elements: int
+    num_nan: int
+    num_infinite: int
+    fingerprint: int
+
+    @property
+    def norm(self) -> float:
+        """The Frobenius norm of the finite elements."""
+        return sqrt(self.sum_of_squares)
+
+    @property
+    def num_buckets(self) -> int:
+        """B."""
+        return len(self.sums)
+
+    def is_identical(self, other: Sketch) -> bool:
+        """Whether both tensors, if they have the same shape, have the same dtype and bits."""
+        return (self.fingerprint, self.num_elements) == (other.fingerprint, other.num_elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """How far the tensors of two sketches are apart, over elements that are finite, others being taken as 0.
+
+    norm_difference: about ||a - b||. norm_baseline: ||a||. relative: their ratio; 0/0 = 0, x/0 = inf.
+    low, high: between them lies the true relative difference in at least 95 % of all cases; 0 and 0 for equal bits.
+    """
+
+    norm_difference: float
+    norm_baseline: float
+    relative: float
+    low: float
+    high: float
+
+
+def sketch_piece(tensor: torch.Tensor, spec: ShardSpec, *, num_buckets: int = NUM_BUCKETS) -> Sketch:
+    """The sketch of one rank's piece, as part of the whole tensor; on the device where the piece is.
+
+    ``tensor``: has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``; any dtype but
+    complex ones. Raises ``TraceError`` where it does not, and where there are not 1 to 4096 buckets.
+    """
+    sums = SketchSums(tensor.dtype, tensor.device)
+    sums.add(tensor, spec)
+    return finish_sketches([sums], num_buckets=num_buckets)[0]
+
+
+def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_buckets: int = NUM_BUCKETS) -> Sketch:
+    """The sketch of a whole tensor; where ``present`` is not ``None``, of just its elements where that is True.
+
+    ``present``: bool, of the tensor's shape or one that broadcasts to it.
+    """
+    spec = whole("the tensor", tuple(tensor.shape))
+    if present is None:
+        return sketch_piece(tensor, spec, num_buckets=num_buckets)
+    mask = present.expand(tensor.shape)
+    sums = SketchSums(tensor.dtype, tensor.device)
+    sums.add(torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device)), spec)
+    sums.num_elements = int(mask.sum())
+    return finish_sketches([sums], num_buckets=num_buckets)[0]
+
+
+def finish_sketches(all_sums: Sequence[SketchSums], *, num_buckets: int) -> list[Sketch]:
+    """The sketches of what was summed; raises ``TraceError`` where there are not 1 to 4096 buckets."""
+    if not 1 <= num_buckets <= MAX_BUCKETS:
+        raise TraceError(f"a sketch has 1 to {MAX_BUCKETS} buckets, not {num_buckets}; change trace.sketch_buckets")
+    sketches: list[Sketch] = []
+    for start in range(0, len(all_sums), _FOLDED_AT_ONCE):
+        group = all_sums[start : start + _FOLDED_AT_ONCE]
+        # Without a BLAS call on the device, whose sums have no fixed order everywhere.
+        slots = torch.stack([sums.slots.cpu() for sums in group])
+        buckets = slots @ bucket_weights(num_buckets)
+        sketches += [_finish(sums, row) for sums, row in zip(group, buckets, strict=True)]
+    return sketches
+
+
+def add(first: Sketch, second: Sketch) -> Sketch:
+    """The sketch of two disjoint parts of a tensor together; raises ``TraceError`` for other numbers of buckets."""
+    _check_buckets(first, second)
+    return Sketch(
+        sums=first.sums + second.sums,
+        sum_of_squares=first.sum_of_squares + second.sum_of_squares,
+        num_elements=first.num_elements + second.num_elements,
+        num_nan=first.num_nan + second.num_nan,
+        num_infinite=first.num_infinite + second.num_infinite,
+        fingerprint=(first.fingerprint + second.fingerprint) % _WORDS,
+    )
+
+
+def difference(baseline: Sketch, candidate: Sketch) -> Estimate:
+    """How far two tensors are apart; raises ``TraceError`` where the sketches have other numbers of buckets.
+
+    NaN and infinities are not in the estimate: compare the counts of both sketches too.
+    """
+    _check_buckets(baseline, candidate)
+    norm = baseline.norm
+    if baseline.is_identical(candidate):
+        return Estimate(norm_difference=0.0, norm_baseline=norm, relative=0.0, low=0.0, high=0.0)
+    estimate = float(torch.linalg.vector_norm(baseline.sums - candidate.sums))
+    if not isfinite(estimate) or not isfinite(norm):
+        return Estimate(norm_difference=estimate, norm_baseline=norm, relative=inf, low=0.0, high=inf)
+    rounding = rounding_bound(max(norm, candidate.norm), max(baseline.num_elements, candidate.num_elements))
+    low, high = relative_bounds(baseline.num_buckets)
+    return Estimate(
+        norm_difference=estimate,
+        norm_baseline=norm,
+        relative=_ratio(estimate, norm),
+        low=_ratio(max(estimate - rounding, 0.0) * low, norm),
+        high=_ratio((estimate + rounding) * high, norm),
+    )
+
+
+def relative_bounds(num_buckets: int) -> tuple[float, float]:
+    """The true norm of a difference lies between these factors of its estimate; as the module's docstring derives."""
+    freedom = 1.0 / (1.0 / num_buckets + 1.0 / NUM_SLOTS)
+    spread = 2.0 / (9.0 * freedom)
+    least, largest = (1.0 - spread + sign * _QUANTILE * sqrt(spread) for sign in (-1.0, 1.0))
+    return largest**-1.5, max(least, 1e-3) ** -1.5
+
+
+def rounding_bound(norm: float, num_elements: int) -> float:
+    """How far the sums of the same elements may be apart that were added in other orders, as a norm."""
+    num_additions = ROWS + num_elements / BLOCK + NUM_SLOTS
+    return _ROUNDING * sqrt(num_additions) * norm
+
+
+def _finish(sums: SketchSums, buckets: torch.Tensor) -> Sketch:
+    return Sketch(
+        sums=buckets,
+        sum_of_squares=float(sums.sum_of_squares),
+        num_elements=sums.num_elements,
+        num_nan=sums.num_nan,
+        num_infinite=sums.num_infinite,
+        fingerprint=int(sums.fingerprint) * dtype_key(dtype_name(sums.dtype)) % _WORDS,
+    )
+
+
+def _check_buckets(first: Sketch, second: Sketch) -> None:
+    if first.num_buckets != second.num_buckets:
+        raise TraceError(
+            f"sketches with {first.num_buckets} and {second.num_buckets} buckets cannot be compared; run both with the "
+            "same trace.sketch_buckets"
+        )
+
+
+def _ratio(value: float, norm: float) -> float:
+    if value == 0.0:
+        return 0.0
+    return value / norm if norm else inf

@@ -1,0 +1,230 @@
+"""Trace files of level ``sketch``: one small safetensors file per step and rank.
+
+This is the format, version 1::
+
+    {trace_dir}/step_000000/rank_00000.sketch.safetensors
+
+A file is written aside, fsynced and renamed: its presence is its completeness. It stores three tables with one row for
+each traced tensor, of which the rank holds all or a part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
+``counts`` int64 ``[K, 4]``: elements, NaN, infinities, and the fingerprint as a signed integer; ``sketch`` says what
+these are. One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that carries its own SHA-256 as ``digest``
+(``digests.seal``):
+
+- ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
+- ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
+- ``parts``: which elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
+  where they touch, so that ranks that hold the same elements say the same;
+- ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
+
+Equal content gives equal bytes. ``sketch_reader`` reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, seal
+from mock_scheduler.errors import TraceError
+from mock_scheduler.files import written_aside
+from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
+from mock_scheduler.trace.files import PART_FILE, STEP_FOLDER, step_folder
+from mock_scheduler.trace.footers import footer_as_json
+from mock_scheduler.trace.pieces import check_spec
+from mock_scheduler.trace.rectangles import ElementSet, Rectangle, count_union, join
+from mock_scheduler.trace.sketch import NUM_BUCKETS, Sketch, finish_sketches
+from mock_scheduler.trace.sketch_opening import FORMAT_VERSION, METADATA_KEY, SKETCH_FILE
+from mock_scheduler.trace.sketch_reader import MergedSketch, SketchConflict, SketchReader, open_sketches
+from mock_scheduler.trace.sketch_sums import SketchSums
+
+__all__ = [
+    "MergedSketch",
+    "SketchConflict",
+    "SketchReader",
+    "SketchSink",
+    "has_full",
+    "has_sketches",
+    "open_sketches",
+    "sketch_path",
+]
+
+
+def has_full(trace_dir: Path) -> bool:
+    """Whether whole tensors are in a trace."""
+    return _has_file(trace_dir, PART_FILE)
+
+
+def has_sketches(trace_dir: Path) -> bool:
+    """Whether sketches are in a trace."""
+    return _has_file(trace_dir, SKETCH_FILE)
+
+
+def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
+    """The file of one step and rank."""
+    return step_folder(trace_dir, step) / f"rank_{global_rank:05d}.sketch.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """What all pieces of a tensor have alike."""
+
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    dims: tuple[DimName, ...]
+    is_masked: bool
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Held:
+    """What a rank has given of one tensor."""
+
+    form: _Form
+    sums: SketchSums
+    rectangles: list[Rectangle] = field(default_factory=list)
+
+
+class SketchSink:
+    """Takes one rank's entries of one step into sketches; a ``TraceSink``.
+
+    Nothing of an entry is kept. Raises ``TraceError`` where this rank's step is traced already. One thread calls it.
+    Without ``close`` nothing is written.
+    """
+
+    def __init__(
+        self, trace_dir: Path, *, step: int, place: RankPlace, world_size: int, num_buckets: int = NUM_BUCKETS
+    ) -> None:
+        self._path = sketch_path(trace_dir, step=step, global_rank=place.global_rank)
+        self._step = step
+        self._place = place
+        self._world_size = world_size
+        self._num_buckets = num_buckets
+        self._held: dict[TraceKey, _Held] = {}
+        self._is_closed = False
+        self._check_unwritten()
+
+    def add(self, entry: TraceEntry) -> None:
+        """Add one piece to its tensor's sketch.
+
+        Raises ``TraceError`` for a tensor that does not have its spec's shape or is complex, for a spec that
+        contradicts itself, and for a tensor given twice that is not by token.
+        """
+        self._check_open()
+        spec = entry.spec
+        where = f"{self._describe()}: {entry.kind} of {spec.name}"
+        try:
+            check_spec(spec)
+        except ValueError as error:
+            raise TraceError(f"{where}: the shard spec contradicts itself: {error}") from error
+        key = TraceKey(step=self._step, update=entry.update, kind=entry.kind, name=spec.name)
+        form = _Form(
+            dtype=entry.tensor.dtype, global_shape=spec.global_shape, dims=entry.dims, is_masked=entry.is_masked
+        )
+        held = self._held.get(key)
+        if held is not None and not entry.is_by_token:
+            raise TraceError(f"{where} is given twice")
+        if held is not None and held.form != form:
+            raise TraceError(f"{where} has pieces of different form: {held.form} and {form}")
+        try:
+            sums = held.sums if held is not None else SketchSums(entry.tensor.dtype, entry.tensor.device)
+            rectangles = sums.add(entry.tensor, spec)
+        except TraceError as error:
+            raise TraceError(f"{where}: {error}") from error
+        if held is None:
+            held = self._held[key] = _Held(form=form, sums=sums)
+        held.rectangles += rectangles
+
+    def close(self, footer: StepFooter) -> None:
+        """Write the file; raises ``TraceError`` where it cannot be, and where an element was given twice."""
+        self._check_open()
+        self._is_closed = True
+        self._check_unwritten()
+        held = sorted(self._held.items(), key=lambda item: (item[0].update, item[0].kind, item[0].name))
+        parts = [self._own_part(key, item) for key, item in held]
+        tables = _tables(finish_sketches([item.sums for _, item in held], num_buckets=self._num_buckets))
+        if not held:
+            tables["sums"] = torch.zeros(0, self._num_buckets, dtype=torch.float64)
+        positions = {part: position for position, part in enumerate(dict.fromkeys(parts))}
+        content: dict[str, JSON] = {
+            "format_version": FORMAT_VERSION,
+            "step": self._step,
+            "global_rank": self._place.global_rank,
+            "world_size": self._world_size,
+            "coordinates": dict(self._place.coordinates),
+            "tensors": [
+                _describe_tensor(key, item.form, positions[part]) for (key, item), part in zip(held, parts, strict=True)
+            ],
+            "parts": [[[list(item.origin), list(item.sizes)] for item in part] for part in positions],
+            "tables": {name: compute_tensor_digest(table) for name, table in tables.items()},
+            "footer": footer_as_json(footer),
+        }
+        try:
+            with written_aside(self._path) as aside:
+                save_file(tables, aside, metadata={METADATA_KEY: canonical_json(seal(content))})
+        except (OSError, SafetensorError) as error:
+            raise TraceError(f"{self._path}: the trace cannot be written: {error}") from error
+        self._held = {}
+
+    def _own_part(self, key: TraceKey, held: _Held) -> ElementSet:
+        part, num_elements = _join(tuple(held.rectangles))
+        if num_elements != held.sums.num_elements:
+            twice = held.sums.num_elements - num_elements
+            raise TraceError(f"{self._describe()}: {twice} elements of the {key.describe()} are given twice")
+        return part
+
+    def _describe(self) -> str:
+        return f"step {self._step}, global rank {self._place.global_rank}"
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TraceError(f"{self._describe()}: the trace of this step is closed")
+
+    def _check_unwritten(self) -> None:
+        if self._path.exists():
+            raise TraceError(
+                f"{self._path} exists: this step is traced already; choose another output_dir or remove the trace"
+            )
+
+
+def _has_file(trace_dir: Path, name: re.Pattern[str]) -> bool:
+    folders = (path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
+    return any(name.fullmatch(path.name) for folder in folders for path in folder.iterdir())
+
+
+@lru_cache(maxsize=1024)
+def _join(rectangles: tuple[Rectangle, ...]) -> tuple[ElementSet, int]:
+    """The set of their elements, and how many it has: many tensors of a step have the same."""
+    return join(rectangles), count_union(rectangles)
+
+
+def _describe_tensor(key: TraceKey, form: _Form, position: int) -> list[JSON]:
+    return [
+        key.update,
+        key.kind,
+        key.name,
+        dtype_name(form.dtype),
+        list(form.global_shape),
+        list(form.dims),
+        form.is_masked,
+        position,
+    ]
+
+
+def _tables(sketches: Sequence[Sketch]) -> dict[str, torch.Tensor]:
+    counts = [[item.num_elements, item.num_nan, item.num_infinite, _as_signed(item.fingerprint)] for item in sketches]
+    return {
+        "sums": torch.stack([item.sums for item in sketches]) if sketches else torch.empty(0),
+        "squares": torch.tensor([item.sum_of_squares for item in sketches], dtype=torch.float64),
+        "counts": torch.tensor(counts, dtype=torch.int64).view(-1, 4),
+    }
+
+
+def _as_signed(fingerprint: int) -> int:
+    return fingerprint - (1 << 64) if fingerprint >= 1 << 63 else fingerprint

@@ -1,0 +1,261 @@
+"""Reads a trace of level ``sketch``: gives the sketch of each whole tensor, whatever layout wrote it.
+
+Ranks that hold the same elements must have the same fingerprint and count once; ranks that hold other elements add up.
+Whether they hold all that there is, and nothing twice, is known from the headers alone. The format is in
+``sketch_files``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.tensor_bytes import DTYPES
+from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.kinds import STEP_KINDS
+from mock_scheduler.trace.rectangles import ElementSet, count_union, find_cover
+from mock_scheduler.trace.sketch import Sketch, add, difference
+from mock_scheduler.trace.sketch_opening import RankSketches, StoredSketch, open_sketch_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SketchConflict:
+    """Ranks that hold different bits for the same elements of one tensor.
+
+    first, second: the lowest rank on either side. first_ranks, second_ranks: all that hold these elements together,
+    one each where a single rank holds them. relative: about how far the two are apart.
+    """
+
+    key: TraceKey
+    first: RankPlace
+    second: RankPlace
+    first_ranks: tuple[int, ...]
+    second_ranks: tuple[int, ...]
+    relative: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes on which the two ranks stand apart."""
+        mine, other = self.first.coordinates, self.second.coordinates
+        return tuple(axis for axis in mine if mine[axis] != other.get(axis))
+
+    def describe(self) -> str:
+        """One line: the tensor, the axes with both coordinates, and by how much."""
+        axes = self.axes
+        if len(self.first_ranks) > 1 or len(self.second_ranks) > 1 or not axes:
+            first, second = (f"global {'+'.join(map(str, ranks))}" for ranks in (self.first_ranks, self.second_ranks))
+        else:
+            first, second = (
+                " ".join(f"{axis}{place.coordinates.get(axis)}" for axis in axes) for place in (self.first, self.second)
+            )
+        return (
+            f"{self.key.name}: ranks {first} and {second} hold different bits of the {self.key.describe()} "
+            f"(by about {self.relative:.3g} of its norm)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MergedSketch:
+    """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
+
+    ``sketch.num_elements`` is less than the shape says for a token tensor of which some tokens are not trained on, and
+    in a trace that not all ranks wrote.
+    """
+
+    sketch: Sketch
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    conflicts: tuple[SketchConflict, ...]
+    dims: tuple[DimName, ...] = ()
+    is_masked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Part:
+    """The same elements as several ranks hold them, by global rank."""
+
+    elements: ElementSet
+    holders: tuple[tuple[RankPlace, Sketch], ...]
+
+    @property
+    def place(self) -> RankPlace:
+        """The lowest rank."""
+        return self.holders[0][0]
+
+    @property
+    def sketch(self) -> Sketch:
+        """That of the lowest rank."""
+        return self.holders[0][1]
+
+
+def open_sketches(trace_dir: Path) -> SketchReader:
+    """Read every file of a trace of sketches, and check that they are complete and fit together.
+
+    Raises ``TraceError`` that lists everything that is wrong with a step, and at once where there is no trace, or a
+    file is unreadable or was changed.
+    """
+    return SketchReader(open_sketch_steps(trace_dir))
+
+
+class SketchReader:
+    """An opened trace of sketches, all of it in memory: a few hundred bytes for each tensor, step and rank."""
+
+    def __init__(self, steps: dict[int, tuple[RankSketches, ...]]) -> None:
+        self._steps = steps
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+        return tuple(sorted(self._steps))
+
+    def ranks(self, step: int) -> tuple[RankPlace, ...]:
+        """The ranks that wrote ``step``, by global rank."""
+        return tuple(rank.place for rank in self._steps[step])
+
+    def is_complete(self, step: int) -> bool:
+        """Whether all ranks of the run wrote ``step``; otherwise sketches may be of parts of the tensors."""
+        return len(self._steps[step]) == self._steps[step][0].world_size
+
+    def keys(self, step: int) -> frozenset[TraceKey]:
+        """Every tensor that any rank wrote at ``step``."""
+        return frozenset(key for rank in self._steps[step] for key in rank.tensors)
+
+    def has(self, key: TraceKey) -> bool:
+        """Whether any rank wrote this tensor."""
+        return any(key in rank.tensors for rank in self._steps.get(key.step, ()))
+
+    def footer(self, step: int) -> StepFooter:
+        """What the first rank says of the whole step; rows and selection are the same on every rank."""
+        return self._steps[step][0].footer
+
+    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
+        """What each rank says, by global rank: ledgers and what is unobserved are its own."""
+        return tuple((rank.place, rank.footer) for rank in self._steps[step])
+
+    def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
+        """The ranks that hold elements of a tensor, by global rank."""
+        return tuple(place for place, stored in self._stored(key) if stored.part)
+
+    def sketch(self, key: TraceKey) -> MergedSketch:
+        """The sketch of the whole tensor, and the replicas that disagree.
+
+        Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or what they hold overlaps
+        without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
+        tensor that is not masked, these are the elements of the update's rows.
+        """
+        stored = self._stored(key)
+        _check_agreement(key, stored)
+        first = stored[0][1]
+        parts = _parts(stored)
+        num_elements = count_union([rectangle for part in parts for rectangle in part.elements])
+        self._check_complete(key, first, stored, num_elements)
+        whole, conflicts = _merge(key, parts, num_elements) if parts else (first.sketch, [])
+        return MergedSketch(
+            sketch=whole,
+            dtype=DTYPES[first.dtype],
+            global_shape=first.global_shape,
+            conflicts=tuple(conflicts),
+            dims=first.dims,
+            is_masked=first.is_masked,
+        )
+
+    def _stored(self, key: TraceKey) -> list[tuple[RankPlace, StoredSketch]]:
+        found = [(rank.place, rank.tensors[key]) for rank in self._steps.get(key.step, ()) if key in rank.tensors]
+        if not found:
+            raise TraceError(f"no rank wrote the {key.describe()}")
+        return found
+
+    def _check_complete(
+        self, key: TraceKey, first: StoredSketch, stored: Sequence[tuple[RankPlace, StoredSketch]], num_elements: int
+    ) -> None:
+        expected = _count_expected(key, first, self.footer(key.step))
+        is_exact = self.is_complete(key.step) and not first.is_masked
+        if num_elements > expected or (is_exact and num_elements < expected):
+            ranks = ", ".join(str(place.global_rank) for place, _ in stored)
+            raise TraceError(
+                f"{key.describe()}: {num_elements} elements are held, where there are {expected}; parts come from "
+                f"global rank {ranks}"
+            )
+
+
+def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:
+    """Elements of the whole tensor; of a token tensor those of the rows that its step or update has."""
+    shape = stored.global_shape
+    if stored.dims[:1] != ("token",) or key.kind in STEP_KINDS or not footer.update_rows:
+        return math.prod(shape)
+    rows = footer.update_rows[key.update] if key.update < len(footer.update_rows) else ()
+    return sum(footer.rows.lengths[row] for row in rows) * math.prod(shape[1:])
+
+
+def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
+    """By what is held; ranks without an element are in none."""
+    by_elements: dict[ElementSet, list[tuple[RankPlace, Sketch]]] = {}
+    for place, item in stored:
+        if item.part:
+            by_elements.setdefault(item.part, []).append((place, item.sketch))
+    return [_Part(elements=elements, holders=tuple(holders)) for elements, holders in by_elements.items()]
+
+
+def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
+    """The sum over one set of parts that hold everything once, which every other such set must equal."""
+    conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
+    chosen = _take_cover(key, parts, parts, num_elements)
+    whole = reduce(add, (part.sketch for part in chosen))
+    left = [part for part in parts if part not in chosen]
+    while left:
+        others = _take_cover(key, left, parts, num_elements)
+        again = reduce(add, (part.sketch for part in others))
+        if not whole.is_identical(again):
+            conflicts.append(_conflict(key, (chosen, whole), (others, again)))
+        left = [part for part in left if part not in others]
+    return whole, conflicts
+
+
+def _take_cover(key: TraceKey, left: list[_Part], parts: list[_Part], num_elements: int) -> list[_Part]:
+    cover = find_cover([part.elements for part in left], num_elements)
+    if cover is None:
+        ranks = ", ".join(str(place.global_rank) for part in parts for place, _ in part.holders)
+        raise TraceError(
+            f"{key.describe()}: what global ranks {ranks} hold overlaps without being the same, so sketches cannot be "
+            "put together; trace this tensor with trace.level=full"
+        )
+    return [left[index] for index in cover]
+
+
+def _replica_conflicts(key: TraceKey, part: _Part) -> list[SketchConflict]:
+    first = ([part], part.sketch)
+    return [
+        _conflict(key, first, ([_Part(elements=part.elements, holders=(holder,))], holder[1]))
+        for holder in part.holders[1:]
+        if not part.sketch.is_identical(holder[1])
+    ]
+
+
+def _conflict(
+    key: TraceKey, first: tuple[Sequence[_Part], Sketch], second: tuple[Sequence[_Part], Sketch]
+) -> SketchConflict:
+    sides = [
+        sorted((part.place for part in parts), key=lambda place: place.global_rank) for parts, _ in (first, second)
+    ]
+    return SketchConflict(
+        key=key,
+        first=sides[0][0],
+        second=sides[1][0],
+        first_ranks=tuple(place.global_rank for place in sides[0]),
+        second_ranks=tuple(place.global_rank for place in sides[1]),
+        relative=difference(first[1], second[1]).relative,
+    )
+
+
+def _check_agreement(key: TraceKey, stored: Sequence[tuple[RankPlace, StoredSketch]]) -> None:
+    """All ranks that hold the tensor say the same whole shape and dtype."""
+    forms = {(item.dtype, item.global_shape): place.global_rank for place, item in reversed(stored)}
+    if len(forms) > 1:
+        found = ", ".join(f"global rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in forms.items())
+        raise TraceError(f"{key.describe()}: ranks disagree on dtype or whole shape ({found})")

@@ -1,0 +1,114 @@
+"""Writes one rank's step of a trace beside the training: digests and files come from a background thread.
+
+Contract: an entry is copied when it is given. Its digests are computed at once, in the background; when the part that
+is being filled has reached its size, that part is written there too, and the next one is begun. ``add`` waits only
+where the part before is not written yet, so that at most two parts (and one entry) are in memory. An error of the
+background is raised by the next call, and by every later one; no part follows one that failed, so the last part,
+without which a rank's step does not count as complete, is missing then.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.files import Ending, EntryIntake, RankStep, check_unwritten, write_part
+from mock_scheduler.trace.pieces import PieceRecord, record_entry
+
+DEFAULT_PART_BYTES = 1 << 30
+
+#: A part with more pieces would have a header of many megabytes; safetensors reads none beyond 100 MB.
+_MAX_PIECES = 1 << 13
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part that is being filled. records: of its tensors, while their digests are being computed."""
+
+    index: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    records: list[Future[PieceRecord]] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class FullSink:
+    """Takes one rank's entries of one step, and writes them whole; a ``TraceSink``.
+
+    part_bytes: a part is ended when it holds so many bytes. Raises ``TraceError`` where this rank's step is traced
+    already. One thread calls it. Without ``close`` the step stays incomplete.
+    """
+
+    def __init__(
+        self,
+        trace_dir: Path,
+        *,
+        step: int,
+        place: RankPlace,
+        world_size: int,
+        part_bytes: int = DEFAULT_PART_BYTES,
+    ) -> None:
+        self._trace_dir = trace_dir
+        self._rank_step = RankStep(step=step, place=place, world_size=world_size)
+        check_unwritten(trace_dir, self._rank_step)
+        self._part_bytes = part_bytes
+        self._intake = EntryIntake(self._rank_step)
+        self._part = _Part(index=0)
+        self._written: list[str] = []
+        self._writing: Future[None] | None = None
+        self._is_closed = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace-writer")
+
+    def add(self, entry: TraceEntry) -> None:
+        """Copy one piece; raises ``TraceError`` as ``EntryIntake`` does, and for a write that failed."""
+        self._check_open()
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        name, owned = self._intake.take(entry)
+        part = self._part
+        part.tensors[name] = owned.tensor
+        part.records.append(self._executor.submit(record_entry, owned, step=self._rank_step.step, name=name))
+        part.size_bytes += owned.tensor.nbytes
+        if part.size_bytes >= self._part_bytes or len(part.tensors) >= _MAX_PIECES:
+            self._submit(None)
+            self._part = _Part(index=part.index + 1)
+
+    def close(self, footer: StepFooter) -> None:
+        """Write the last part, and return when all are on the disk; raises ``TraceError`` where one could not be."""
+        self._check_open()
+        self._is_closed = True
+        try:
+            self._submit(footer)
+            self._wait()
+        finally:
+            self._part = _Part(index=self._part.index)
+            self._executor.shutdown()
+
+    def _submit(self, footer: StepFooter | None) -> None:
+        self._wait()
+        self._writing = self._executor.submit(self._write, self._part, footer)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, part: _Part, footer: StepFooter | None) -> None:
+        """In the background: one part; its digests are there, since they were asked for earlier."""
+        digest = write_part(
+            self._trace_dir,
+            self._rank_step,
+            part=part.index,
+            tensors=part.tensors,
+            records=[record.result() for record in part.records],
+            ending=None if footer is None else Ending(footer=footer, earlier_parts=tuple(self._written)),
+        )
+        self._written.append(digest)
+        part.tensors.clear()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TraceError(f"{self._rank_step.describe()}: the trace of this step is closed")

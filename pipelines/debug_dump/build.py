@@ -1,0 +1,111 @@
+"""From a run's configuration and environment to the probe that dumps a step, where one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files, remove_steps_from
+from mock_scheduler.config.debug import PARAMETER_OPTIONS, TrainerDump, read_trainer_dump
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.errors import ConfigError, StepExistsError
+from pipelines.debug_dump.parameters import ParameterDump, build_parameter_dump
+from pipelines.debug_dump.probe import DebugProbe, DumpTarget
+from pipelines.megatron.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugDump:
+    """What a run dumps: by ``debug``, by the variables of NexRL's trainer mode, by both or by neither."""
+
+    config: PipelineConfig
+    trainer: TrainerDump | None
+    parameters: ParameterDump | None
+
+    def probe(self, runtime: Runtime, ranks: RankGroup, *, step: int) -> DebugProbe | None:
+        """The probe of a step; None where nothing is dumped of it. Every rank must ask, and save it."""
+        targets = self.targets(step)
+        if not targets:
+            return None
+        return DebugProbe(runtime, step=step, targets=targets, parameters=self.parameters, ranks=ranks)
+
+    def remove_steps_from(self, step: int) -> None:
+        """Remove what an earlier run dumped of this step and later ones, before a resumed run dumps them anew.
+
+        Only for one rank, before any dumps.
+        """
+        for target in self.targets():
+            remove_steps_from(target.folder, step, target.kinds)
+
+    def targets(self, step: int | None = None) -> list[DumpTarget]:
+        """Where a step is dumped to; of no step in particular: all that the run dumps to."""
+        debug, targets = self.config.debug, []
+        options = debug.enabled_options()
+        if options and (step is None or debug.is_due(step)):
+            targets.append(
+                DumpTarget(folder=Path(debug.dump_dir), dump_format=debug.dump_format, kinds=frozenset(options))
+            )
+        trainer = self.trainer
+        if trainer is not None and (step is None or trainer.is_due(step)):
+            targets.append(DumpTarget(folder=Path(trainer.folder), dump_format="pt", kinds=frozenset(trainer.options)))
+        return targets
+
+
+def build_debug_dump(
+    config: PipelineConfig,
+    environ: Mapping[str, str],
+    *,
+    vocab_size: int,
+    is_resumed: bool = False,
+    trains_remotely: bool = False,
+) -> DebugDump:
+    """What the run dumps, checked before a model is built; the same on every rank.
+
+    is_resumed: the folders may hold the dump of the run that is resumed; ``remove_steps_from`` makes way.
+    trains_remotely: the run sends its batches to a service, which computes what ``dump_options`` are about.
+    Raises ``ConfigError`` for options without effect in such a run, variables that cannot be used, a pattern that
+    matches nothing; ``StepExistsError`` where the folders hold another run's dump.
+    """
+    _check_options(config, trains_remotely=trains_remotely)
+    trainer = read_trainer_dump(environ, target_param_pattern=config.debug.target_param_pattern)
+    is_same_folder = trainer is not None and Path(trainer.folder).resolve() == Path(config.debug.dump_dir).resolve()
+    if is_same_folder and config.debug.enabled_options():
+        raise ConfigError(
+            f"debug.dump_dir and WEAVER_DEBUG_DUMP_DIR are both {config.debug.dump_dir}: their files have the same "
+            "names; give each a folder of its own"
+        )
+    options = {*config.debug.enabled_options(), *(() if trainer is None else trainer.options)}
+    parameters = build_parameter_dump(config, vocab_size=vocab_size) if options & {*PARAMETER_OPTIONS} else None
+    dump = DebugDump(config=config, trainer=trainer, parameters=parameters)
+    if not is_resumed:
+        _check_folders(dump)
+    return dump
+
+
+def _check_options(config: PipelineConfig, *, trains_remotely: bool) -> None:
+    debug = config.debug
+    if trains_remotely and debug.enabled_options():
+        raise ConfigError(
+            f"debug.dump_options.{debug.enabled_options()[0]} has no effect: this run trains on a service, which "
+            "computes that; set it there, or use debug.remote_api_dump_options"
+        )
+    if not trains_remotely and debug.enabled_remote_options():
+        raise ConfigError(
+            f"debug.remote_api_dump_options.{debug.enabled_remote_options()[0]} has no effect: this run trains by "
+            "itself and sends nothing to a service; use debug.dump_options"
+        )
+
+
+def _check_folders(dump: DebugDump) -> None:
+    """What is there already would else be found only after the first rollout."""
+    for target in dump.targets():
+        for kind in DUMP_KINDS:
+            found = find_files(target.folder, kind) if kind in target.kinds else {}
+            for key, path in found.items():
+                if target in dump.targets(key.step) and key.step < dump.config.max_steps:
+                    raise StepExistsError(
+                        f"{path} is there already, from another run: give debug.dump_dir (or WEAVER_DEBUG_DUMP_DIR) a "
+                        "folder of its own, or remove the old dump"
+                    )

@@ -1,0 +1,254 @@
+"""Traces what modules compute: activations, routers, logits, and the gradients of the loss with respect to them.
+
+Hooks are on a model's modules only within ``watching``. An output is taken when it is computed, in the forward pass
+that ``computing`` announces; its gradient when the backward pass reaches it. With recomputation a module runs again in
+the backward pass: values are those of the first run, and the gradient is taken from the run that has a graph. Nobody
+says which micro-batch a second run is for, but the backward passes of a chunk come in the order of its forward passes,
+so that the first that waits is meant.
+
+A gradient is that of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the
+update's response tokens, undivided, so that micro-batches do not show; without it the mean over the update's
+micro-batches of each one's mean over its tokens. Tensor parallelism leaves none of them partial: the gradient of what
+a column-parallel layer reads is reduced by that layer before it is that of the module before it, which is where a hook
+sees it; heads, channels and vocabulary that a rank holds alone have all of theirs there. Under context parallelism keys
+and values get theirs back by reduce-scatter, and under expert parallelism tokens come back to the rank that owns them.
+Losses of routers are part of it, from ``mlp.router.logits`` on; those of ``moe_router_impl: megatron`` are scaled by
+tp and cp in some releases, which then shows (``docs/layouts.md``).
+
+Reading changes no bit: outputs are detached and copied, methods are wrapped and return what the wrapped ones do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.errors import TraceError
+from mock_scheduler.text import bullet_list
+from mock_scheduler.trace.entries import TraceEntry, Unobserved
+from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.shards import ShardSpec, Split
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.observed import ObservedOutput, OutputForm, observed_outputs, unobserved_outputs
+from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.watches import Gather, See
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
+
+_GRADIENT: TraceKind = "activation_gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tokens:
+    """The tokens of a share that a module computes.
+
+    num_places: s · b of its output, padding included. places: int64 ``[n]`` on the compute device, the tokens among
+    them. split: where these n go in the token dimension.
+    """
+
+    num_places: int
+    places: torch.Tensor
+    split: Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Share:
+    """A micro-batch's share: all of its columns, and the slice of them that sequence parallelism leaves this rank."""
+
+    whole: _Tokens
+    slice: _Tokens
+
+    def of(self, form: OutputForm) -> _Tokens:
+        """The tokens of an output of this form."""
+        return self.slice if form.is_sliced else self.whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tap:
+    """An output under observation, which of its two tensors are traced, and the passes that wait for a second run."""
+
+    output: ObservedOutput
+    has_value: bool
+    has_gradient: bool
+    waiting: deque[_Share]
+
+
+class ModuleProbe:
+    """Of one rank; it never communicates. ``emit`` takes each piece at once and copies what it keeps.
+
+    selection: which kinds and names. An update's model is told by ``watching``, its micro-batches by ``computing``.
+    """
+
+    def __init__(self, runtime: Runtime, selection: TraceSelection, emit: Callable[[TraceEntry], None]) -> None:
+        self._runtime = runtime
+        self._selection = selection
+        self._emit = emit
+        self._index: TokenIndex | None = None
+        self._shares: dict[int, _Share] = {}
+        self._unobserved: dict[Unobserved, None] = {}
+        self._update = 0
+        self._gradient_scale = 1.0
+        self._current: _Share | None = None
+        self._open: Counter[str] = Counter()
+
+    @property
+    def unobserved(self) -> tuple[Unobserved, ...]:
+        """What was selected and the watched models do not show; the same on every rank."""
+        return tuple(self._unobserved)
+
+    def start_step(self, index: TokenIndex) -> None:
+        """A step with these tokens begins; the indices of its micro-batches are unique within it."""
+        self._index = index
+        self._shares = {}
+
+    @contextmanager
+    def watching(self, model: TrainedModel, update: int) -> Iterator[None]:
+        """Trace what the model computes in the block: all forward and backward passes of one update.
+
+        Raises:
+            TraceError: the model is not as the tables say, or the backward passes did not give all of the gradients.
+        """
+        taps = self._taps(model)
+        self._update = update
+        self._gradient_scale = _gradient_scale(model)
+        self._open.clear()
+        with ExitStack() as stack:
+            for tap in taps:
+                stack.enter_context(tap.output.row.watch(tap.output.watched, self._see(tap)))
+            yield
+        lost = sorted(name for name, count in self._open.items() if count)
+        if lost:
+            raise TraceError(
+                f"update {update} ended without the gradient of every pass through these modules:{bullet_list(lost)}"
+            )
+
+    @contextmanager
+    def computing(self, own: OwnBatch) -> Iterator[None]:
+        """The block is one forward pass of one chunk over this share."""
+        self._current = self._share(own)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def _taps(self, model: TrainedModel) -> list[_Tap]:
+        wants = self._selection.wants
+        for absent in unobserved_outputs(model):
+            if wants(absent.kind, absent.name):
+                self._unobserved[absent] = None
+        taps = []
+        for output in observed_outputs(model):
+            has_value = wants(output.row.kind, output.name)
+            has_gradient = output.row.has_gradient and wants(_GRADIENT, output.name)
+            if has_value or has_gradient:
+                taps.append(_Tap(output=output, has_value=has_value, has_gradient=has_gradient, waiting=deque()))
+        return taps
+
+    def _see(self, tap: _Tap) -> See:
+        """What takes every tensor that the tap's module computes, in a first pass or in one that recomputes it."""
+
+        def see(tensor: torch.Tensor, gather: Gather | None) -> None:
+            # A layer's output requires a gradient in any case: Megatron adds its residual with gradients enabled.
+            share, has_graph = self._current, tensor.requires_grad and torch.is_grad_enabled()
+            if share is not None:
+                if tap.has_value:
+                    self._add(tap.output, tap.output.row.kind, share, tensor.detach(), gather)
+                if tap.has_gradient:
+                    self._open[tap.output.name] += 1
+                    if not has_graph:
+                        tap.waiting.append(share)
+            elif tap.has_gradient and has_graph:
+                if not tap.waiting:
+                    raise TraceError(f"{tap.output.name}: a pass that no forward pass was announced for")
+                share = tap.waiting.popleft()
+            if tap.has_gradient and has_graph and share is not None:
+                self._await_gradient(tap.output, share, tensor, gather)
+
+        return see
+
+    def _await_gradient(
+        self, output: ObservedOutput, share: _Share, tensor: torch.Tensor, gather: Gather | None
+    ) -> None:
+        scale = self._gradient_scale
+
+        def take(gradient: torch.Tensor) -> None:
+            self._open[output.name] -= 1
+            self._add(output, _GRADIENT, share, gradient.detach(), gather, scale=scale)
+
+        tensor.register_hook(take)
+
+    def _add(
+        self,
+        output: ObservedOutput,
+        kind: TraceKind,
+        share: _Share,
+        tensor: torch.Tensor,
+        gather: Gather | None,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Hand on what a tensor has for the share's tokens; nothing where it is all padding."""
+        tokens, form = share.of(output.form), output.form
+        num_tokens, size = len(tokens.places), prod(form.local_shape)
+        if not num_tokens or not size:
+            return
+        with torch.no_grad():
+            local = _by_token(output, tensor, tokens) if gather is None else gather(tensor, tokens.places)
+            local = local.reshape(num_tokens, -1)[:, :size].reshape(num_tokens, *form.local_shape)
+            local = local if scale == 1.0 else local * scale
+        assert self._index is not None
+        spec = ShardSpec(
+            name=output.name,
+            global_shape=(self._index.num_tokens, *form.shape),
+            local_shape=tuple(local.shape),
+            splits=(tokens.split, *form.splits),
+        )
+        dims = ("token", *form.dims)
+        self._emit(TraceEntry(update=self._update, kind=kind, spec=spec, tensor=local, dims=dims))
+
+    def _share(self, own: OwnBatch) -> _Share:
+        index = own.batch.index
+        if index not in self._shares:
+            width = own.inputs.tokens.shape[1] // self._runtime.tp_size
+            start = self._runtime.tp_rank * width
+            whole = self._tokens(own, slice(None))
+            part = whole if self._runtime.tp_size == 1 else self._tokens(own, slice(start, start + width))
+            self._shares[index] = _Share(whole=whole, slice=part)
+        return self._shares[index]
+
+    def _tokens(self, own: OwnBatch, columns: slice) -> _Tokens:
+        if self._index is None:
+            raise TraceError("a forward pass was announced before the step: call start_step first")
+        places = self._index.places(own, columns=columns)
+        num_lines, width = own.batch.row_ids[:, columns].shape
+        # Lines lie one after another there; modules give the columns one after another.
+        of_output = places.cells % width * num_lines + places.cells // width
+        return _Tokens(num_places=num_lines * width, places=of_output.to(own.inputs.tokens.device), split=places.split)
+
+
+def _by_token(output: ObservedOutput, tensor: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
+    """The tokens of an output that has so many numbers for each of its places, ``[n, width]``."""
+    expected = tokens.num_places * output.form.width
+    if tensor.numel() != expected:
+        raise TraceError(
+            f"{output.name}: the module computed {list(tensor.shape)}; expected {output.form.width} numbers for each "
+            f"of {tokens.num_places} places"
+        )
+    return tensor.reshape(-1, output.form.width)[tokens.places]
+
+
+def _gradient_scale(model: TrainedModel) -> float:
+    """What makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel`` does.
+
+    It divides by dp · cp where each rank's loss is a mean, over its own micro-batches (megatron-core 0.16.1,
+    ``gradient_scaling_factor``).
+    """
+    if model.transformer_config.calculate_per_token_loss:
+        return 1.0
+    return 1.0 / (model.runtime.dp_size * model.runtime.cp_size)

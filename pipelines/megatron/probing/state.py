@@ -1,0 +1,149 @@
+"""What a rank holds of a model's gradients, parameters and optimizer state, where it lies, without communication.
+
+Contract: tensors are given as they are, not copied. With the distributed optimizer a rank has reduced, and holds the
+moments of, a flat range of each parameter: its spec says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.trace.entries import DimName
+from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
+from mock_scheduler.trace.shards import ShardSpec
+from pipelines.megatron.optimizer_state import MOMENTS, state_dtype
+from pipelines.megatron.trained_model import TrainedModel
+from pipelines.megatron.weights import LocalParameter
+
+_VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
+_ROUTER = ".mlp.router.weight"
+_NORM = "layernorm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatePiece:
+    """What this rank holds of one tensor, as ``TraceEntry`` has it."""
+
+    spec: ShardSpec
+    tensor: torch.Tensor
+    dims: tuple[DimName, ...]
+
+
+def read_state(model: TrainedModel, kind: TraceKind) -> Iterator[StatePiece]:
+    """The pieces of one kind: ``gradient``, ``initial`` or ``parameter``, ``weight``, ``optimizer``.
+
+    gradient: main gradients. initial, parameter: in the precision in which parameters are updated, of bfloat16 ones the
+    optimizer's copy. weight: bfloat16 parameters themselves; nothing in other precisions. optimizer: Adam's moments,
+    named ``{parameter}.exp_avg`` and ``{parameter}.exp_avg_sq``; 0 before the first update.
+    """
+    for local in model.parameters():
+        dims = _dims_of(local, model)
+        for spec, tensor in _READERS[kind](local, model.optimizers):
+            yield StatePiece(spec=spec, tensor=tensor.detach(), dims=dims)
+
+
+def owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:
+    """The shard with the range that this rank owns; ``None`` where another rank owns all of it.
+
+    A parameter is in the maps of its own optimizer, and there only on ranks that own a part of its bucket.
+    """
+    place = optimizer.model_param_gbuf_map.get(local.parameter)
+    if place is None:
+        return None
+    index, dtype, bucket = place
+    ranges = optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(local.parameter)
+    if ranges is None:
+        return None
+    owned = ranges["param"]
+    return replace(local.spec, flat_range=(owned.start, owned.end))
+
+
+_Piece = tuple[ShardSpec, torch.Tensor]
+
+
+def _gradients(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
+    distributed = _distributed(optimizers)
+    if not distributed:
+        yield local.spec, local.parameter.main_grad
+    for optimizer in distributed:
+        spec = None if optimizer.is_stub_optimizer else owned_range(optimizer, local)
+        if spec is not None:
+            yield spec, local.parameter.main_grad
+
+
+def _parameters(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
+    if _is_wide(local.parameter):
+        yield local.spec, local.parameter
+        return
+    for _, spec, updated in _updated(local, optimizers):
+        yield spec, updated
+
+
+def _weights(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
+    if not _is_wide(local.parameter):
+        yield local.spec, local.parameter
+
+
+def _moments(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
+    for optimizer, spec, updated in _updated(local, optimizers):
+        state = optimizer.optimizer.state.get(updated) or {}
+        for name in MOMENTS:
+            moment = state[name] if name in state else torch.zeros_like(updated, dtype=state_dtype(updated))
+            yield replace(spec, name=f"{spec.name}.{name}"), moment
+
+
+def _updated(
+    local: LocalParameter, optimizers: Sequence[MegatronOptimizer]
+) -> Iterator[tuple[MegatronOptimizer, ShardSpec, torch.Tensor]]:
+    """The tensor that an optimizer updates in a parameter's place, flat where it is a range, and which optimizer."""
+    wide = local.parameter if _is_wide(local.parameter) else None
+    for optimizer in optimizers:
+        if optimizer.is_stub_optimizer:
+            continue
+        if isinstance(optimizer, DistributedOptimizer):
+            spec = owned_range(optimizer, local)
+            if spec is not None:
+                group, position = optimizer.model_param_group_index_map[local.parameter]
+                yield optimizer, spec, optimizer.optimizer.param_groups[group]["params"][position]
+            continue
+        inner = local.parameter.main_param if wide is None else wide
+        if any(inner is one for group in optimizer.optimizer.param_groups for one in group["params"]):
+            yield optimizer, local.spec, inner
+
+
+_READERS = {
+    "gradient": _gradients,
+    "initial": _parameters,
+    "parameter": _parameters,
+    "weight": _weights,
+    "optimizer": _moments,
+}
+
+
+def _distributed(optimizers: Sequence[MegatronOptimizer]) -> list[DistributedOptimizer]:
+    return [item for item in optimizers if isinstance(item, DistributedOptimizer)]
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is updated in its own precision, float32 or float64."""
+    return state_dtype(parameter) is parameter.dtype
+
+
+def _dims_of(local: LocalParameter, model: TrainedModel) -> tuple[DimName, ...]:
+    """What the dimensions of a parameter count, by its canonical name."""
+    name = local.spec.name.removeprefix(model.shape.prefix)
+    match len(local.spec.global_shape):
+        case 1:
+            return ("channel",) if _NORM in name else ("row",)
+        case 2 if name in _VOCABULARY and local.spec.global_shape[0] == model.shape.vocab_size:
+            return ("vocab", "channel")
+        case 2:
+            return ("expert", "channel") if name.endswith(_ROUTER) else ("row", "column")
+        case _:
+            return ()

@@ -1,0 +1,140 @@
+"""How the outputs of modules are got at: by forward hooks, and by wrapping a method where a module does not give them.
+
+Each watch is a context manager that tells ``see`` of every tensor that is computed in its block, with or without a
+graph, and changes nothing. Behind the block nothing of it is left.
+
+A token's K chosen experts are ordered by their number, ascending, in every tensor that has slots: ``topk`` orders them
+by score, which two runs may round differently. The experts' outputs are taken where the all-to-all dispatcher has
+brought them back to the rank that owns the tokens (``combine_postprocess``, megatron-core 0.16.1 and 0.19.2), sorted by
+expert and then by token. They are already weighted by the router's probabilities, which Megatron multiplies into the
+experts' inner activations; their sum over the slots, with the shared experts', is the output of the layer's MLP.
+A linear layer's output is without the bias that it leaves to the next operation, which fuses the addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from mock_scheduler.errors import TraceError
+
+Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a tensor as it was computed, or its gradient, and int64 ``[n]``, the places of tokens among its s · b, to what
+it has for these tokens, ``[n, ...]``."""
+
+See = Callable[[torch.Tensor, Gather | None], None]
+"""Takes a tensor; without a gather it has s · b parts of one size, token after token."""
+
+Watch = Callable[[torch.nn.Module, See], AbstractContextManager[None]]
+
+
+@contextmanager
+def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
+    """See a module's output; of several, as of a linear layer that leaves its bias to the next, the first."""
+
+    def hook(_: torch.nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        see(output[0] if isinstance(output, tuple) else output, None)
+
+    with _hooked(module, hook):
+        yield
+
+
+@contextmanager
+def watch_scores(router: torch.nn.Module, see: See) -> Iterator[None]:
+    """See a router's logits ``[s, b, E]``, before anything is made of them."""
+    compute = router.gating
+
+    def gating(*args: object, **kwargs: object) -> torch.Tensor:
+        logits: torch.Tensor = compute(*args, **kwargs)
+        see(logits, None)
+        return logits
+
+    with _replaced_method(router, "gating", gating):
+        yield
+
+
+@contextmanager
+def watch_probabilities(router: torch.nn.Module, see: See) -> Iterator[None]:
+    """See the weights of the chosen experts, gathered to ``[n, K]`` of a router's ``[s · b, E]``."""
+
+    def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        probs, routing_map = output
+        see(probs, lambda tensor, places: tensor[places].gather(1, chosen_experts(routing_map[places], router.topk)))
+
+    with _hooked(router, hook):
+        yield
+
+
+@contextmanager
+def watch_choice(router: torch.nn.Module, see: See) -> Iterator[None]:
+    """See which experts were chosen, gathered to int64 ``[n, K]`` of a router's bool map ``[s · b, E]``."""
+
+    def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        see(output[1], lambda routing_map, places: chosen_experts(routing_map[places], router.topk))
+
+    with _hooked(router, hook):
+        yield
+
+
+@contextmanager
+def watch_expert_outputs(layer: torch.nn.Module, see: See) -> Iterator[None]:
+    """See what each chosen expert gives to each token, gathered to ``[n, K, h]``, of a layer with experts."""
+    dispatcher = layer.token_dispatcher
+    combine = dispatcher.combine_postprocess
+
+    def combine_postprocess(permuted: torch.Tensor) -> torch.Tensor:
+        see(permuted, _gather_from_experts(dispatcher.routing_map, layer.config.moe_router_topk))
+        combined: torch.Tensor = combine(permuted)
+        return combined
+
+    with _replaced_method(dispatcher, "combine_postprocess", combine_postprocess):
+        yield
+
+
+def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
+    """int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``.
+
+    Raises:
+        TraceError: a token has not exactly K experts.
+    """
+    counts = routing_map.sum(dim=1)
+    if not bool((counts == topk).all()):
+        found = " and ".join(map(str, sorted(set(counts.tolist()) - {topk})))
+        raise TraceError(f"a router chose {found} experts for a token; expected moe_router_topk, {topk}, for each")
+    return routing_map.nonzero()[:, 1].view(-1, topk)
+
+
+def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
+    """Of rows sorted by expert and then by token, ``[s · b · K, h]``, those of each token, ``[n, K, h]``."""
+
+    def gather(permuted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        numbered = routing_map.T.flatten().cumsum(dim=0) - 1
+        row_of_pair = numbered.view(routing_map.shape[1], -1).T[places]
+        return permuted[row_of_pair.gather(1, chosen_experts(routing_map[places], topk))]
+
+    return gather
+
+
+@contextmanager
+def _hooked(module: torch.nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _replaced_method(owner: object, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """Let one object have another method in the block."""
+    before = vars(owner).get(name)
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

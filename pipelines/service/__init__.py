@@ -1,0 +1,1 @@
+"""Training of the real Megatron model behind HTTP."""

@@ -1,0 +1,52 @@
+"""A training service: ``python -m pipelines.service.server --config_path configs --config_name NAME a.b=c ...``.
+
+Trains the Megatron model of the configuration under its layout on what clients send, by the protocol of
+``mock_scheduler.remote.protocol``. It leaves in ``output_dir`` ``service.json`` with the URL and the process id,
+``service_config.yaml``, ``service_metrics.jsonl`` and what ``trace`` and ``debug`` ask for. A client that runs with the
+same ``output_dir`` adds a run's own files beside them, so that ``mock-scheduler compare`` reads both as one run.
+Ends after ``POST /v1/finish``, or with an error where no request came for ``training_service.timeout_s`` seconds.
+There is no authentication: whoever reaches the address can train.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.environment import check_settings
+from mock_scheduler.errors import ConfigError
+from pipelines.entry import run_entry
+
+
+def check_service(config: PipelineConfig) -> None:
+    """Refuse what a service cannot do. Raises ``ConfigError``."""
+    check_settings(config.system_envs)
+    if config.training_service.url is not None:
+        raise ConfigError(
+            f"training_service.url is {config.training_service.url}: a service trains itself and has no other; the "
+            "client is the run that sets it. Leave it out here"
+        )
+    if config.trace.operations:
+        raise ConfigError("trace.operations is true: a service keeps no operation log; set it to false")
+    if config.save_steps or config.resume_from_checkpoint is not None:
+        raise ConfigError(
+            "save_steps and resume_from_checkpoint: a service writes and reads no checkpoints; set save_steps=0 and "
+            "leave resume_from_checkpoint out"
+        )
+
+
+def _run_service(config: PipelineConfig) -> None:
+    # Imported here, since torch and Megatron read the environment when they are imported.
+    from pipelines.service.serving import run_service
+
+    run_service(config)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a service in this process; returns its exit code, one of ``errors.ExitCode`` but never 1."""
+    return run_entry(arguments, prog="pipelines.service.server", check=check_service, run=_run_service)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Starts a training service on every rank, and answers its requests until the client has finished."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from pathlib import Path
+
+from mock_scheduler.config.loading import dump_config
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
+from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
+from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
+from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.errors import MockSchedulerError, ServiceError
+from mock_scheduler.files import save_json
+from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
+from mock_scheduler.run_files import METRICS_FILE
+from pipelines.clock import Clock
+from pipelines.debug_dump.build import build_debug_dump
+from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.megatron.conflicts import read_setup
+from pipelines.megatron.model import build_transformer_config
+from pipelines.megatron.probing.selection import check_trace_ranks
+from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.observation import StepObservation
+from pipelines.progress import configure_logging
+from pipelines.service.http_front import Answer, Call, Front, listening
+from pipelines.service.ranks import HEARTBEAT_S, Command, listen, send
+from pipelines.service.service import OutOfOrderError, TrainingService
+from pipelines.tracking import MetricsWriter, prepare_output_dir
+
+SERVICE_FILE = "service.json"
+logger = logging.getLogger("pipelines.service")
+
+
+def run_service(config: PipelineConfig) -> None:
+    """Serve until the client has finished. Every rank calls it, after its environment was applied.
+
+    Raises:
+        MockSchedulerError: the service cannot start, or no request came for ``training_service.timeout_s``.
+    """
+    apply_deterministic_mode(os.environ)
+    settings = read_back(os.environ)
+    check_took_effect(settings, deterministic=is_deterministic_mode(config.system_envs))
+    check_trace_ranks(config)
+    tokenizer = build_tokenizer(config)
+    runtime = start_runtime(config.parallel, seed=config.seed)
+    try:
+        configure_logging(is_writer=runtime.is_writer)
+        ranks = TorchRankGroup(runtime.device)
+        check_agreement(settings, ranks)
+        setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
+        check_conflicts(find_conflicts(setup), setup, allowed=config.parallel.allow_known_wrong)
+        dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
+        observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
+        service = TrainingService(config, runtime, tokenizer, observation=observation)
+        if runtime.is_writer:
+            _serve(service, Path(config.output_dir))
+        else:
+            _follow(service, runtime)
+    finally:
+        stop_runtime()
+
+
+def _follow(service: TrainingService, runtime: Runtime) -> None:
+    """Carry out what rank 0 hears."""
+    for command in listen(device=runtime.device):
+        if command.operation == "score":
+            service.score(command.step, command.body)
+        else:
+            service.train(command.step, command.body)
+
+
+def _serve(service: TrainingService, output_dir: Path) -> None:
+    config = service.config.training_service
+    prepare_output_dir(output_dir, resume=False)
+    (output_dir / "service_config.yaml").write_text(dump_config(service.config), encoding="utf-8")
+    with (
+        MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=f"service_{METRICS_FILE}") as writer,
+        listening(config.host, config.port) as front,
+    ):
+        save_json(output_dir / SERVICE_FILE, {"url": front.url, "process_id": os.getpid()})
+        logger.info("training service of %s listens at %s", service.config.exp_name, front.url)
+        try:
+            _answer_all(service, front, writer)
+        finally:
+            (output_dir / SERVICE_FILE).unlink(missing_ok=True)
+    logger.info("%d steps trained. Files in %s", service.next_step, output_dir)
+
+
+def _answer_all(service: TrainingService, front: Front, writer: MetricsWriter) -> None:
+    """Answer one call after another. An error after the ranks were told ends the service, since they may differ."""
+    device, timeout_s = service.runtime.device, service.config.training_service.timeout_s
+    heard_s = time.monotonic()
+    while True:
+        try:
+            call = front.calls.get(timeout=min(HEARTBEAT_S, timeout_s))
+        except queue.Empty:
+            if time.monotonic() - heard_s > timeout_s:
+                send(Command(operation="stop"), device=device)
+                raise ServiceError(
+                    f"no request came for {timeout_s:g} s (training_service.timeout_s); {service.next_step} steps were "
+                    "trained"
+                ) from None
+            send(Command(operation="idle"), device=device)
+            continue
+        heard_s = time.monotonic()
+        if call.operation == "finish":
+            send(Command(operation="stop"), device=device)
+            call.answer(Answer.json({"steps": service.next_step}))
+            return
+        call.answer(_refusal(service, call) or _carry_out(service, call, writer))
+
+
+def _refusal(service: TrainingService, call: Call) -> Answer | None:
+    """The answer to a request that no rank acts on; ``None`` for one to carry out."""
+    if call.operation == "service":
+        return Answer.json(service.describe())
+    try:
+        service.check("train" if call.operation == "train" else "score", call.step, call.body)
+    except OutOfOrderError as error:
+        return Answer.json({"error": str(error)}, status=409)
+    except MockSchedulerError as error:
+        return Answer.json({"error": str(error)}, status=400)
+    return None
+
+
+def _carry_out(service: TrainingService, call: Call, writer: MetricsWriter) -> Answer:
+    send(Command(operation=call.operation, step=call.step, body=call.body), device=service.runtime.device)
+    try:
+        if call.operation == "score":
+            return Answer(status=200, body=encode_scores(service.score(call.step, call.body)))
+        metrics = service.train(call.step, call.body)
+    except Exception as error:
+        call.answer(Answer.json({"error": f"the service ends: {error}"}, status=500))
+        raise
+    writer.write(call.step, metrics)
+    logger.info("step %d trained", call.step + 1)
+    return Answer.json({"metrics": metrics_as_json(metrics)})

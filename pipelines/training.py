@@ -1,0 +1,203 @@
+"""Who trains a run's steps: this run's own model, or a training service.
+
+Contract: made in two parts. The constructor refuses what can be refused; ``build`` makes the model, or greets the
+service, when nothing else can fail any more. Every rank makes one and calls the same methods.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.digests import JSON
+from mock_scheduler.errors import SchedulerError
+from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.trace.files import remove_steps_from
+from pipelines.clock import Clock
+from pipelines.debug_dump.build import build_debug_dump
+from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.registry import vocab_size_in_effect
+from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, save_checkpoint
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.observation import StepObservation
+from pipelines.operations import record_operations
+from pipelines.remote.learner import RemoteLearner
+
+
+class Training(Protocol):
+    """What the loop asks of whoever trains. ``layout``, ``world_size``: of the model, once it was built."""
+
+    layout: str
+    world_size: int
+
+    def build(self, resumed: RunState | None) -> None:
+        """Make the model; of a resumed run, as its checkpoint has it."""
+
+    def make_way(self, step: int) -> None:
+        """Remove what an earlier part of a resumed run wrote of this step and later ones. One rank calls it."""
+
+    @property
+    def policy(self) -> PolicyTrainer:
+        """The model that samples. Raises ``SchedulerError`` where this run has none."""
+        ...
+
+    def train_step(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
+        """All updates of one rollout step, and the files that it leaves."""
+        ...
+
+    def save(self, folder: Path, state: RunState) -> None:
+        """Write a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, JSON]:
+        """What a checkpoint keeps besides model and optimizer."""
+        ...
+
+    def finish(self) -> None:
+        """The run has made all its steps."""
+
+
+class OwnTraining:
+    """Trains the model of the configuration in this run's own processes."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        runtime: Runtime,
+        tokenizer: GridTokenizer,
+        *,
+        ranks: RankGroup,
+        clock: Clock,
+        is_resumed: bool,
+    ) -> None:
+        self.layout = config.parallel.describe()
+        self.world_size = runtime.world_size
+        self._config = config
+        self._runtime = runtime
+        self._output_dir = Path(config.output_dir)
+        self._vocab_size = vocab_size_in_effect(config, tokenizer)
+        self._allowed_tokens = tokenizer.action_ids if config.actor_infer.only_action_tokens else None
+        self._dump = build_debug_dump(config, os.environ, vocab_size=self._vocab_size, is_resumed=is_resumed)
+        self._observation = StepObservation(config, runtime, ranks, dump=self._dump, clock=clock)
+        self._learner: Learner | None = None
+
+    @property
+    def learner(self) -> Learner:
+        """The learner. Raises ``SchedulerError`` before ``build``."""
+        if self._learner is None:
+            raise SchedulerError("the model is asked for before it was built")
+        return self._learner
+
+    def build(self, resumed: RunState | None) -> None:
+        """Make policy, reference and critic; of a resumed run, as its checkpoint has them."""
+        config = self._config
+        self._learner = Learner(config, self._runtime, vocab_size=self._vocab_size, allowed_tokens=self._allowed_tokens)
+        if resumed is not None:
+            load_checkpoint(Path(str(config.resume_from_checkpoint)), self._learner, resumed)
+
+    def make_way(self, step: int) -> None:
+        """Remove traces and debug dumps of this step and later ones."""
+        remove_steps_from(self._output_dir / TRACE_FOLDER, step)
+        self._dump.remove_steps_from(step)
+
+    @property
+    def policy(self) -> PolicyTrainer:
+        """The policy under training."""
+        return self.learner.policy
+
+    def train_step(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
+        """All updates of one rollout step; traced, dumped and logged as configured."""
+        with (
+            record_operations(self._config, self._output_dir, self.learner, step=step),
+            self._observation.step(step) as probe,
+        ):
+            return self.learner.train_step(batch, step=step, probe=probe)
+
+    def save(self, folder: Path, state: RunState) -> None:
+        """Write a checkpoint. Collective."""
+        save_checkpoint(folder, self.learner, state)
+
+    def state_dict(self) -> Mapping[str, JSON]:
+        """Of the learner."""
+        return self.learner.state_dict()
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class ServiceTraining:
+    """Trains in the service of ``training_service.url``; this run has no model."""
+
+    def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str) -> None:
+        self.layout = "that of the service"
+        self.world_size = 1
+        self._config = config
+        self._tokenizer = tokenizer
+        self._url = url
+        self._learner: RemoteLearner | None = None
+        build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer), trains_remotely=True)
+
+    def build(self, resumed: RunState | None) -> None:
+        """Greet the service; the configuration has refused to resume."""
+        self._learner = RemoteLearner(self._config, self._tokenizer, url=self._url)
+        self.layout = self._learner.service.layout
+
+    def make_way(self, step: int) -> None:
+        """The configuration has refused to resume."""
+
+    @property
+    def policy(self) -> PolicyTrainer:
+        """Raises ``SchedulerError``: the configuration has refused all that samples."""
+        raise SchedulerError(f"the policy of this run is in the training service at {self._url}")
+
+    def train_step(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
+        """All updates of one rollout step, in the service; dumped as ``debug.remote_api_dump_options`` says."""
+        assert self._learner is not None
+        dump = RemoteDump(config=self._config.debug, step=step)
+        advantages, advantage_metrics = self._learner.prepare(batch, step=step)
+        dump.save_prepared_trajectories(batch, advantages.advantages)
+        if self._config.debug.remote_api_dump_options.datums and self._config.debug.is_due(step):
+            dump.save_datums(build_datums(batch, advantages.advantages))
+        metrics = self._learner.train(batch, advantages, step=step)
+        dump.save_training_metrics(metrics)
+        return metrics | advantage_metrics
+
+    def save(self, folder: Path, state: RunState) -> None:
+        """The configuration has refused checkpoints."""
+
+    def state_dict(self) -> Mapping[str, JSON]:
+        """Nothing."""
+        return {}
+
+    def finish(self) -> None:
+        """Tell the service that the run has ended."""
+        assert self._learner is not None
+        self._learner.finish()
+
+
+def build_training(
+    config: PipelineConfig,
+    runtime: Runtime,
+    tokenizer: GridTokenizer,
+    *,
+    ranks: RankGroup,
+    clock: Clock,
+    is_resumed: bool,
+) -> Training:
+    """Who trains this run, as ``training_service.url`` says."""
+    url = config.training_service.url
+    if url is not None:
+        return ServiceTraining(config, tokenizer, url=url)
+    return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed)
+
+
+def checkpoint_settings(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
+    """What a resumed run must have as the run that made the checkpoint."""
+    return fixed_settings(config, vocab_size=vocab_size_in_effect(config, tokenizer))

@@ -1,0 +1,130 @@
+"""Real gloo processes: what modules compute has one canonical form, whatever the layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.reader import open_trace
+from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, Case
+from tests.dist.conftest import launch
+from tests.merged_traces import Merged, different_bits, distances, merge_step
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
+
+#: Relative Frobenius distance in float64: sums in another order leave 1e-14, a wrong computation 1e-3 and more.
+BOUND = 1e-12
+
+
+def case_of(model: str, layout: str, option: str = "plain") -> Case:
+    return Case(model=model, precision="float64", layout=layout, option=option)
+
+
+SHORT = (
+    case_of("dense", "tp2", "one-update"),
+    case_of("dense", "pp2", "recompute-full+one-update"),
+    case_of("dense", "dp2", "micro-batch-means+one-update"),
+    *(case_of("moe-by-row", layout, "one-update") for layout in ("pp2-vpp2", "cp2", "dp2-ep2", "tp2-sp-ep2")),
+    case_of("moe-by-row", "tp2-sp-pp2-ep2", "one-update"),
+)
+REPEATED = case_of("moe-by-row", "tp2-sp-ep2", "repeat+one-update")
+FAULT = case_of("dense", "tp2", "one-update")
+LONG = (
+    *(case_of(model, layout) for model in ("dense", "moe") for layout in LAYOUTS[model]),
+    *(case_of(model, layout, option) for model, cases in OPTION_CASES.items() for layout, option in cases),
+)
+#: Layouts that compute each token's own numbers with the same operations as one process does.
+_ORDERED = frozenset({"pp2", "pp2-vpp2"})
+
+
+def run(root: Path, tasks: Sequence[tuple[int, str]]) -> Path:
+    """Each task once, all of one number of processes in one launch."""
+    for size in sorted({size for size, _ in tasks}):
+        names = dict.fromkeys(task for needed, task in tasks if needed == size)
+        launch(size, root, tuple(names), module="tests.dist.trace_worker")
+    return root
+
+
+def with_references(cases: Sequence[Case]) -> list[tuple[int, str]]:
+    return [(item.world_size, item.name) for case in cases for item in (case.reference, case)]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One launch for each number of processes."""
+    tasks = [*with_references([*SHORT, REPEATED]), (FAULT.world_size, f"fault:{FAULT.name}")]
+    return run(tmp_path_factory.mktemp("traces"), tasks)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every layout and option; half an hour."""
+    return run(tmp_path_factory.mktemp("all-traces"), with_references(LONG))
+
+
+@functools.cache
+def merge_once(folder: Path) -> Merged:
+    """As ``merge_step``, of what several tests compare with."""
+    return merge_step(folder)
+
+
+def both(root: Path, case: Case) -> tuple[Merged, Merged]:
+    return merge_step(root / case.name), merge_once(root / case.reference.name)
+
+
+def check(root: Path, case: Case) -> None:
+    """Every kind has the canonical form and content of the one process, in every update."""
+    found, expected = both(root, case)
+    errors = distances(found, expected)
+    assert {key.describe(): error for key, error in errors.items() if not error < BOUND} == {}
+    kinds = {"activation", "logits", "activation_gradient"} | ({"router"} if case.model != "dense" else set())
+    assert {key.kind for key in errors} == kinds
+    if case.is_exact:
+        assert different_bits(found, expected) == []
+
+
+def name_of(case: Case) -> str:
+    return case.name.replace("/float64", "")
+
+
+@pytest.mark.parametrize("case", SHORT, ids=name_of)
+def test_every_tensor_is_that_of_one_process(short: Path, case: Case) -> None:
+    check(short, case)
+
+
+@pytest.mark.parametrize("case", [case for case in SHORT if case.layout in _ORDERED], ids=name_of)
+def test_pipelines_and_recomputation_change_no_bit(short: Path, case: Case) -> None:
+    """Of the first update; before the second the gradients' norm has been summed stage by stage."""
+    assert different_bits(*both(short, case)) == []
+
+
+def test_the_same_layout_twice_is_the_same_to_the_bit(short: Path) -> None:
+    once, again = (
+        merge_step(short / case.name) for case in (case_of("moe-by-row", "tp2-sp-ep2", "one-update"), REPEATED)
+    )
+    assert different_bits(again, once) == []
+
+
+def test_a_gradient_that_is_not_reduced_is_found_where_it_is_lost(short: Path) -> None:
+    """Layer 2's linear_qkv leaves out the sum over tp: the norm before it is the first to disagree."""
+    with open_trace(short / "fault" / FAULT.name) as trace:
+        merged = {key: trace.merge(key) for key in trace.keys(0) if key.kind == "activation_gradient"}
+    wrong = {key.name: item.conflicts for key, item in merged.items() if key.update == 0 and item.conflicts}
+    assert "decoder.layers.2.input_layernorm" in wrong
+    later = ("decoder.layers.3", "decoder.layers.2.mlp", "decoder.layers.2.self_attention", "decoder.final", "output")
+    assert [name for name in wrong if name.startswith(later)] == []
+    conflict = wrong["decoder.layers.2.input_layernorm"][0]
+    assert conflict.axes == ("tp",)
+    key = TraceKey(step=0, update=0, kind="activation_gradient", name="decoder.layers.2.input_layernorm")
+    assert conflict.key == key
+
+
+@pytest.mark.all
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", LONG, ids=name_of)
+def test_every_tensor_of_every_layout_and_option_is_that_of_one_process(long: Path, case: Case) -> None:
+    check(long, case)
