@@ -22,7 +22,7 @@ from mock_scheduler.trace.reader import TraceReader
 
 #: How many tensors beyond their bound are explained, in the order of computation, and how many of the largest others.
 NUM_EXCEEDING = 8
-NUM_LARGEST = 4
+NUM_LARGEST = 2
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 

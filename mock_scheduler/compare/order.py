@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
@@ -99,6 +100,7 @@ def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _Natural
     return key.step, key.update, phase, place, TRACE_KINDS.index(key.kind), name
 
 
+@lru_cache(maxsize=1 << 16)
 def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
     """The place in the model, and the name with its numbers as numbers."""
     natural = tuple((int(text), "") if text.isdigit() else (-1, text) for text in _NUMBER.split(name) if text)

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.judging import describe_non_finite
+from mock_scheduler.compare.judging import describe_non_finite, is_bit_equal
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.tensor_bytes import dtype_name
@@ -25,6 +25,7 @@ class TensorPair:
 
     present: bool, of the tensors' shape or ``[T, 1, ...]``: the elements that both runs have; ``None``: all of them.
     ours, theirs: the same of each run by itself, before they are put together; ``theirs`` in the baseline's order.
+    is_equal: whether all bits of both tensors are equal, also of elements that are not present.
     """
 
     key: TraceKey
@@ -34,13 +35,7 @@ class TensorPair:
     present: torch.Tensor | None
     ours: torch.Tensor | None = None
     theirs: torch.Tensor | None = None
-
-    @property
-    def num_present(self) -> int:
-        """How many elements both runs have."""
-        if self.present is None:
-            return self.baseline.numel()
-        return int(self.present.sum()) * (self.baseline.numel() // max(self.present.numel(), 1))
+    is_equal: bool = False
 
     def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
         """The pair without these tokens; ``left_out``: bool ``[T]``."""
@@ -95,6 +90,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
         present=present,
         ours=all_of([ours.present, shared]),
         theirs=all_of([their_presence, shared]),
+        is_equal=is_bit_equal(left, right),
     )
 
 
@@ -121,7 +117,8 @@ def describe_dtypes(pair: TensorPair) -> str:
 
 def describe_broken(pair: TensorPair) -> tuple[str, str]:
     """NaN and infinities among the compared elements, in words, of each side; empty where all are finite."""
-    found = describe_non_finite(pair.baseline), describe_non_finite(pair.candidate)
+    mine = describe_non_finite(pair.baseline)
+    found = mine, mine if pair.is_equal else describe_non_finite(pair.candidate)
     if pair.present is None or not any(found):
         return found
     kept = pair.present.expand_as(pair.baseline)

@@ -13,71 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from mock_scheduler.compare.found import SIDES, Found, find_missing_steps, in_order
 from mock_scheduler.compare.judging import ROUNDING_UNITS, is_judged_by_gradient, relate
-from mock_scheduler.compare.ledgers import LedgerSource, compare_ledgers
+from mock_scheduler.compare.ledgers import compare_ledgers
 from mock_scheduler.compare.order import order_keys
 from mock_scheduler.compare.pairs import finding
 from mock_scheduler.compare.routing import is_by_slot, is_choice, routed_part
 from mock_scheduler.compare.selection import EVERYTHING, Absence, Selection, explain_absence
+from mock_scheduler.compare.sketch_sources import SketchSource
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.tokens import find_row_differences
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader
-from mock_scheduler.trace.sketch import NUM_BUCKETS, Estimate, Sketch, difference, sketch_of
+from mock_scheduler.trace.sketch import Estimate, Sketch, difference
 from mock_scheduler.trace.sketch_reader import MergedSketch
-
-
-class SketchSource(LedgerSource, Protocol):
-    """A trace that gives sketches."""
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
-
-    def is_complete(self, step: int) -> bool:
-        """Whether all ranks wrote it."""
-
-    def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor of a step."""
-
-    def sketch(self, key: TraceKey) -> MergedSketch:
-        """Of a whole tensor."""
-
-
-class FullAsSketches:
-    """A trace of whole tensors, as one of sketches; ``num_buckets``: as the other side has them."""
-
-    def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
-        self._reader = reader
-        self._num_buckets = num_buckets
-        self.is_complete = reader.is_complete
-        self.keys = reader.keys
-        self.footers = reader.footers
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
-        return self._reader.steps
-
-    def sketch(self, key: TraceKey) -> MergedSketch:
-        """The sketch of the merged tensor; replicas that disagree are found by the merge."""
-        merged = self._reader.merge(key)
-        return MergedSketch(
-            sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),
-            dtype=merged.tensor.dtype,
-            global_shape=tuple(merged.tensor.shape),
-            conflicts=(),
-            dims=merged.dims,
-            is_masked=self._reader.is_masked(key),
-        )
-
 
 _SketchPair = tuple[MergedSketch, MergedSketch]
 

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mock_scheduler.compare.figures import compute_figures
 from mock_scheduler.compare.found import SIDES
-from mock_scheduler.compare.judging import Pair, compare_updates, is_bit_equal
+from mock_scheduler.compare.judging import Pair, compare_updates, is_bit_equal, measure
 from mock_scheduler.compare.pairs import TensorPair, all_of
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorDifference
@@ -81,11 +82,18 @@ class StateWalk:
         if pair.key.step > 0:
             self._step.measure(pair)
             return ""
-        if is_bit_equal(*_kept(pair, pair.present)):
+        if pair.is_equal or is_bit_equal(*_kept(pair, pair.present)):
             return ""
         return "differs: both runs must start from the same weights, to the last bit"
 
     def _compare_update(self, before: TensorPair, after: TensorPair, gradient: TensorPair | None) -> TensorDifference:
+        if before.is_equal and after.is_equal and after.present is None:
+            return replace(
+                measure(
+                    after.key, after.baseline, after.candidate, tolerance=self._tolerance.update, ulp=0, is_equal=True
+                ),
+                is_zero=is_bit_equal(before.baseline, after.baseline),
+            )
         pairs = [before, after, *([gradient] if gradient is not None else [])]
         present = all_of([pair.present for pair in pairs])
         old, new, *rest = (_kept(pair, present) for pair in pairs)

@@ -121,6 +121,7 @@ class StepWalk:
             tolerance=tolerance.gradient if is_judged_by_gradient(key.kind) else tolerance.activation,
             ulp=tolerance.ulp,
             present=pair.present,
+            is_equal=pair.is_equal,
         )
         unit = rounding_unit(pair.baseline)
         if unit:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.compare.selection import EVERYTHING, Selection
-from mock_scheduler.compare.sketches import FullAsSketches, SketchSource, compare_sketches
+from mock_scheduler.compare.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.sketches import compare_sketches
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk import OnKey, compare_traces
 from mock_scheduler.config.schema import ToleranceConfig

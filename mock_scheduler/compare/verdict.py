@@ -1,13 +1,11 @@
 """From the differences of two runs to one verdict with its reason.
 
-``identical``: every metric, gradient and parameter is bit-equal, and so are all replicas. ``rounding``: none is beyond
-the stated tolerance. ``diverged``: something is, or is missing on one side, or replicas disagree that agree in the
-baseline. ``incomparable``: metrics, gradients or parameters could not be compared at all; equal losses alone prove
-nothing. ``unverified``: the run could not show that it is deterministic.
+``identical``: everything compared is bit-equal, and so are all replicas. ``rounding``: nothing is beyond its bound.
+``suspect``: sketches cannot tell on which side of its bound something is. ``diverged``: something is beyond its bound,
+or missing on one side, or replicas disagree. ``incomparable``: what had to be compared was not, the two were told to
+trace different things, or neither is a reference. ``unverified``: the run could not show that it is deterministic.
 
-The first divergence is the earliest in the order of computation: by step; then update by update its gradients and its
-parameters; within each, from the embedding to the output. Metrics are means over a step's updates, so they are placed
-with the last one, between its gradients and its parameters. Metrics beyond tolerance are always listed.
+The first divergence is the earliest in the order of computation, as ``divergences`` says.
 """
 
 from __future__ import annotations
@@ -17,24 +15,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mock_scheduler.compare.findings import DifferenceKind, Finding
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
-from mock_scheduler.compare.order import order_keys
-from mock_scheduler.compare.sentence import (
-    describe_before,
-    describe_coverage,
-    describe_smallest,
-    describe_tensor,
-    name_kind,
-    name_place,
-)
-from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.compare.divergences import Divergence, describe_divergence, find_divergences, from_metric
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.sentence import describe_coverage, describe_smallest, describe_tensor, name_kind
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.text import count_of
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
+
+__all__ = [
+    "Alignment",
+    "Divergence",
+    "Verdict",
+    "decide",
+    "describe_divergence",
+    "failed_run",
+    "find_divergences",
+    "full_dump_overrides",
+    "worst_exit_code",
+]
 
 
 class Verdict(StrEnum):
@@ -61,40 +61,8 @@ _EXIT_CODES = {
     Verdict.INCOMPARABLE: ExitCode.INCOMPARABLE,
     Verdict.UNVERIFIED: ExitCode.UNVERIFIED,
 }
-#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
-#: their order alone, which belongs to the whole step.
-_PHASES: dict[DifferenceKind, int] = {
-    **{kind: PHASES[kind] for kind in TRACE_KINDS},
-    "metric": Phase.NORM,
-    "step": Phase.START - 3,
-    "recording": Phase.START - 2,
-    "rows": Phase.START - 1,
-    "ledger": Phase.UPDATE + 1,
-}
-_FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "rows"})
 _NUM_DUMPED = 8
 _NUM_SELECTIONS = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Divergence:
-    """One difference beyond its bound.
-
-    ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
-    another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
-    ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
-    ``is_selection``: as of a ``Finding``.
-    """
-
-    step: int
-    update: int | None
-    kind: DifferenceKind
-    name: str
-    value: float | None
-    tolerance: float | None
-    message: str
-    difference: TensorDifference | None = None
-    is_selection: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,50 +124,10 @@ def failed_run(verdict: Verdict, reason: str) -> Alignment:
     return Alignment(verdict=verdict, reason=reason, first_divergence=None, metrics=None, tensors=None)
 
 
-def find_divergences(
-    metrics: MetricComparison | None, tensors: TensorComparison | None, *, tolerance: ToleranceConfig
-) -> list[Divergence]:
-    """Everything beyond its bound, in the order of computation that the module's docstring explains."""
-    found: list[Divergence] = []
-    last_update: dict[int, int] = {}
-    if tensors is not None:
-        found += [_from_finding(finding) for finding in tensors.findings]
-        found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
-        found += [_from_tensor(difference) for difference in tensors.exceeding]
-        found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
-        for difference in tensors.differences:
-            key = difference.key
-            last_update[key.step] = max(key.update, last_update.get(key.step, 0))
-    if metrics is not None:
-        found += [_from_finding(finding) for finding in metrics.findings]
-        found += [_from_metric(difference, tolerance) for difference in metrics.exceeding]
-    keys = {_trace_key(item) for item in found} - {None}
-    position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
-
-    def place(item: Divergence) -> tuple[int, int, int, int, str]:
-        update = item.update
-        if update is None:
-            update = 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
-        key = _trace_key(item)
-        return item.step, update, _PHASES[item.kind], position[key] if key is not None else 0, item.name
-
-    return sorted(found, key=place)
-
-
 def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
     """The gravest exit code: diverged, then suspect, then incomparable, then unverified, then aligned."""
     gravest_first = (Verdict.DIVERGED, Verdict.SUSPECT, Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
     return next((verdict.exit_code for verdict in gravest_first if verdict in verdicts), ExitCode.ALIGNED)
-
-
-def describe_divergence(first: Divergence, tensors: TensorComparison | None) -> str:
-    """The first divergence as one sentence."""
-    if first.kind not in TRACE_KINDS or tensors is None:
-        return first.message
-    where = name_place(first.step, first.update, first.kind)
-    ordered = order_keys([item.key for item in tensors.differences] + [_certain_key(first)])
-    before = describe_before(tensors, first.difference, ordered.index(_certain_key(first)))
-    return f"{where}: {first.message}; {before}"
 
 
 def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:
@@ -311,7 +239,7 @@ class _Evidence:
         counts, num_findings = [], 0
         if self.metrics is not None:
             if self.metrics.exceeding and first.kind != "metric":
-                parts.append(f"first metric: {_from_metric(self.metrics.exceeding[0], self.tolerance).message}")
+                parts.append(f"first metric: {from_metric(self.metrics.exceeding[0], self.tolerance).message}")
             counts.append(f"{len(self.metrics.exceeding)} of {count_of(len(self.metrics.differences), 'metric')}")
             num_findings += len(self.metrics.findings)
         if self.tensors is not None:
@@ -370,81 +298,3 @@ def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
     if not before or first.value is None or first.tolerance == 0:
         return False
     return before[-1].relative > 0.03 * before[-1].tolerance and before[0].relative < 0.1 * before[-1].relative
-
-
-def _from_finding(finding: Finding) -> Divergence:
-    return Divergence(
-        step=finding.step,
-        update=finding.update,
-        kind=finding.kind,
-        name=finding.name,
-        value=None,
-        tolerance=None,
-        message=finding.message,
-        is_selection=finding.is_selection,
-    )
-
-
-def _from_conflict(conflict: ReplicaConflict) -> Divergence:
-    key = conflict.key
-    return Divergence(
-        step=key.step,
-        update=key.update,
-        kind=key.kind,
-        name=key.name,
-        value=conflict.max_abs,
-        tolerance=0.0,
-        message=f"copies within the candidate differ: {conflict.describe()}",
-    )
-
-
-def _from_tensor(difference: TensorDifference) -> Divergence:
-    key = difference.key
-    return Divergence(
-        step=key.step,
-        update=key.update,
-        kind=key.kind,
-        name=key.name,
-        value=difference.relative,
-        tolerance=difference.tolerance,
-        message=describe_tensor(difference),
-        difference=difference,
-    )
-
-
-def _from_ledger(ledger: LedgerComparison) -> Divergence:
-    return Divergence(
-        step=ledger.step,
-        update=None,
-        kind="ledger",
-        name=ledger.kind,
-        value=None,
-        tolerance=None,
-        message=ledger.difference or "",
-    )
-
-
-def _trace_key(item: Divergence) -> TraceKey | None:
-    return _certain_key(item) if item.kind in TRACE_KINDS else None
-
-
-def _certain_key(item: Divergence) -> TraceKey:
-    assert item.kind in TRACE_KINDS
-    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
-
-
-def _from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Divergence:
-    step = difference.first_exceeding_step
-    assert step is not None
-    return Divergence(
-        step=step,
-        update=None,
-        kind="metric",
-        name=difference.name,
-        value=difference.max_relative,
-        tolerance=tolerance.metric,
-        message=(
-            f"{difference.name} from step {step} on: relative difference up to {difference.max_relative:.3g} "
-            f"> {tolerance.metric:g}"
-        ),
-    )

@@ -65,7 +65,7 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
     Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
     verl's folders are taken from it: all problems of both are in ``problems``.
     """
-    areal = {name: _section(values[name]) for name in AREAL_SECTIONS if name in values}
+    areal = {name: _section(values[name]) for name in AREAL_SECTIONS if name in values and not _is_own(name, values)}
     verl = {name: _section(values[name]) for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
     if not any(name in verl for name in VERL_SECTIONS):
         verl = {}  # `trainer` or `data` alone name nothing: they are unknown keys
@@ -91,6 +91,12 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
         return Resolved(values={**own, "rollout_mock": {**kept, "origin": kept["origin"] or origin}})
     decided = {key: value for key, value in mock.model_dump(mode="json").items() if key in _DECIDED}
     return Resolved(values={**own, "rollout_mock": {**kept, **decided}})
+
+
+def _is_own(name: str, values: Mapping[str, object]) -> bool:
+    """Whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
+    section = values[name]
+    return name == "debug" and isinstance(section, Mapping) and not set(section) & set(TrajectoryDebug.model_fields)
 
 
 def _section(value: object) -> object:

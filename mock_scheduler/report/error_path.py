@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from mock_scheduler.compare.differences import Tier
@@ -101,6 +102,7 @@ def bound_ratio(difference: TensorDifference | None) -> float:
     return difference.relative / difference.tolerance if difference.tolerance else math.inf
 
 
+@lru_cache(maxsize=1 << 16)  # a name comes back at every step
 def find_place(name: str) -> TensorPlace:
     """Layer and part of a canonical name: ``decoder.layers.3.mlp.linear_fc1.weight`` is part ``mlp.linear_fc1`` of 3.
 
@@ -280,8 +282,9 @@ def _by_part(point: PathPoint) -> tuple[TraceKind, int | None, str]:
     return point.key.kind, point.place.layer, point.place.part
 
 
-def _by_layer(point: PathPoint) -> tuple[TraceKind, int | None]:
-    return point.key.kind, point.place.layer
+def _by_layer(point: PathPoint) -> tuple[TraceKind, int | None, str]:
+    """What is outside of the layers stays by itself: the embedding is not the output."""
+    return point.key.kind, point.place.layer, point.place.part if _is_outside(point) else ""
 
 
 def _by_kind(point: PathPoint) -> TraceKind:

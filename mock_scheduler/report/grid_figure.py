@@ -13,6 +13,7 @@ from mock_scheduler.report.page_figures import describe_point, end_of_name, plai
 _MAX_TICKS = 28
 _MAX_CELL_TEXTS = 260
 _MAX_TEXT_COLUMNS = 18
+_MAX_GAPS = 60
 _LEAST_DECADE, _MOST_DECADE = -6.0, 4.0
 _EQUAL = _LEAST_DECADE - 1.0
 _SPAN = _MOST_DECADE - _EQUAL
@@ -73,7 +74,7 @@ def _heat(grid: Grid) -> JSON:
         "hoverongaps": False,
         "zmin": _EQUAL,
         "zmax": _MOST_DECADE,
-        "xgap": 1,
+        "xgap": 1 if len(grid.columns) <= _MAX_GAPS else 0,
         "ygap": 1,
         "colorscale": _COLOUR_SCALE,
         "colorbar": _COLOUR_BAR,

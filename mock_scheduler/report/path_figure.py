@@ -40,7 +40,8 @@ def path_figure(path: ErrorPath, element: str) -> JSON:
     for tier, label, symbol in _TIER_NAMES:
         chosen = [(index, point) for index, point in enumerate(path.points) if point.tier == tier]
         if chosen:
-            data.append(_tier_markers(chosen, tier, label, symbol, floor=floor, top=top))
+            count = sum(point.tier == tier for point in path.all_points)
+            data.append(_tier_markers(chosen, tier, f"{label} ({count:,})", symbol, floor=floor, top=top))
     shapes, annotations = _phase_bands(path.points)
     layout: dict[str, JSON] = {
         **plain_layout(height=430),
@@ -126,7 +127,7 @@ def _tier_markers(
         "mode": "markers",
         "x": [index for index, _ in chosen],
         "y": list(heights),
-        "name": f"{label} ({sum(point.num_tensors for _, point in chosen):,})",
+        "name": label,
         "marker": {
             "color": f"theme:{tier}",
             "symbol": f"{symbol}-open" if tier == "identical" else symbol,

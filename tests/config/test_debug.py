@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler.adapters.nexrl.names import DUMP_KINDS
 from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, TrainerDump, read_trainer_dump
 from mock_scheduler.config.loading import dump_config, load_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 GUIDE = """\
 exp_name: guide
 debug:
@@ -248,3 +251,18 @@ def test_all_wrong_variables_are_listed() -> None:
     with pytest.raises(ConfigError) as caught:
         read_trainer_dump({f"{PREFIX}ENABLED": "1", f"{PREFIX}EVERY_N": "x", f"{PREFIX}WHAT": "1"})
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_every_documented_example_loads(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "nexrl.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    dumping, loading = (load(tmp_path, f"exp_name: x\n{example}") for example in examples)
+    assert dumping.debug.enabled_options() == ("trajectory", "old_log_probs", "forward_data", "loss", "param")
+    assert loading.rollout_worker.trajectory_load_path == "debug_dump/trajectory/step_000000.pt"
+
+
+def test_every_folder_and_option_is_documented() -> None:
+    text = (ROOT / "docs" / "nexrl.md").read_text(encoding="utf-8")
+    assert [kind for kind in DUMP_KINDS if f"`{kind}/`" not in text] == []
+    keys = {*DebugConfig.model_fields, *RolloutWorkerConfig.model_fields} - {"type", "match", "missing_logprobs"}
+    assert [key for key in sorted(keys) if f"{key}" not in text] == []

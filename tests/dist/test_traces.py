@@ -62,7 +62,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every layout and option; half an hour."""
+    """Every layout and option, with one launch for each number of processes."""
     return run(tmp_path_factory.mktemp("all-traces"), with_references(LONG))
 
 

@@ -202,7 +202,7 @@ def test_losses_of_the_router_are_part_of_training_and_may_differ() -> None:
 # Keys that name files or runs, or whose effect is in the contract as it was read back.
 EXEMPT = (
     *("exp_name", "output_dir", "track_with", "save_steps", "resume_from_checkpoint", "checkpoint_config", "trace"),
-    *("rollout_mock", "align", "system_envs"),
+    *("rollout_mock", "align", "system_envs", "debug", "rollout_worker", "training_service"),
 )
 
 

@@ -13,10 +13,10 @@ import torch
 from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
-from mock_scheduler.adapters.nexrl.names import find_files
+from mock_scheduler.adapters.nexrl.names import FileKey, find_files
 from mock_scheduler.compare_debug_dumps import main as compare
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.debug_dump.composite import CompositeProbe, combine
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
@@ -323,6 +323,16 @@ def test_options_of_another_mode_are_refused() -> None:
         "debug.dump_options.loss has no effect: this run trains on a service, which computes that; set it there, or "
         "use debug.remote_api_dump_options"
     )
+
+
+def test_a_resumed_run_makes_way_for_the_steps_that_it_does_anew(tmp_path: Path) -> None:
+    for step in range(3):
+        save_content(tmp_path, "loss", FileKey(step=step, global_rank=0, micro=0), {}, dump_format="pt")
+    config = config_of(dump_dir=str(tmp_path), dump_options={"loss": True})
+    with pytest.raises(StepExistsError, match=r"step_000000_rank0_micro0\.pt is there already, from another run"):
+        build_debug_dump(config, {}, vocab_size=8)
+    build_debug_dump(config, {}, vocab_size=8, is_resumed=True).remove_steps_from(1)
+    assert [key.step for key in find_files(tmp_path, "loss")] == [0]
 
 
 def test_one_folder_for_both_dumps_is_refused() -> None:

@@ -44,7 +44,7 @@ class Linear(torch.nn.Linear):
 
 
 class CoreAttention(torch.nn.Module):
-    """Takes the queries of each group for the context."""
+    """Takes a third of its input for the context."""
 
     def forward(self, qkv: torch.Tensor) -> torch.Tensor:
         """``[s, b, 3 · h]`` to ``[s, b, h]``."""
@@ -81,7 +81,7 @@ class Mlp(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    """``recomputes``: runs again in the backward pass."""
+    """Attention and MLP, each behind a norm and with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Layer(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """Layers and the final norm."""
+    """Layers and the final norm; ``recomputes``: layers run again in the backward pass."""
 
     def __init__(self, num_layers: int, *, recomputes: bool) -> None:
         super().__init__()

@@ -233,8 +233,10 @@ def test_metrics_alone_are_drawn_from_their_files(tmp_path: Path) -> None:
 def test_thousands_of_tensors_make_a_page_of_bounded_size_that_says_so(tmp_path: Path) -> None:
     page = render_comparison_page(diverged(tmp_path, layers=250, steps=1))
     assert len(page) < 4_000_000
-    assert "A mark is the worst of one part of a layer or more, so that 6,015 tensors are 1,006 marks." in page
+    assert "A mark is the worst of one part of a layer or more, so that 6,015 tensors are 1,014 marks." in page
     assert page.count('<td class="name">decoder') <= 50
+    names = [trace["name"] for trace in figures_of(page)["path"]["data"]]
+    assert names == ["bound", "identical (15)", "beyond its bound (5,999)", "no number (1)"]
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ def test_many_tensors_become_fewer_points_that_lose_neither_count_nor_the_first(
     assert path.is_aggregated
     assert sum(point.num_tensors for point in path.points) == len(path.all_points)
     assert sum(point.is_first for point in path.points) == 1
+    embedding = path.points[0]
+    assert (embedding.key.name, embedding.tier, embedding.num_tensors) == ("embedding", "identical", 1)
     grid = layer_grids(path.all_points)[0]
     assert len(grid.columns) <= MAX_COLUMNS + 1
     assert grid.note == "a column is the worst of 2 layers"

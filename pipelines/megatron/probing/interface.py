@@ -1,7 +1,9 @@
 """What a training step tells a probe while it runs.
 
 Contract: the methods do nothing here, so ``TrainingProbe()`` is the probe of a run that traces nothing, and costs a
-few empty calls per micro-batch. A probe changes no bit of the training: it reads, copies and never communicates.
+few empty calls per micro-batch. A probe changes no bit of the training: it reads and copies. It
+never communicates, but that parameters may be gathered earlier than training would (``overlap_param_gather``), by all
+ranks.
 Every rank has its own and is told of its own part alone.
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.trace import LEDGER_KINDS, TraceConfig, TraceKind
@@ -190,7 +191,9 @@ class StepProbe(TrainingProbe):
 
     def _emit(self, entry: TraceEntry) -> None:
         assert self._sink is not None  # a rank without one selects nothing
-        self._sink.add(entry)
+        # What a sink computes is no part of the step, which a ledger lists.
+        with _disable_current_modes():
+            self._sink.add(entry)
 
     def _emit_timed(self, entry: TraceEntry) -> None:
         with self._clock.measure("trace"):

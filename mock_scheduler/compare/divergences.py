@@ -1,0 +1,170 @@
+"""Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
+
+Metrics are means over a step's updates, so they are placed with the last one, between its gradients and its parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mock_scheduler.compare.findings import DifferenceKind, Finding
+from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
+from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.sentence import describe_before, describe_tensor, name_place
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.trace.reader import ReplicaConflict
+
+#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
+#: their order alone, which belongs to the whole step.
+_PHASES: dict[DifferenceKind, int] = {
+    **{kind: PHASES[kind] for kind in TRACE_KINDS},
+    "metric": Phase.NORM,
+    "step": Phase.START - 3,
+    "recording": Phase.START - 2,
+    "rows": Phase.START - 1,
+    "ledger": Phase.UPDATE + 1,
+}
+_FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "rows"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """One difference beyond its bound.
+
+    ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
+    another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
+    ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
+    ``is_selection``: as of a ``Finding``.
+    """
+
+    step: int
+    update: int | None
+    kind: DifferenceKind
+    name: str
+    value: float | None
+    tolerance: float | None
+    message: str
+    difference: TensorDifference | None = None
+    is_selection: bool = False
+
+
+def find_divergences(
+    metrics: MetricComparison | None, tensors: TensorComparison | None, *, tolerance: ToleranceConfig
+) -> list[Divergence]:
+    """Everything beyond its bound, in the order of computation that the module's docstring explains."""
+    found: list[Divergence] = []
+    last_update: dict[int, int] = {}
+    if tensors is not None:
+        found += [_from_finding(finding) for finding in tensors.findings]
+        found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
+        found += [_from_tensor(difference) for difference in tensors.exceeding]
+        found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+        for difference in tensors.differences:
+            key = difference.key
+            last_update[key.step] = max(key.update, last_update.get(key.step, 0))
+    if metrics is not None:
+        found += [_from_finding(finding) for finding in metrics.findings]
+        found += [from_metric(difference, tolerance) for difference in metrics.exceeding]
+    keys = {_trace_key(item) for item in found} - {None}
+    position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
+
+    def place(item: Divergence) -> tuple[int, int, int, int, str]:
+        update = item.update
+        if update is None:
+            update = 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
+        key = _trace_key(item)
+        return item.step, update, _PHASES[item.kind], position[key] if key is not None else 0, item.name
+
+    return sorted(found, key=place)
+
+
+def describe_divergence(first: Divergence, tensors: TensorComparison | None) -> str:
+    """The first divergence as one sentence."""
+    if first.kind not in TRACE_KINDS or tensors is None:
+        return first.message
+    where = name_place(first.step, first.update, first.kind)
+    ordered = order_keys([item.key for item in tensors.differences] + [_certain_key(first)])
+    before = describe_before(tensors, first.difference, ordered.index(_certain_key(first)))
+    return f"{where}: {first.message}; {before}"
+
+
+def _from_finding(finding: Finding) -> Divergence:
+    return Divergence(
+        step=finding.step,
+        update=finding.update,
+        kind=finding.kind,
+        name=finding.name,
+        value=None,
+        tolerance=None,
+        message=finding.message,
+        is_selection=finding.is_selection,
+    )
+
+
+def _from_conflict(conflict: ReplicaConflict) -> Divergence:
+    key = conflict.key
+    return Divergence(
+        step=key.step,
+        update=key.update,
+        kind=key.kind,
+        name=key.name,
+        value=conflict.max_abs,
+        tolerance=0.0,
+        message=f"copies within the candidate differ: {conflict.describe()}",
+    )
+
+
+def _from_tensor(difference: TensorDifference) -> Divergence:
+    key = difference.key
+    return Divergence(
+        step=key.step,
+        update=key.update,
+        kind=key.kind,
+        name=key.name,
+        value=difference.relative,
+        tolerance=difference.tolerance,
+        message=describe_tensor(difference),
+        difference=difference,
+    )
+
+
+def _from_ledger(ledger: LedgerComparison) -> Divergence:
+    return Divergence(
+        step=ledger.step,
+        update=None,
+        kind="ledger",
+        name=ledger.kind,
+        value=None,
+        tolerance=None,
+        message=ledger.difference or "",
+    )
+
+
+def _trace_key(item: Divergence) -> TraceKey | None:
+    return _certain_key(item) if item.kind in TRACE_KINDS else None
+
+
+def _certain_key(item: Divergence) -> TraceKey:
+    assert item.kind in TRACE_KINDS
+    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
+
+
+def from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Divergence:
+    """A metric beyond its bound, at the first step where it is."""
+    step = difference.first_exceeding_step
+    assert step is not None
+    return Divergence(
+        step=step,
+        update=None,
+        kind="metric",
+        name=difference.name,
+        value=difference.max_relative,
+        tolerance=tolerance.metric,
+        message=(
+            f"{difference.name} from step {step} on: relative difference up to {difference.max_relative:.3g} "
+            f"> {tolerance.metric:g}"
+        ),
+    )

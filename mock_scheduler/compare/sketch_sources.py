@@ -1,0 +1,56 @@
+"""Traces that give sketches: those that have them, and whole tensors of which they are made."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mock_scheduler.compare.ledgers import LedgerSource
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.sketch import NUM_BUCKETS, sketch_of
+from mock_scheduler.trace.sketch_reader import MergedSketch
+
+
+class SketchSource(LedgerSource, Protocol):
+    """A trace that gives sketches."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+
+    def is_complete(self, step: int) -> bool:
+        """Whether all ranks wrote it."""
+
+    def keys(self, step: int) -> frozenset[TraceKey]:
+        """Every tensor of a step."""
+
+    def sketch(self, key: TraceKey) -> MergedSketch:
+        """Of a whole tensor."""
+
+
+class FullAsSketches:
+    """A trace of whole tensors, as one of sketches; ``num_buckets``: as the other side has them."""
+
+    def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
+        self._reader = reader
+        self._num_buckets = num_buckets
+        self.is_complete = reader.is_complete
+        self.keys = reader.keys
+        self.footers = reader.footers
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+        return self._reader.steps
+
+    def sketch(self, key: TraceKey) -> MergedSketch:
+        """The sketch of the merged tensor; replicas that disagree are found by the merge."""
+        merged = self._reader.merge(key)
+        return MergedSketch(
+            sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),
+            dtype=merged.tensor.dtype,
+            global_shape=tuple(merged.tensor.shape),
+            conflicts=(),
+            dims=merged.dims,
+            is_masked=self._reader.is_masked(key),
+        )

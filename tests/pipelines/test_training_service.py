@@ -1,0 +1,153 @@
+"""A run that trains in a service computes what a run that trains itself does, to the last bit; others are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.errors import ServiceError
+from mock_scheduler.recording.step.container import decode_step
+from mock_scheduler.remote.client import TrainingClient
+from mock_scheduler.remote.protocol import encode_datums, with_values
+from tests.pipelines.conftest import TinyAlignment
+from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config
+
+SERVICE_STARTS_S = 120.0
+
+
+@contextmanager
+def serving(configs: Path, folder: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """A service of the tiny configuration; its URL. It is ended where it has not ended by itself."""
+    arguments = ["-m", "mock_scheduler.cli", "launch", "--config_path", str(configs), "tiny"]
+    options = ["--entry", "pipelines.service.server", f"output_dir={folder}", *overrides]
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments, *options], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield _wait_for_url(folder / "service.json", process)
+            assert process.wait(timeout=60.0) == 0, Path(log.name).read_text()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=60.0)
+
+
+def _wait_for_url(path: Path, process: subprocess.Popen[bytes]) -> str:
+    ends_s = time.monotonic() + SERVICE_STARTS_S
+    while time.monotonic() < ends_s and process.poll() is None:
+        if path.is_file():
+            return str(json.loads(path.read_text())["url"])
+        time.sleep(0.05)
+    raise AssertionError(f"no service within {SERVICE_STARTS_S} s (exit code {process.poll()})")
+
+
+def train_there(configs: Path, folder: Path, recording: Path, url: str, *more: str) -> subprocess.CompletedProcess[str]:
+    mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={recording}"]
+    return run_cli("launch", configs, [*mock, f"output_dir={folder}", f"training_service.url={url}", *more])
+
+
+def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment, tmp_path: Path) -> None:
+    """One service, which first refuses what is not its run, and is none the worse for it."""
+    folder = tmp_path / "remote"
+    configs, recording = tiny_alignment.configs, tiny_alignment.recording
+    dump = ["debug.enable_data_dump=true", f"debug.dump_dir={tmp_path / 'dump'}"]
+    dump += [f"debug.remote_api_dump_options.{name}=true" for name in ("prepared_trajectories", "datums")]
+    dump += ["debug.remote_api_dump_options.training_metrics=true"]
+    with serving(configs, folder, ["trace.level=full"]) as url:
+        other = train_there(configs, tmp_path / "other", recording, url, "pg_clip=0.3")
+        assert other.returncode == 5
+        assert f"the service at {url} is not this run's:\n  - pg_clip: 0.3 here, 0.2 in the service\n" in other.stderr
+        _refuses_wrong_requests(url, recording)
+        finished = train_there(configs, folder, recording, url, *dump)
+        assert finished.returncode == 0, finished.stderr
+    ledger = read_json(folder / "ledger.json")
+    assert ledger["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
+    assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == [
+        "datums",
+        "prepared_trajectories",
+        "training_metrics",
+    ]
+    baseline = tiny_alignment.folder / "baseline"
+    compared = run_command(["-m", "mock_scheduler.cli", "compare", str(baseline), str(folder)])
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert compared.stdout.startswith("identical: remote against baseline")
+
+
+def _refuses_wrong_requests(url: str, recording: Path) -> None:
+    client = TrainingClient(url, timeout_s=30.0)
+    batch, _ = decode_step((recording / "train" / "step_000000.safetensors").read_bytes())
+    values = batch.rollout_logprobs.double()
+    datums = with_values(batch, values, values)
+    with pytest.raises(ServiceError, match=r"step 1 was sent, and step 0 comes next \(status 409\)"):
+        client.train(datums, step=1)
+    with pytest.raises(ServiceError, match=r"(?s)advantages is absent.*\(status 400\)"):
+        client._request("POST", "/v1/steps/0/train", _document(batch))
+    with pytest.raises(ServiceError, match=r"there are 15 trajectories, and rollout_batch_size is 16 \(status 400\)"):
+        client.train(datums.select(range(15)), step=0)
+    with pytest.raises(ServiceError, match=r"there is no POST /v2/steps \(status 404\)"):
+        client._request("POST", "/v2/steps", b"")
+    assert client.service().next_step == 0
+
+
+def _document(batch: RolloutBatch) -> bytes:
+    return encode_datums(batch, step=0, run_id="x")
+
+
+def test_a_service_that_nobody_asks_ends_and_says_so(tmp_path: Path) -> None:
+    configs = write_tiny_config(tmp_path)
+    options = ["--entry", "pipelines.service.server", "training_service.timeout_s=1", f"output_dir={tmp_path / 'run'}"]
+    finished = run_cli("launch", configs, options)
+    assert finished.returncode == 5
+    assert "no request came for 1 s (training_service.timeout_s); 0 steps were trained" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("training_service.url=ftp://x", "training_service.url: is 'ftp://x', expected http://HOST:PORT"),
+        ("trace.level=full", "trace.level is full; set it to off"),
+        ("save_steps=1", "save_steps is 1; set it to 0"),
+        ("parallel.tensor_model_parallel_size=2", "parallel is tp2 pp1 dp1; set it to tp1 pp1 dp1"),
+        ("rollout_mock.enable=false", "its rollouts must be recorded ones: set rollout_mock.enable=true"),
+    ],
+)
+def test_a_client_is_not_asked_for_what_only_the_service_has(tmp_path: Path, override: str, problem: str) -> None:
+    configs = write_tiny_config(tmp_path)
+    mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", "rollout_mock.dump_dir=/nowhere"]
+    url = [] if override.startswith("training_service") else ["training_service.url=http://127.0.0.1:1"]
+    refused = run_cli("config", configs, [*mock, *url, override])
+    assert refused.returncode == 5
+    assert problem in refused.stderr
+
+
+@pytest.mark.all
+def test_scores_of_a_service_make_the_same_advantages(tmp_path: Path) -> None:
+    """With a critic and a KL penalty in the reward, advantages are made of what the service's models say."""
+    configs = write_tiny_config(tmp_path)
+    algorithm = ["adv_estimator=gae", "kl_in_reward.coef=0.05", "kl_in_reward.target=0.1"]
+    recording = tmp_path / "recording"
+    own = run_cli(
+        "launch", configs,
+        [*algorithm, "rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={recording}",
+         "trace.level=full", "trace.kinds=all", f"output_dir={tmp_path / 'own'}"],
+    )  # fmt: skip
+    assert own.returncode == 0, own.stderr
+    for layout in ([], ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]):
+        folder = tmp_path / f"remote{len(layout)}"
+        with serving(configs, folder, [*algorithm, *layout, "trace.level=full", "trace.kinds=all"]) as url:
+            finished = train_there(configs, folder, recording, url, *algorithm)
+            assert finished.returncode == 0, finished.stderr
+        compared = run_command(["-m", "mock_scheduler.cli", "compare", str(tmp_path / "own"), str(folder)])
+        assert compared.returncode == 0, compared.stdout + compared.stderr
+        assert compared.stdout.startswith("rounding" if layout else "identical")
