@@ -6,7 +6,11 @@ All files are in the page cache. *Read and subtract* opens both sides' files wit
 stored tensors and takes the largest |a - b|: it checks no digest, merges nothing and computes one figure. *Compare*
 checks every byte against its digest, merges the ranks' pieces, compares replicas and computes all figures.
 
-Beside the elapsed time stands the processor's time of both cores, which a busy machine does not stretch as much.
+Beside the elapsed time stands the processor's time of all cores, which a busy machine does not stretch as much. *Read
+and subtract* is one loop, as a person would write it; torch may divide its operations among cores. The result says how
+many cores there were, and how many of them other processes kept busy while comparing: with both idle, the ratio of the
+elapsed times is what counts; else that of the processor's times says more, which however counts each of the threads of
+*compare* in full.
 
 Memory is what is resident beside the mapped files (RssAnon), at its largest while comparing, less what was before.
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -31,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from mock_scheduler.compare.blocks import num_threads
 from mock_scheduler.compare.walk import compare_traces
 from mock_scheduler.config.sections import ToleranceConfig
 from mock_scheduler.text import format_bytes
@@ -49,7 +55,10 @@ _SAMPLE_S = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One pair of traces. Seconds are medians; ``ratio``: of the speeds of comparing and of reading and subtracting."""
+    """One pair of traces. Seconds are medians; ``ratio``: of the speeds of comparing and of reading and subtracting.
+
+    ``other_cores``: cores that other processes, or other machines on the same hardware, kept busy while comparing.
+    """
 
     content: str
     read_and_subtract_s: float
@@ -58,6 +67,7 @@ class Result:
     compare_cpu_s: float
     gib_per_s: float
     peak_bytes: int
+    other_cores: float
 
     @property
     def ratio(self) -> float:
@@ -98,7 +108,8 @@ def main() -> None:
             {**asdict(item), "ratio": item.ratio, "cpu_ratio": item.cpu_ratio, "peak_tensors": item.peak_tensors}
             for item in results
         ]
-        arguments.json.write_text(json.dumps({"size_bytes": size_bytes, "results": rows}, indent=2) + "\n")
+        content = {"size_bytes": size_bytes, "num_cores": num_threads(), "results": rows}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_trace(path: Path, *, num_names: int, is_rounded: bool) -> None:
@@ -131,18 +142,21 @@ def measure(content: str, baseline: Path, candidate: Path, *, rounds: int) -> Re
     """Both routes in turns, after one of each that is not counted."""
     seconds: dict[str, list[float]] = {"read": [], "compare": []}
     cpu_seconds: dict[str, list[float]] = {"read": [], "compare": []}
+    others: list[float] = []
     routes: dict[str, Callable[[Path, Path], None]] = {"read": read_and_subtract, "compare": compare}
     peak_bytes = 0
     for turn in range(rounds + 1):
         for name, route in routes.items():
             with watch_memory() as peak:
-                started_s, started_cpu_s = time.perf_counter(), time.process_time()
+                busy_s, started_s, started_cpu_s = _busy_s(), time.perf_counter(), time.process_time()
                 route(baseline, candidate)
                 elapsed_s, elapsed_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+                other_s = _busy_s() - busy_s - elapsed_cpu_s
             if turn:
                 seconds[name].append(elapsed_s)
                 cpu_seconds[name].append(elapsed_cpu_s)
             if name == "compare":
+                others.append(max(other_s / elapsed_s, 0.0))
                 peak_bytes = max(peak_bytes, peak[0])
     size_bytes = sum(path.stat().st_size for folder in (baseline, candidate) for path in folder.rglob("*.safetensors"))
     compare_s = statistics.median(seconds["compare"])
@@ -154,6 +168,7 @@ def measure(content: str, baseline: Path, candidate: Path, *, rounds: int) -> Re
         compare_cpu_s=statistics.median(cpu_seconds["compare"]),
         gib_per_s=size_bytes / compare_s / 2**30,
         peak_bytes=peak_bytes,
+        other_cores=statistics.median(others),
     )
 
 
@@ -198,9 +213,17 @@ def _anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def _busy_s() -> float:
+    """Seconds that all cores together have worked since the machine started, with what another machine took of them."""
+    counts = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = counts[3] + counts[4]
+    return (sum(counts) - idle) / os.sysconf("SC_CLK_TCK")
+
+
 def print_results(results: list[Result], size_bytes: int) -> None:
     """A table for a person."""
-    table = Table(title=f"two traces of {format_bytes(size_bytes)}, tensors of {format_bytes(_TENSOR_BYTES)}")
+    title = f"two traces of {format_bytes(size_bytes)}, tensors of {format_bytes(_TENSOR_BYTES)}, {num_threads()} cores"
+    table = Table(title=title)
     for header in (
         "content",
         "read and subtract",
@@ -208,6 +231,7 @@ def print_results(results: list[Result], size_bytes: int) -> None:
         "both sides",
         "speed ratio (bar 0.5)",
         "of CPU time",
+        "cores busy with others",
         "memory",
     ):
         table.add_column(header, justify="left" if header == "content" else "right")
@@ -219,6 +243,7 @@ def print_results(results: list[Result], size_bytes: int) -> None:
             f"{item.gib_per_s:.2f} GiB/s",
             f"{item.ratio:.2f}",
             f"{item.cpu_ratio:.2f}",
+            f"{item.other_cores:.1f}",
             f"{format_bytes(item.peak_bytes)} ({item.peak_tensors:.1f} tensors)",
         )
     Console().print(table)

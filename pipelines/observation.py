@@ -55,7 +55,12 @@ class StepObservation:
         with StepProbe(self._runtime, self._trace_dir, step=step, config=config.trace, clock=self._clock) as probe:
             yield probe
             probe.end_step()
-            # Before the first step that trains the policy, names are absent that later ones have.
-            if not self._are_patterns_checked and step >= config.first_policy_step:
+            if not self._are_patterns_checked and self._has_all_names(step):
                 check_patterns(probe.selection, self._ranks)
                 self._are_patterns_checked = True
+
+    def _has_all_names(self, step: int) -> bool:
+        """Whether no later trace has more names: before the first step that trains the policy, some are absent."""
+        config = self._config
+        first = config.first_policy_step
+        return step >= first or not any(config.trace.is_due(later) for later in range(first, config.max_steps))

@@ -124,12 +124,12 @@ def _judge(
     if baseline.kind == "metrics":
         logs = load_metrics(baseline.path), load_metrics(candidate.path)
         metrics = compare_metrics(*logs, tolerance=tolerance, selection=selection)
-        return decide(metrics, None, tolerance=tolerance, required=()), None
+        return decide(metrics, None, tolerance=tolerance, required=(), selection=selection), None
     if baseline.run is None or candidate.run is None:
         tensors = compare_trace_folders(
             baseline.path, candidate.path, tolerance=tolerance, selection=selection, on_key=on_key
         )
-        return decide(None, tensors, tolerance=tolerance, required=()), None
+        return decide(None, tensors, tolerance=tolerance, required=(), selection=selection), None
     is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
     alignment = judge_runs(
         baseline.run,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.order import order_keys
@@ -59,7 +60,8 @@ def find_divergences(
     last_update: dict[int, int] = {}
     if tensors is not None:
         found += [_from_finding(finding) for finding in tensors.findings]
-        found += [_from_conflict(conflict) for conflict in tensors.candidate_conflicts]
+        residuals = {item.key: item.residual for item in tensors.exceeding}
+        found += [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
         found += [_from_tensor(difference) for difference in tensors.exceeding]
         found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
         for difference in tensors.differences:
@@ -104,8 +106,9 @@ def _from_finding(finding: Finding) -> Divergence:
     )
 
 
-def _from_conflict(conflict: ReplicaConflict) -> Divergence:
+def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Divergence:
     key = conflict.key
+    looks_like = "" if residual is None else f": {residual.text}"
     return Divergence(
         step=key.step,
         update=key.update,
@@ -113,7 +116,7 @@ def _from_conflict(conflict: ReplicaConflict) -> Divergence:
         name=key.name,
         value=conflict.max_abs,
         tolerance=0.0,
-        message=f"copies within the candidate differ: {conflict.describe()}",
+        message=f"copies within the candidate differ: {conflict.describe()}{looks_like}",
     )
 
 

@@ -1,7 +1,10 @@
-"""Where the first divergences and the largest differences lie, and what they look like.
+"""Where the first and the largest divergences lie, and what they look like.
 
-These few tensors are read once more when all are judged, since only then it is known which they are. Of a parameter,
-the changes by the update are looked at rather than the parameters, in which they would be rounding.
+These few tensors are read once more when all are judged, since only then it is known which they are; what is within its
+bound is not looked at again. Of a large tensor evenly spaced elements are looked at, which the text says, so that this
+takes seconds whatever the sizes. Where copies within the candidate are not equal, each rank's own is held against the
+baseline. Of a parameter, the changes by the update are looked at rather than the parameters, in which they would be
+rounding.
 """
 
 from __future__ import annotations
@@ -13,30 +16,38 @@ from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.locality import find_localities, parameter_dims
 from mock_scheduler.compare.pairs import TensorPair, TracePair, all_of, pair_up
+from mock_scheduler.compare.parts import classify_parts
 from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
-#: How many tensors beyond their bound are explained, in the order of computation, and how many of the largest others.
-NUM_EXCEEDING = 8
+#: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
+NUM_FIRST = 6
 NUM_LARGEST = 2
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 
 
 def explain_differences(
-    differences: Sequence[TensorDifference], traces: TracePair, alignments: Mapping[int, TokenAlignment]
+    differences: Sequence[TensorDifference],
+    traces: TracePair,
+    alignments: Mapping[int, TokenAlignment],
+    conflicts: Sequence[ReplicaConflict] = (),
 ) -> list[TensorDifference]:
-    """The differences, of which the first beyond their bound and the largest have localities and a residual.
+    """The differences, of which the first and the largest beyond their bound have localities and a residual.
 
-    ``differences``: in execution order. ``alignments``: of the tokens, by step. Raises ``TraceError``.
+    ``differences``: in execution order. ``alignments``: of the tokens, by step. ``conflicts``: copies of the candidate
+    that are not equal. Raises ``TraceError``.
     """
     chosen = _choose(differences)
     return [
-        _explain(item, traces, alignments[item.key.step]) if position in chosen else item
+        _explain(item, traces, alignments[item.key.step], [each for each in conflicts if each.key == item.key])
+        if position in chosen
+        else item
         for position, item in enumerate(differences)
     ]
 
@@ -53,27 +64,31 @@ def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> d
 
 
 def _choose(differences: Sequence[TensorDifference]) -> frozenset[int]:
-    apart = [position for position, item in enumerate(differences) if item.figures is not None]
-    exceeding = [position for position in apart if differences[position].exceeds]
-    others = [position for position in apart if not differences[position].exceeds and differences[position].is_judged]
-    others.sort(key=lambda position: differences[position].margin)
-    return frozenset([*exceeding[:NUM_EXCEEDING], *others[:NUM_LARGEST]])
+    exceeding = [place for place, item in enumerate(differences) if item.exceeds and item.figures is not None]
+    largest = sorted(exceeding, key=lambda place: differences[place].margin)
+    return frozenset([*exceeding[:NUM_FIRST], *largest[:NUM_LARGEST]])
 
 
-def _explain(difference: TensorDifference, traces: TracePair, tokens: TokenAlignment) -> TensorDifference:
+def _explain(
+    difference: TensorDifference, traces: TracePair, tokens: TokenAlignment, conflicts: Sequence[ReplicaConflict]
+) -> TensorDifference:
     key = difference.key
     pair = _read_pair(key, traces, tokens)
     if pair is None:
         return difference
+    residual = None
+    if conflicts and pair.baseline.dtype.is_floating_point:
+        numbers = layout_numbers(traces.readers, key)
+        residual = classify_parts(pair, traces.readers[1], tokens, conflicts, numbers)
     before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
     what = ""
     if before is not None:
         pair, what = _change(before, pair), "of the change by the update: "
     if pair.baseline.dtype != pair.candidate.dtype:
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
-    residual = _classify(key, pair, traces, is_change=before is not None)
-    if residual is not None:
-        residual = replace(residual, text=what + residual.text)
+    if residual is None:
+        residual = _classify(key, pair, traces, is_change=before is not None)
+        residual = None if residual is None else replace(residual, text=what + residual.text)
     dims = pair.dims or (parameter_dims(key.name, pair.baseline.shape) if key.kind in _STATE_KINDS else ())
     if len(dims) != pair.baseline.dim():
         return replace(difference, residual=residual)
@@ -88,11 +103,11 @@ def _explain(difference: TensorDifference, traces: TracePair, tokens: TokenAlign
 
 
 def _classify(key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool) -> Residual | None:
-    if not pair.baseline.dtype.is_floating_point:
+    if is_choice(key):  # numbers of experts are names: ratios and distances of them mean nothing
         return None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
-    if previous is not None and (previous.shape, previous.dtype) != (pair.baseline.shape, pair.baseline.dtype):
+    if previous is not None and previous.shape != pair.baseline.shape:
         previous = None
     return classify_residual(
         pair.baseline,

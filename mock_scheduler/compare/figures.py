@@ -1,8 +1,9 @@
 """All figures of the difference of two tensors, in one pass over both.
 
 Contract: figures are computed in float64; bits are compared as integers, so that -0.0 differs from 0.0 and one NaN from
-another. Tensors are read in chunks that stay in the processor's cache, so that memory beyond the tensors is a few
-chunks. Contiguous tensors are not copied. Equal tensors cost one comparison of their bits.
+another. Tensors are read once, in chunks that stay in the processor's cache, by several threads (``blocks``): memory
+beyond the tensors is a few chunks for each, and the sums do not depend on their number. Contiguous tensors are not
+copied.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mock_scheduler.compare.blocks import (
+    BLOCK_ELEMENTS,
+    CHUNK_ELEMENTS,
+    SCRATCH,
+    map_blocks,
+    split_blocks,
+    split_chunks,
+)
 from mock_scheduler.compare.differences import Figures, WorstElement
 from mock_scheduler.trace.files import view_as_bits
 
-#: Measured fastest of 8 Ki to 128 Ki with 2 MiB of cache per core.
-CHUNK_ELEMENTS = 1 << 16
+__all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
 
 
 def compute_figures(baseline: torch.Tensor, candidate: torch.Tensor, *, present: torch.Tensor | None = None) -> Figures:
@@ -29,17 +37,38 @@ def compute_figures(baseline: torch.Tensor, candidate: torch.Tensor, *, present:
     present: bool of the tensors' shape, or of its leading dimensions with ones after them, as ``[T, 1]``; ``None``
     is all. Raises ``ValueError`` for tensors that cannot be compared so.
     """
+    return sum_pair(baseline, candidate, present=present).figures
+
+
+def sum_pair(
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    present: torch.Tensor | None = None,
+    is_known_equal: bool = False,
+) -> PairSums:
+    """The figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``.
+
+    ``is_known_equal``: all bits of both are equal, so that the candidate need not be read.
+    """
     _check_pair(baseline, candidate)
     rows = None if present is None else flatten_present(present, baseline.shape)
     num_elements = baseline.numel()
     if rows is not None:
         num_elements = int(torch.count_nonzero(rows)) * (num_elements // max(rows.numel(), 1))
     left, right = baseline.reshape(-1), candidate.reshape(-1)
-    sums = _Sums(left, is_floating=baseline.is_floating_point())
-    if not _is_bit_equal(left, right):
-        for chunk in _read_chunks(left, right, rows):
-            sums.add(chunk)
-    return sums.figures(num_elements, baseline, candidate)
+
+    def add_up(block: tuple[int, int]) -> _Sums:
+        part = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
+        for chunk in _read_block(left, right, rows, block):
+            part.add(chunk)
+        return part
+
+    sums = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
+    blocks = split_blocks(left.numel()) if rows is None else _split_rows(rows.numel(), left.numel())
+    for part in map_blocks(add_up, blocks):
+        sums.add_block(part)
+    return sums.result(num_elements, baseline, candidate)
 
 
 def flatten_present(present: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -66,15 +95,16 @@ def _check_pair(baseline: torch.Tensor, candidate: torch.Tensor) -> None:
         )
 
 
-def _is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """By chunks, so that tensors that differ early are found so at once."""
-    left, right = view_as_bits(left), view_as_bits(right)
-    return all(
-        torch.equal(mine, other)
-        for mine, other in zip(
-            torch.split(left, 4 * CHUNK_ELEMENTS), torch.split(right, 4 * CHUNK_ELEMENTS), strict=True
-        )
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairSums:
+    """What one pass over two tensors shows, of the elements that count.
+
+    ``norm``: ||a||. ``is_finite``: whether no element of either side is NaN or infinite.
+    """
+
+    figures: Figures
+    norm: float
+    is_finite: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +125,18 @@ class _Chunk:
         return self.start + int(self.rows[row]) * self.row_size + column
 
 
-def _read_chunks(left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None) -> Iterator[_Chunk]:
+def _read_block(
+    left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None, block: tuple[int, int]
+) -> Iterator[_Chunk]:
+    """The chunks of a block: of elements, or of rows where there is a mask of them."""
     if rows is None:
-        yield from _dense_chunks(left, right, 0, left.numel())
+        yield from _dense_chunks(left, right, *block)
         return
     row_size = left.numel() // max(rows.numel(), 1)
     rows_per_chunk = max(CHUNK_ELEMENTS // max(row_size, 1), 1)
-    for first, mask in enumerate(torch.split(rows, rows_per_chunk)):
-        start, stop = (first * rows_per_chunk + place for place in (0, mask.numel()))
+    for start in range(*block, rows_per_chunk):
+        stop = min(start + rows_per_chunk, block[1])
+        mask = rows[start:stop]
         if bool(mask.all()):
             yield from _dense_chunks(left, right, start * row_size, stop * row_size)
         elif bool(mask.any()):
@@ -114,44 +148,52 @@ def _read_chunks(left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | N
             yield _Chunk(baseline=mine, candidate=other, start=start * row_size, rows=chosen, row_size=row_size)
 
 
+def _split_rows(num_rows: int, num_elements: int) -> list[tuple[int, int]]:
+    """Blocks of rows, each of as many elements as a block has, or of one row."""
+    step = max(BLOCK_ELEMENTS // max(num_elements // max(num_rows, 1), 1), 1)
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
 def _dense_chunks(left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> Iterator[_Chunk]:
-    for begin in range(start, stop, CHUNK_ELEMENTS):
-        end = min(begin + CHUNK_ELEMENTS, stop)
+    for begin, end in split_chunks(start, stop):
         yield _Chunk(baseline=left[begin:end], candidate=right[begin:end], start=begin)
 
 
 class _Sums:
-    """What has been added up over the chunks so far; buffers are made once and reused."""
+    """What has been added up over the chunks so far."""
 
-    def __init__(self, example: torch.Tensor, *, is_floating: bool) -> None:
-        size = min(example.numel(), CHUNK_ELEMENTS)
-        self._wide = torch.empty(2, size, dtype=torch.float64)
-        self._bits = view_as_bits(example.new_empty(size))
+    def __init__(self, *, is_floating: bool, is_known_equal: bool) -> None:
         self._is_floating = is_floating
+        self._is_known_equal = is_known_equal
         self._squares = [0.0, 0.0, 0.0, 0.0]
         self._num_different = 0
         self._max_abs = 0.0
         self._max_ulp = 0
         self._worst: int | None = None
+        self._is_finite = True
 
     def add(self, chunk: _Chunk) -> None:
         """Count what differs in bits, and add the products of the values."""
         size = chunk.baseline.numel()
+        baseline = SCRATCH.wide(0, size)
+        if self._is_known_equal:
+            self._add_equal(baseline.copy_(chunk.baseline))
+            return
         left, right = (view_as_bits(side) for side in (chunk.baseline, chunk.candidate))
-        changed = torch.bitwise_xor(left, right, out=self._bits[:size])
-        num_different = int(torch.count_nonzero(changed))
-        baseline = self._wide[0, :size].copy_(chunk.baseline)
+        changed = torch.bitwise_xor(left, right, out=SCRATCH.bits(size, left.dtype))
+        num_different = int(np.count_nonzero(changed.numpy()))  # torch's takes half as long again
+        baseline.copy_(chunk.baseline)
         if not num_different:
             self._add_equal(baseline)
             return
         if not self._num_different:
             self._worst = chunk.find(int(changed.ne(0).to(torch.uint8).argmax()))
         self._num_different += num_different
-        candidate = self._wide[1, :size].copy_(chunk.candidate)
+        candidate = SCRATCH.wide(1, size).copy_(chunk.candidate)
         products = _multiply(baseline, candidate)
         unequal = None
         if not math.isfinite(sum(products)):
-            unequal = _clear_non_finite(baseline, candidate, changed)
+            unequal = self._clear_non_finite(baseline, candidate, changed)
             products = _multiply(baseline, candidate)
         if self._is_floating:
             self._max_ulp = max(self._max_ulp, _largest_distance(left, right, changed))
@@ -161,41 +203,63 @@ class _Sums:
             difference.masked_fill_(unequal, math.inf)
         self._add_difference(chunk, difference, products)
 
+    def add_block(self, other: _Sums) -> None:
+        """What was added up over the chunks that follow."""
+        self._squares = [mine + theirs for mine, theirs in zip(self._squares, other._squares, strict=True)]
+        if other._max_abs > self._max_abs or (other._num_different and not self._num_different):
+            self._max_abs, self._worst = other._max_abs, other._worst
+        self._num_different += other._num_different
+        self._max_ulp = max(self._max_ulp, other._max_ulp)
+        self._is_finite &= other._is_finite
+
     def _add_equal(self, values: torch.Tensor) -> None:
         square = float(torch.dot(values, values))
         if not math.isfinite(square):
+            self._is_finite &= bool(values.isfinite().all())
             values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             square = float(torch.dot(values, values))
         for place in range(3):
             self._squares[place] += square
 
+    def _clear_non_finite(self, baseline: torch.Tensor, candidate: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        """Set both to 0 where either is not finite; bool: where they also differ."""
+        non_finite = ~(baseline.isfinite() & candidate.isfinite())
+        self._is_finite &= not bool(non_finite.any())
+        baseline.masked_fill_(non_finite, 0.0)
+        candidate.masked_fill_(non_finite, 0.0)
+        return non_finite & changed.ne(0)
+
     def _add_difference(self, chunk: _Chunk, difference: torch.Tensor, products: tuple[float, float, float]) -> None:
         for place, product in enumerate((*products, float(torch.dot(difference, difference)))):
             self._squares[place] += product
         values = difference.numpy()  # torch.aminmax takes twice as long here
-        largest = max(-float(values.min()), float(values.max()))
+        low, high = float(values.min()), float(values.max())
+        largest = max(-low, high)
         if largest > self._max_abs:
             self._max_abs = largest
-            self._worst = chunk.find(int(difference.abs().argmax()))
+            ends = ((-low, values.argmin), (high, values.argmax))
+            self._worst = chunk.find(min(int(find()) for size, find in ends if size == largest))
 
-    def figures(self, num_elements: int, baseline: torch.Tensor, candidate: torch.Tensor) -> Figures:
+    def result(self, num_elements: int, baseline: torch.Tensor, candidate: torch.Tensor) -> PairSums:
         """The figures of all chunks; without any chunk those of equal tensors."""
         mine, product, other, difference = self._squares
+        norm, is_equal = math.sqrt(mine), not self._num_different
         worst = None
         if self._worst is not None:
             index = tuple(int(place) for place in np.unravel_index(self._worst, tuple(baseline.shape)))
             worst = WorstElement(index=index, baseline=float(baseline[index]), candidate=float(candidate[index]))
-        return Figures(
+        figures = Figures(
             num_elements=num_elements,
             num_different=self._num_different,
             max_abs=self._max_abs,
             norm=math.sqrt(difference),
-            relative=_divide(math.sqrt(difference), math.sqrt(mine), both_zero=0.0),
-            slope=_divide(product, mine, both_zero=1.0 if other == 0.0 else math.inf),
-            cosine=_cosine(mine, product, other),
+            relative=_divide(math.sqrt(difference), norm, both_zero=0.0),
+            slope=1.0 if is_equal else _divide(product, mine, both_zero=1.0 if other == 0.0 else math.inf),
+            cosine=1.0 if is_equal else _cosine(mine, product, other),
             max_ulp=self._max_ulp if self._is_floating else None,
             worst=worst,
         )
+        return PairSums(figures=figures, norm=norm, is_finite=self._is_finite)
 
 
 def _multiply(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float, float]:
@@ -205,14 +269,6 @@ def _multiply(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, f
     return mine, product, other
 
 
-def _clear_non_finite(baseline: torch.Tensor, candidate: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """Set both to 0 where either is not finite; bool: where they also differ."""
-    non_finite = ~(baseline.isfinite() & candidate.isfinite())
-    baseline.masked_fill_(non_finite, 0.0)
-    candidate.masked_fill_(non_finite, 0.0)
-    return non_finite & changed.ne(0)
-
-
 def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Tensor) -> int:
     """The largest number of representable numbers between two floats, given as bits; ``changed`` is overwritten.
 
@@ -220,7 +276,8 @@ def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Te
     -0.0 and 0.0 are one number.
     """
     largest = 0
-    opposite = np.flatnonzero(changed.numpy() < 0)  # torch.nonzero takes six times as long
+    signs = changed.numpy()
+    opposite = np.flatnonzero(signs < 0) if signs.min() < 0 else signs[:0]  # torch.nonzero takes six times as long
     distance = torch.sub(left, right, out=changed)
     if opposite.size:
         places = torch.from_numpy(opposite)

@@ -5,14 +5,16 @@ stands out where both the relative difference and the mean square of the differe
 index: 5 times as a norm, and more where few elements make up an index's difference, so that normally distributed
 rounding stands out by chance once in a million tensors. Indices that stand out must also differ by more than all that
 do not, since where sizes vary widely some always have a large difference and a small value. What stands out by rounding
-alone (8 units in the last place of the dtype) is not reported. Memory beyond the tensors is a few chunks.
+alone (8 units in the last place of the dtype) is not reported. Memory beyond the tensors is a few chunks. Of a tensor
+of more than 4 Mi elements all indices of the dimension in question are looked at, and evenly spaced ones of the others;
+the text says so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import torch
@@ -21,6 +23,7 @@ from mock_scheduler.compare.differences import Locality
 from mock_scheduler.trace.entries import DimName
 
 _CHUNK_ELEMENTS = 1 << 16
+_MOST_ELEMENTS = 1 << 22
 #: Localities of one tensor, and runs of indices of one dimension, that are worth reading.
 _MOST = 4
 _MOST_RUNS = 3
@@ -57,18 +60,62 @@ def find_localities(
     """
     if len(dims) != baseline.dim():
         raise ValueError(f"dims {list(dims)} do not name the dimensions of shape {list(baseline.shape)}")
-    floor = torch.finfo(baseline.dtype).eps * _ROUNDING_UNITS if baseline.is_floating_point() else 0.0
+    if baseline.numel() <= _MOST_ELEMENTS:
+        found = _search(_Sides(baseline, candidate, present), dims, boundaries or {}, seen="")
+    else:
+        found = []
+        for dim in range(baseline.dim()):
+            sides = _thin(_Sides(baseline, candidate, present), dim)
+            seen = f" (seen in {sides.baseline.numel():,} of {baseline.numel():,} elements)"
+            found += _search(sides, dims, boundaries or {}, seen=seen, only=dim)
+    return tuple(sorted(found, key=lambda item: -item.share)[:_MOST])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """Baseline, candidate and which elements count."""
+
+    baseline: torch.Tensor
+    candidate: torch.Tensor
+    present: torch.Tensor | None
+
+
+def _thin(sides: _Sides, dim: int) -> _Sides:
+    """All indices of one dimension, and evenly spaced ones of the others, so that few elements are left."""
+    room = max(_MOST_ELEMENTS // max(sides.baseline.shape[dim], 1), 1)
+    index = [slice(None)] * sides.baseline.dim()
+    for other, size in enumerate(sides.baseline.shape):
+        if other != dim:
+            index[other] = slice(None, None, max(math.ceil(size / room), 1))
+            room = max(room // max(len(range(size)[index[other]]), 1), 1)
+    place = tuple(index)
+    present = None if sides.present is None else sides.present.expand(sides.baseline.shape)[place]
+    return _Sides(sides.baseline[place], sides.candidate[place], present)
+
+
+def _search(
+    sides: _Sides,
+    dims: tuple[DimName, ...],
+    boundaries: Mapping[int, Sequence[int]],
+    *,
+    seen: str,
+    only: int | None = None,
+) -> list[Locality]:
+    """Localities along all dimensions, or along one. seen: of how much of the tensor, for the text."""
+    is_floating = sides.baseline.is_floating_point()
+    floor = torch.finfo(sides.baseline.dtype).eps * _ROUNDING_UNITS if is_floating else 0.0
     found: list[Locality] = []
-    sums = _sum_energies(baseline, candidate, present)
+    sums = _sum_energies(sides.baseline, sides.candidate, sides.present)
     if not sums or sums[0].total == 0.0 or float(sums[0].counts.sum()) < _FEWEST_ELEMENTS:
-        return ()
+        return found
     equivalent = math.prod(energies.num_equivalent for energies in sums)
     for dim, energies in enumerate(sums):
-        starts = (boundaries or {}).get(dim, ())
-        others = equivalent / energies.num_equivalent
-        search = _DimSearch(dims[dim], energies, floor=floor, others=others, boundaries=starts)
-        found.extend(search.find() if energies.size > 1 else ())
-    return tuple(sorted(found, key=lambda item: -item.share)[:_MOST])
+        if energies.size > 1 and only in (None, dim):
+            others = equivalent / energies.num_equivalent
+            starts = boundaries.get(dim, ())
+            search = _DimSearch(dims[dim], energies, floor=floor, others=others, boundaries=starts)
+            found += [replace(item, text=item.text + seen) for item in search.find()]
+    return found
 
 
 def parameter_dims(name: str, shape: Sequence[int]) -> tuple[DimName, ...]:

@@ -9,8 +9,9 @@ from types import TracebackType
 
 import torch
 
+from mock_scheduler.compare.figures import PairSums, sum_pair
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.judging import describe_non_finite, is_bit_equal
+from mock_scheduler.compare.judging import describe_non_finite
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.tensor_bytes import dtype_name
@@ -25,7 +26,7 @@ class TensorPair:
 
     present: bool, of the tensors' shape or ``[T, 1, ...]``: the elements that both runs have; ``None``: all of them.
     ours, theirs: the same of each run by itself, before they are put together; ``theirs`` in the baseline's order.
-    is_equal: whether all bits of both tensors are equal, also of elements that are not present.
+    sums: of the elements that are present; of two dtypes, of their values in float64.
     """
 
     key: TraceKey
@@ -33,14 +34,20 @@ class TensorPair:
     candidate: torch.Tensor
     dims: tuple[DimName, ...]
     present: torch.Tensor | None
+    sums: PairSums
     ours: torch.Tensor | None = None
     theirs: torch.Tensor | None = None
-    is_equal: bool = False
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all bits of the elements that are present are equal."""
+        return self.baseline.dtype == self.candidate.dtype and not self.sums.figures.num_different
 
     def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
         """The pair without these tokens; ``left_out``: bool ``[T]``."""
         kept = _by_token(~left_out, self.baseline)
-        return replace(self, present=kept if self.present is None else self.present & kept)
+        present = kept if self.present is None else self.present & kept
+        return replace(self, present=present, sums=_sum(self.baseline, self.candidate, present))
 
 
 class TracePair:
@@ -82,6 +89,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     if left.shape != right.shape:
         return finding(key, f"has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate")
     present = all_of([ours.present, their_presence, shared])
+    is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
     return TensorPair(
         key=key,
         baseline=left,
@@ -90,7 +98,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
         present=present,
         ours=all_of([ours.present, shared]),
         theirs=all_of([their_presence, shared]),
-        is_equal=is_bit_equal(left, right),
+        sums=_sum(left, right, present, is_known_equal=is_same and left.dtype == right.dtype),
     )
 
 
@@ -117,10 +125,10 @@ def describe_dtypes(pair: TensorPair) -> str:
 
 def describe_broken(pair: TensorPair) -> tuple[str, str]:
     """NaN and infinities among the compared elements, in words, of each side; empty where all are finite."""
-    mine = describe_non_finite(pair.baseline)
-    found = mine, mine if pair.is_equal else describe_non_finite(pair.candidate)
-    if pair.present is None or not any(found):
-        return found
+    if pair.sums.is_finite:
+        return "", ""
+    if pair.present is None:
+        return describe_non_finite(pair.baseline), describe_non_finite(pair.candidate)
     kept = pair.present.expand_as(pair.baseline)
     return describe_non_finite(pair.baseline[kept]), describe_non_finite(pair.candidate[kept])
 
@@ -165,6 +173,14 @@ def finding(key: TraceKey, message: str) -> Finding:
     return Finding(
         kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()} {message}"
     )
+
+
+def _sum(
+    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, *, is_known_equal: bool = False
+) -> PairSums:
+    if baseline.dtype != candidate.dtype:
+        baseline, candidate = baseline.double(), candidate.double()
+    return sum_pair(baseline, candidate, present=present, is_known_equal=is_known_equal)
 
 
 def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Contract: an explanation is given only where it accounts for at least 90 % of ||a - b||². What is no larger than the
 rounding of the dtype, and what random noise could look like, has none: a fitted number needs at least 16 elements, none
-of which outweighs the others, or must be a number of the layout. Of a tensor of more than 4 Mi elements, evenly spaced
+of which outweighs the others, or must be a number of the layout. Of a tensor of more than 1 Mi elements, evenly spaced
 ones are looked at, and the text says so. Cheap explanations are tried first; a is the baseline, b the candidate.
 """
 
@@ -24,7 +24,7 @@ from mock_scheduler.trace.entries import DimName
 
 #: What an explanation must account for.
 ENOUGH = 0.9
-_MOST_ELEMENTS = 1 << 22
+_MOST_ELEMENTS = 1 << 20
 _FEWEST_ELEMENTS = 16
 #: Elements of equal weight that a fitted number rests on.
 _FEWEST_EQUIVALENT = 8.0
@@ -41,14 +41,15 @@ def classify_residual(
     layout: Mapping[str, float] | None = None,
     previous: torch.Tensor | None = None,
     parts: Sequence[torch.Tensor] = (),
+    part_names: Sequence[str] = (),
     dims: tuple[DimName, ...] = (),
 ) -> Residual | None:
     """What ``candidate`` is in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
     baseline, candidate, previous: finite, of one shape and dtype. present: bool, as of ``compute_figures``; elements
     that count. layout: numbers that a ratio may be, as ``{"tp": 2, "micro-batches": 4}``. previous: the baseline's
-    tensor of the update before. parts: what ranks contribute to the sum, each of the same shape. dims: what each
-    dimension counts, for the text.
+    tensor of the update before. parts: what ranks contribute to the sum, each of the same shape; part_names: whose
+    they are, else they are numbered. dims: what each dimension counts, for the text.
     """
     figures = compute_figures(baseline, candidate, present=present)
     one = _find_one_element(figures)
@@ -60,7 +61,7 @@ def classify_residual(
     before = None if previous is None else _spread(previous, pair.stride, pair.present)
     tests: tuple[Callable[[], Residual | None], ...] = (
         lambda: _find_stale(pair, before),
-        lambda: _best(_find_ratio(pair, layout or {}), _find_parts(pair, sample)),
+        lambda: _best(_find_ratio(pair, layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
     )
@@ -204,7 +205,7 @@ def _equivalent_elements(products: torch.Tensor) -> float:
     return float(products.abs().sum()) ** 2 / square if square else 0.0
 
 
-def _find_parts(pair: _Pair, parts: Sequence[torch.Tensor]) -> Residual | None:
+def _find_parts(pair: _Pair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:
     """The difference is the sum of some of the parts, with either sign."""
     if len(parts) < 2 or pair.is_small or pair.square == 0.0:
         return None
@@ -219,8 +220,9 @@ def _find_parts(pair: _Pair, parts: Sequence[torch.Tensor]) -> Residual | None:
         sign = 1 if product > 0 else -1
         best = max(best, ((2 * sign * product - size) / pair.square, sign, subset))
     explained, sign, subset = best
-    which = ", ".join(str(part) for part in subset)
-    text = f"{'part' if len(subset) == 1 else 'parts'} {which} of {len(parts)} {'is' if len(subset) == 1 else 'are'}"
+    which = ", ".join(names[part] if names else str(part) for part in subset)
+    noun, verb = ("part", "is") if len(subset) == 1 else ("parts", "are")
+    text = f"the {noun} of {which} {verb}" if names else f"{noun} {which} of {len(parts)} {verb}"
     if sign > 0:
         return _residual("doubled part", 1.0, explained, f"{text} in the candidate once more")
     return _residual("missing part", -1.0, explained, f"{text} missing from the candidate")

@@ -149,4 +149,6 @@ def compare_runs(
         on_key=on_key,
     )
     is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
-    return decide(metrics, tensors, tolerance=tolerance, required=() if is_chosen else JUDGED_KINDS)
+    return decide(
+        metrics, tensors, tolerance=tolerance, required=() if is_chosen else JUDGED_KINDS, selection=selection
+    )

@@ -16,7 +16,7 @@ from mock_scheduler.compare.tensors import NotCompared
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.text import count_of, list_some
 from mock_scheduler.trace.entries import StepFooter, TraceKey
-from mock_scheduler.trace.kinds import LEDGER_KINDS, LedgerKind, TraceKind
+from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
 
 _NUM_NAMED = 3
 
@@ -40,6 +40,15 @@ class Selection:
     def has_name(self, name: str) -> bool:
         """Whether tensors of a name are compared."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def describe(self) -> str:
+        """What was chosen, as ``steps 5, kinds logits, names decoder.*``; empty where everything is."""
+        parts = [] if self.steps is None else [f"steps {self.steps}"]
+        if self.kinds is not None:
+            parts.append(f"kinds {', '.join(kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in self.kinds)}")
+        if self.patterns != ("*",):
+            parts.append(f"names {', '.join(self.patterns)}")
+        return ", ".join(parts)
 
     def has_ledgers(self) -> bool:
         """Whether any ledger is compared."""

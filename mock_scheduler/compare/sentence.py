@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.compare.metrics import MetricComparison
@@ -63,7 +64,7 @@ def describe_before(tensors: TensorComparison, first: TensorDifference | None, p
 
 
 def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
-    """What was compared, and the worst of each kind with its margin; for a verdict that passes."""
+    """What was compared, by kind, how much of it is equal, and what had no say; for a verdict that passes."""
     parts = []
     if metrics is not None:
         parts.append(f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}")
@@ -74,21 +75,47 @@ def describe_coverage(metrics: MetricComparison | None, tensors: TensorCompariso
     return ", ".join(parts)
 
 
+def describe_worst(tensors: TensorComparison | None) -> str:
+    """The tensor nearest to its bound, of all that differ and are judged; empty where there is none."""
+    judged = [] if tensors is None else [item for item in tensors.differences if item.is_judged and item.relative > 0]
+    if not judged:
+        return ""
+    worst = min(judged, key=lambda item: item.margin)
+    return (
+        f"nearest to its bound: {worst.key.describe()}, {worst.relative:.2e}, {_describe_margin(worst.margin)} times "
+        f"below {worst.tolerance:.2g}"
+    )
+
+
 def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None, *, metric: float) -> str:
-    """The smallest error that would have been called a divergence, for each kind that was compared."""
-    bounds = [f"{metric:.2g} of a metric"] if metrics is not None and metrics.differences else []
+    """The smallest error that would have been called a divergence, for each kind that was compared.
+
+    A tensor that is 0 in the baseline has no size that an error could be relative to, and is counted.
+    """
+    kinds: dict[str, list[str]] = {}
+    if metrics is not None and metrics.differences:
+        kinds.setdefault(f"{metric:.2g}", []).append("metrics")
+    num_without_size = 0
     for kind in tensors.kinds if tensors is not None else ():
         assert tensors is not None
-        largest = max(
-            (item.tolerance for item in tensors.differences if item.key.kind == kind and item.is_judged), default=0.0
-        )
-        bounds.append(f"{largest:.2g} of {'an' if kind[0] in 'aio' else 'a'} {name_kind(kind)}")
-    return f"a divergence would have been any relative error above {', '.join(bounds)}"
+        bounds = [item.tolerance for item in tensors.differences if item.key.kind == kind and item.is_judged]
+        finite = [bound for bound in bounds if math.isfinite(bound)]
+        num_without_size += len(bounds) - len(finite)
+        if finite:
+            kinds.setdefault(f"{max(finite):.2g}", []).append(name_kinds(kind))
+    listed = "; ".join(f"{bound} of {_join(names)}" for bound, names in kinds.items())
+    zero = f" ({count_of(num_without_size, 'tensor')} of the baseline 0, without a size)" if num_without_size else ""
+    return f"a divergence would have been any relative error above {listed}{zero}"
 
 
 def name_kind(kind: TraceKind) -> str:
     """``activation gradient``."""
     return "initial parameter" if kind == "initial" else kind.replace("_", " ")
+
+
+def name_kinds(kind: TraceKind) -> str:
+    """``activation gradients``, ``logits``, ``loss tensors``."""
+    return kind if kind == "logits" else count_kind(2, kind).partition(" ")[2]
 
 
 def count_kind(count: int, kind: TraceKind) -> str:
@@ -97,6 +124,11 @@ def count_kind(count: int, kind: TraceKind) -> str:
     if kind in ("gradient", "parameter", "weight", "activation", "activation_gradient", "gradient_norm", "initial"):
         return count_of(count, name)
     return count_of(count, f"{name} tensor")
+
+
+def _join(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _describe_worst(difference: TensorDifference) -> list[str]:
@@ -122,16 +154,8 @@ def _describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace
 def _describe_group(group: TensorGroup) -> str:
     if group.num_bit_equal == group.num_compared:
         return ""
-    worst = group.worst
-    if worst.relative == 0:
-        return (
-            f" ({group.num_bit_equal} bit-equal; the others within the rounding of storing{_describe_excluded(group)})"
-        )
-    return (
-        f" ({group.num_bit_equal} bit-equal; worst {worst.key.name} at step {worst.key.step}: "
-        f"{worst.relative:.2e}, {_describe_margin(worst.margin)} times below {worst.tolerance:.2g}"
-        f"{_describe_excluded(group)})"
-    )
+    stored = "" if group.worst.relative else "; the others within the rounding of storing"
+    return f" ({group.num_bit_equal} bit-equal{stored}{_describe_excluded(group)})"
 
 
 def _describe_excluded(group: TensorGroup) -> str:

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mock_scheduler.compare.figures import compute_figures
 from mock_scheduler.compare.found import SIDES
-from mock_scheduler.compare.judging import Pair, compare_updates, is_bit_equal, measure
+from mock_scheduler.compare.judging import Pair, compare_updates, is_bit_equal
 from mock_scheduler.compare.pairs import TensorPair, all_of
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorDifference
@@ -82,29 +81,26 @@ class StateWalk:
         if pair.key.step > 0:
             self._step.measure(pair)
             return ""
-        if pair.is_equal or is_bit_equal(*_kept(pair, pair.present)):
+        if pair.is_equal:
             return ""
         return "differs: both runs must start from the same weights, to the last bit"
 
     def _compare_update(self, before: TensorPair, after: TensorPair, gradient: TensorPair | None) -> TensorDifference:
-        if before.is_equal and after.is_equal and after.present is None:
-            return replace(
-                measure(
-                    after.key, after.baseline, after.candidate, tolerance=self._tolerance.update, ulp=0, is_equal=True
-                ),
-                is_zero=is_bit_equal(before.baseline, after.baseline),
-            )
         pairs = [before, after, *([gradient] if gradient is not None else [])]
         present = all_of([pair.present for pair in pairs])
         old, new, *rest = (_kept(pair, present) for pair in pairs)
+        figures = after.sums.figures
+        if present is not None and present is not after.present:
+            figures = compute_figures(after.baseline, after.candidate, present=present)
         return compare_updates(
             after.key,
             before=old,
             after=new,
-            gradients=rest[0] if rest else None,
+            gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
             tolerance=self._tolerance.update,
             ulp=self._tolerance.ulp,
-            figures=compute_figures(after.baseline, after.candidate, present=present) if present is not None else None,
+            figures=figures,
+            is_same_before=before.is_equal or None,
         )
 
     def _check_weight(self, pair: TensorPair) -> str:

@@ -16,7 +16,6 @@ import torch
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.found import SIDES, Found
 from mock_scheduler.compare.judging import (
-    baseline_norm,
     is_judged_by_gradient,
     measure,
     rounding_unit,
@@ -121,11 +120,11 @@ class StepWalk:
             tolerance=tolerance.gradient if is_judged_by_gradient(key.kind) else tolerance.activation,
             ulp=tolerance.ulp,
             present=pair.present,
-            is_equal=pair.is_equal,
+            sums=pair.sums,
         )
         unit = rounding_unit(pair.baseline)
         if unit:
-            norm = baseline_norm(difference, pair.baseline, pair.present)
+            norm = pair.sums.norm
             pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
             total, count = self._squares.get(pool, (0.0, 0))
             self._squares[pool] = (total + norm * norm, count + difference.num_elements)

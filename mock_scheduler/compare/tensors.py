@@ -32,7 +32,7 @@ class TensorDifference:
     ``is_zero``: the baseline's gradient or change is 0.
     ``is_within_ulp``: no element is further than ``ToleranceConfig.ulp`` units in the last place.
     ``figures``: of the compared elements; ``None`` where their bits are equal, and at level ``sketch``.
-    ``localities``, ``residual``: of tensors beyond their tolerance and of the largest differences; empty elsewhere.
+    ``localities``, ``residual``: of the first and the largest beyond their tolerance; empty elsewhere.
     ``dtypes``: of baseline and candidate, where they are not the same; the difference is then that of the values.
     ``low``, ``high``: at level ``sketch``, the error bar of ``relative``; ``None`` at level ``full``.
     """

@@ -17,7 +17,14 @@ from enum import StrEnum
 
 from mock_scheduler.compare.divergences import Divergence, describe_divergence, find_divergences, from_metric
 from mock_scheduler.compare.metrics import MetricComparison
-from mock_scheduler.compare.sentence import describe_coverage, describe_smallest, describe_tensor, name_kind
+from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.sentence import (
+    describe_coverage,
+    describe_smallest,
+    describe_tensor,
+    describe_worst,
+    name_kind,
+)
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
@@ -69,8 +76,8 @@ _NUM_SELECTIONS = 3
 class Alignment:
     """The verdict on one candidate; the comparisons are ``None`` where its run failed or they were not asked for.
 
-    ``reason``: the verdict in words; of one that passes: its level, what was compared, the worst of each kind with its
-    margin and the smallest error that would have been found.
+    ``reason``: the verdict in words; of one that passes: its level, what was compared, the worst tensor with its margin
+    and the smallest error that would have been found.
     ``sentence``: the first divergence in one sentence: when, what, by how much, where, what it looks like and what
     before it is equal; ``None`` where nothing diverged.
     ``full_dump``: of two sketches, the overrides of the full trace to take next; empty where none is needed.
@@ -91,16 +98,19 @@ def decide(
     *,
     tolerance: ToleranceConfig,
     required: Collection[TraceKind] = JUDGED_KINDS,
+    selection: Selection = EVERYTHING,
 ) -> Alignment:
     """The verdict on what was compared.
 
     ``metrics``, ``tensors``: ``None`` where they were not asked for. ``required``: kinds of which a tensor must have
-    been compared, or the rest proves nothing.
+    been compared, or the rest proves nothing. ``selection``: what was chosen to be compared, for the reason.
     """
     divergences = find_divergences(metrics, tensors, tolerance=tolerance)
     first = next((item for item in divergences if not item.is_selection), None)
     sentence = None if first is None else describe_divergence(first, tensors)
-    evidence = _Evidence(metrics=metrics, tensors=tensors, tolerance=tolerance, required=tuple(required))
+    evidence = _Evidence(
+        metrics=metrics, tensors=tensors, tolerance=tolerance, required=tuple(required), selection=selection
+    )
     verdict, reason = evidence.judge(first, sentence, divergences)
     full_dump: tuple[str, ...] = ()
     if tensors is not None and tensors.level == "sketch" and verdict in (Verdict.DIVERGED, Verdict.SUSPECT):
@@ -162,6 +172,7 @@ class _Evidence:
     tensors: TensorComparison | None
     tolerance: ToleranceConfig
     required: tuple[TraceKind, ...]
+    selection: Selection
 
     def judge(
         self, first: Divergence | None, sentence: str | None, divergences: Sequence[Divergence]
@@ -173,6 +184,9 @@ class _Evidence:
         missing = self._not_compared()
         if first is None and divergences:
             return Verdict.INCOMPARABLE, self._describe_selection(divergences)
+        chosen = self.selection.describe()
+        if first is None and chosen and self._is_empty():
+            return Verdict.INCOMPARABLE, f"nothing was compared: neither side has anything of the chosen {chosen}"
         if first is None and missing:
             return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
         if self._is_empty():
@@ -204,7 +218,9 @@ class _Evidence:
             return Verdict.IDENTICAL, f"bit-equal{how}: {coverage}{notes}; one changed bit would have been found"
         level = "" if tensors is None or tensors.level == "full" else ", as estimated from sketches"
         smallest = describe_smallest(self.metrics, tensors, metric=self.tolerance.metric)
-        return Verdict.ROUNDING, f"within tolerance{level}: {coverage}{notes}; {smallest}"
+        worst = describe_worst(tensors)
+        nearest = f"; {worst}" if worst else ""
+        return Verdict.ROUNDING, f"within tolerance{level}: {coverage}{nearest}{notes}; {smallest}"
 
     def _describe_limits(self) -> str:
         """How many tensors were not compared, and all else that limits a verdict that passes."""

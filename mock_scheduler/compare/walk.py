@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mock_scheduler.compare.blocks import without_inner_threads
 from mock_scheduler.compare.explanation import explain_differences
 from mock_scheduler.compare.found import Found, find_missing_steps, in_order
 from mock_scheduler.compare.ledgers import compare_ledgers
@@ -40,7 +41,7 @@ def compare_traces(
     keys = {step: (baseline.keys(step), candidate.keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     alignments: dict[int, TokenAlignment] = {}
-    with TracePair(baseline, candidate) as traces:
+    with TracePair(baseline, candidate) as traces, without_inner_threads():
         for step in steps:
             walk = StepWalk(
                 traces,
@@ -57,5 +58,5 @@ def compare_traces(
                 if on_key is not None:
                     on_key(done, total)
             found.ledgers += compare_ledgers(traces.readers, step, selection, found.notes)
-        found.differences = explain_differences(in_order(found.differences), traces, alignments)
+        found.differences = explain_differences(in_order(found.differences), traces, alignments, found.conflicts[1])
     return found.result(steps)

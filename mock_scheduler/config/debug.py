@@ -55,7 +55,8 @@ class DebugConfig(ConfigSection):
 
     ``dump_dir``: ``~`` is expanded. ``dump_format``: ``pt`` or ``jsonl``. ``target_param_pattern``: a regular
     expression that is searched for in the names of parameters, Megatron's (``decoder.layers.0.…``) and Hugging Face's
-    (``model.layers.0.…``); needed for ``param`` and ``gradient``.
+    (``model.layers.0.…``); needed for ``param`` and ``gradient``. ``enable_data_dump`` false turns all of it off,
+    whatever the options are.
     """
 
     enable_data_dump: bool = False
@@ -67,12 +68,12 @@ class DebugConfig(ConfigSection):
     target_param_pattern: str = ""
 
     def enabled_options(self) -> tuple[str, ...]:
-        """The options of ``dump_options`` that are on."""
-        return tuple(name for name, is_on in self.dump_options.model_dump().items() if is_on)
+        """What is written of ``dump_options``; nothing while ``enable_data_dump`` is false."""
+        return _names_of(self.dump_options) if self.enable_data_dump else ()
 
     def enabled_remote_options(self) -> tuple[str, ...]:
-        """The options of ``remote_api_dump_options`` that are on."""
-        return tuple(name for name, is_on in self.remote_api_dump_options.model_dump().items() if is_on)
+        """What is written of ``remote_api_dump_options``; nothing while ``enable_data_dump`` is false."""
+        return _names_of(self.remote_api_dump_options) if self.enable_data_dump else ()
 
     def is_due(self, step: int) -> bool:
         """Whether anything is written of a step."""
@@ -105,13 +106,13 @@ class DebugConfig(ConfigSection):
         return self
 
     def _option_problems(self) -> list[str]:
-        chosen = [f"dump_options.{name}" for name in self.enabled_options()]
-        chosen += [f"remote_api_dump_options.{name}" for name in self.enabled_remote_options()]
+        chosen = [f"dump_options.{name}" for name in _names_of(self.dump_options)]
+        chosen += [f"remote_api_dump_options.{name}" for name in _names_of(self.remote_api_dump_options)]
         problems = []
-        if chosen and not self.enable_data_dump:
+        if chosen and "enable_data_dump" not in self.model_fields_set:
             problems.append(
-                f"{', '.join(chosen)} would have no effect while enable_data_dump is false; set it to true, or leave "
-                "the options out"
+                f"{', '.join(chosen)} would have no effect: enable_data_dump is not given; set it to true, or to false "
+                "to dump nothing"
             )
         if self.enable_data_dump and not chosen:
             problems.append(
@@ -125,6 +126,10 @@ class DebugConfig(ConfigSection):
                 "which parameters? Give it as 'model\\.layers\\.0\\.self_attn\\.q_proj\\.weight'"
             )
         return problems
+
+
+def _names_of(options: DumpOptions | RemoteApiDumpOptions) -> tuple[str, ...]:
+    return tuple(name for name, is_on in options.model_dump().items() if is_on)
 
 
 class RolloutWorkerConfig(ConfigSection):

@@ -103,15 +103,20 @@ class TrainingClient:
             answer = connection.getresponse()
             content = answer.read()
         except (OSError, http.client.HTTPException) as error:
+            waited = f" within {self._timeout_s:g} s (training_service.timeout_s)" if _is_timeout(error) else ""
             raise ServiceError(
-                f"{self._url}{path}: no answer within {self._timeout_s:g} s: {error or type(error).__name__}; is the "
-                "service still running? Its run.log or terminal says why it ended"
+                f"{self._url}{path}: no answer{waited}: {error or type(error).__name__}; is the service still running? "
+                "Its run.log or terminal says why it ended"
             ) from error
         finally:
             connection.close()
         if answer.status != 200:
             raise ServiceError(f"{self._url}{path}: {_error_text(content)} (status {answer.status})")
         return content
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError)
 
 
 def _error_text(content: bytes) -> str:

@@ -14,8 +14,9 @@ unpickled, every tensor has its digest, and the service trains on the very bits 
 Scores are a safetensors document of float64 ``[M]`` tensors in the datums' order. ``score`` is asked for where
 advantages are made of more than rewards, before ``train`` of the same step. The ``run_id`` of the first documents is
 that of the client; others are refused from then on.
-An error is ``{"error": text}`` with status 400 (the request cannot be carried out, and nothing changed), 409 (it is
-not what comes next) or 500 (the service ends). Numbers are JSON in full precision; NaN and infinities are texts.
+An error is ``{"error": text}`` with status 400, 404, 411 or 413 (the request cannot be carried out, and nothing
+changed), 409 (it is not what comes next), 500 (the service ends) or 503 (it has ended). Numbers are JSON in full
+precision; NaN and infinities are texts.
 """
 
 from __future__ import annotations

@@ -148,4 +148,10 @@ class TraceSink(Protocol):
         """Take one piece; raises ``TraceError`` for a tensor that does not have its spec's shape, or given twice."""
 
     def close(self, footer: StepFooter) -> None:
-        """End the step. Errors of earlier background writes surface here or at the next call, never later."""
+        """End the step. Errors of earlier background writes surface here or at the next call, never later.
+
+        Where it raises, nothing of the step is left that this sink wrote.
+        """
+
+    def abandon(self) -> None:
+        """Give the step up: what was written of it is removed, and no thread is left. Nothing where it was closed."""

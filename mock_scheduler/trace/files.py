@@ -55,7 +55,7 @@ from safetensors.torch import save_file
 
 from mock_scheduler.digests import JSON, canonical_json, seal
 from mock_scheduler.errors import TraceError
-from mock_scheduler.files import written_aside
+from mock_scheduler.files import rename_away, written_aside
 from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.footers import footer_as_json
@@ -74,6 +74,8 @@ METADATA_KEY = "mock_scheduler.trace"
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 PART_FILE = re.compile(r"rank_(\d{5,})\.part_(\d{3,})\.safetensors")
+#: What ``sketch_files`` writes instead.
+SKETCH_FILE = re.compile(r"rank_(\d{5,})\.sketch\.safetensors")
 #: What a rank's only file was called up to format version 2.
 OLD_RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
 
@@ -128,12 +130,16 @@ def step_folder(trace_dir: Path, step: int) -> Path:
 def remove_steps_from(trace_dir: Path, step: int) -> None:
     """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
 
-    The others write their first trace only after the first batch, for which they wait for each other.
+    The others write their first trace only after the first batch, for which they wait for each other. A step is gone as
+    a whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
     """
     for folder in trace_dir.glob("step_*"):
         name = STEP_FOLDER.fullmatch(folder.name)
         if name is not None and int(name[1]) >= step:
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(rename_away(folder))
+            except OSError as error:
+                raise TraceError(f"{folder}: a step that is computed anew cannot be removed: {error}") from error
 
 
 def save_rank_trace(
@@ -168,10 +174,13 @@ def save_rank_trace(
 
 
 def check_unwritten(trace_dir: Path, rank_step: RankStep) -> None:
-    """Raise ``TraceError`` where a part of this rank's step is there already."""
+    """Raise ``TraceError`` where a part, or the sketches, of this rank's step are there already."""
     first = rank_step.part_path(trace_dir, 0)
-    prefix = first.name.removesuffix("000.safetensors")
-    existing = sorted(path for path in first.parent.glob(f"{prefix}*") if PART_FILE.fullmatch(path.name))
+    prefix = first.name.removesuffix("part_000.safetensors")
+    names = (PART_FILE, SKETCH_FILE)
+    existing = sorted(
+        path for path in first.parent.glob(f"{prefix}*") if any(name.fullmatch(path.name) for name in names)
+    )
     if existing:
         raise _already_traced(existing[0])
 

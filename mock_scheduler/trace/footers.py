@@ -15,6 +15,11 @@ from mock_scheduler.digests import JSON
 from mock_scheduler.trace.entries import LedgerCall, RowTable, StepFooter, Unobserved
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 
+#: What a damaged or forged header may make a reader go through.
+_MAX_WORLD_SIZE = 1 << 20
+#: Tokens of a step's batch; a token tensor of more has more than 1 TB in int64.
+_MAX_TOKENS = 1 << 37
+
 
 def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
     """Everything that the footer says."""
@@ -43,6 +48,8 @@ def parse_footer(content: Mapping[str, Any]) -> StepFooter:
     table = RowTable(identities=_texts(rows["identities"]), lengths=as_counts(rows["lengths"]))
     if len(table.identities) != len(table.lengths):
         raise ValueError(f"{len(table.identities)} rows have {len(table.lengths)} lengths")
+    if table.num_tokens > _MAX_TOKENS:
+        raise ValueError(f"rows of {table.num_tokens} tokens; expected at most {_MAX_TOKENS}")
     update_rows = tuple(as_counts(update) for update in content["update_rows"])
     if any(row >= len(table.lengths) for update in update_rows for row in update):
         raise ValueError(f"an update has a row beyond the {len(table.lengths)} of the batch")
@@ -66,6 +73,26 @@ def as_count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def as_world_size(value: object) -> int:
+    """A number of ranks; raises ``ValueError`` for anything else, and beyond what a reader can list."""
+    size = as_count(value)
+    if not 1 <= size <= _MAX_WORLD_SIZE:
+        raise ValueError(f"a run of {size} ranks; expected 1 to {_MAX_WORLD_SIZE}")
+    return size
+
+
+def shared_statements(footer: StepFooter) -> dict[str, object]:
+    """What all ranks say alike of a step, by name; the rest of a footer is each rank's own."""
+    return {
+        "rows": footer.rows,
+        "update_rows": footer.update_rows,
+        "ranks": footer.ranks,
+        "kinds": footer.kinds,
+        "patterns": footer.patterns,
+        "exclude": footer.exclude,
+    }
 
 
 def as_counts(values: Sequence[object]) -> tuple[int, ...]:

@@ -67,12 +67,15 @@ class MergedTensor:
 
     ``present``: bool, where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
     ``None`` where every element is there. ``dims``: what each dimension counts; empty where nobody said.
+    ``content``: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present
+    at the same elements; ``None`` where pieces overlap.
     """
 
     tensor: torch.Tensor
     conflicts: tuple[ReplicaConflict, ...]
     present: torch.Tensor | None = None
     dims: tuple[DimName, ...] = ()
+    content: tuple[object, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.coverage import count_cells, element_places, fill_local_tensor
 from mock_scheduler.trace.entries import RowTable, TraceKey
 from mock_scheduler.trace.files import view_as_bits
-from mock_scheduler.trace.memory import allocate_zeros
+from mock_scheduler.trace.memory import MemoryPool
 from mock_scheduler.trace.merged import ConflictTally, MergedTensor
 from mock_scheduler.trace.pieces import Piece
 from mock_scheduler.trace.presence import Expectation, check_present, held_twice
@@ -31,8 +31,11 @@ _Group = list[Piece]
 _Family = list[_Group]
 
 
-def merge_pieces(key: TraceKey, pieces: Sequence[Piece], load: Load, expectation: Expectation) -> MergedTensor:
+def merge_pieces(
+    key: TraceKey, pieces: Sequence[Piece], load: Load, expectation: Expectation, memory: MemoryPool
+) -> MergedTensor:
     """The whole tensor. pieces: at least one, by ascending rank. load: gives a piece's stored elements, checked.
+    memory: where the tensor lies, unless one piece holds all of it.
 
     Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or something is
     missing, or there, against the expectation.
@@ -47,11 +50,18 @@ def merge_pieces(key: TraceKey, pieces: Sequence[Piece], load: Load, expectation
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
             present = check_present(key, pieces, held, expectation)
-            values = _copy_families(families, load, conflicts)
-            return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, dims=dims)
-    values, held = _copy_elements(key, groups, load, conflicts, rows=expectation.rows)
+            values = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
+            content = tuple(map(_content, groups))
+            return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, dims=dims, content=content)
+    values, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
     present = check_present(key, pieces, None if bool(held.all()) else held, expectation)
     return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, dims=dims)
+
+
+def _content(group: _Group) -> tuple[object, ...]:
+    """Where a group's elements lie, and the digest of those that are taken."""
+    spec = group[0].spec
+    return spec.splits, spec.local_shape, spec.flat_range, group[0].record.sha256
 
 
 def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
@@ -108,19 +118,21 @@ def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Te
     return stored
 
 
-def _copy_families(families: list[_Family], load: Load, conflicts: ConflictTally) -> torch.Tensor:
+def _copy_families(
+    families: list[_Family], load: Load, conflicts: ConflictTally, memory: MemoryPool, *, is_full: bool
+) -> torch.Tensor:
     """Whole local tensors that do not overlap; what none of them holds is 0."""
     spec, dtype = families[0][0][0].spec, families[0][0][0].record.dtype
     if len(families) == 1 and len(families[0]) == 1 and spec.is_whole:
         return _load_group(families[0][0], load, conflicts)
-    values = allocate_zeros(spec.global_shape, dtype)
+    values = memory.allocate(spec.global_shape, dtype, is_filled=is_full)
     for family in families:
         spec = family[0][0].spec
         if len(family) == 1:
             local = _load_group(family[0], load, conflicts).reshape(spec.local_shape)
             place_shard(values, local, spec)
             continue
-        local = allocate_zeros(spec.local_shape, dtype) if spec.splits else values
+        local = memory.allocate(spec.local_shape, dtype, is_filled=True) if spec.splits else values
         flat = local.view(-1)
         for group in family:
             start, stop = group[0].spec.flat_range or (0, len(flat))
@@ -131,11 +143,11 @@ def _copy_families(families: list[_Family], load: Load, conflicts: ConflictTally
 
 
 def _copy_elements(
-    key: TraceKey, groups: list[_Group], load: Load, conflicts: ConflictTally, *, rows: RowTable
+    key: TraceKey, groups: list[_Group], load: Load, conflicts: ConflictTally, memory: MemoryPool, *, rows: RowTable
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pieces that may overlap: the whole tensor, 0 where nothing is held; bool, of its shape, where something is."""
     shape, dtype = groups[0][0].spec.global_shape, groups[0][0].record.dtype
-    values = allocate_zeros([math.prod(shape)], dtype)
+    values = memory.allocate([math.prod(shape)], dtype, is_filled=False)
     bits = view_as_bits(values)
     owner = torch.full(values.shape, -1, dtype=torch.int32)
     for index, group in enumerate(groups):

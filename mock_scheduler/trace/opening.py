@@ -17,8 +17,16 @@ from safetensors import SafetensorError, safe_open
 from mock_scheduler.digests import compute_json_digest, open_sealed
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.files import FORMAT_VERSION, METADATA_KEY, OLD_RANK_FILE, PART_FILE, STEP_FOLDER, Ending
-from mock_scheduler.trace.footers import as_count, parse_footer
+from mock_scheduler.trace.files import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    OLD_RANK_FILE,
+    PART_FILE,
+    SKETCH_FILE,
+    STEP_FOLDER,
+    Ending,
+)
+from mock_scheduler.trace.footers import as_count, as_world_size, parse_footer, shared_statements
 from mock_scheduler.trace.pieces import Piece, PieceRecord, parse_pieces
 
 DAMAGED = "the file was changed or damaged after it was written"
@@ -104,6 +112,11 @@ def _open_step(folder: Path) -> OpenedStep:
             raise TraceError(f"{path}: {_another_release('format version 2 or less')}")
     parts = [_read_part(path) for path in paths if PART_FILE.fullmatch(path.name)]
     if not parts:
+        if any(SKETCH_FILE.fullmatch(path.name) for path in paths):
+            raise TraceError(
+                f"{folder}: sketches, where other steps have whole tensors, as of a run that was resumed with another "
+                "trace.level; move the step folders of one level to another folder"
+            )
         raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
     by_rank: dict[int, list[_Part]] = {}
     for part in parts:
@@ -151,7 +164,9 @@ def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
         found = ", ".join(map(str, sorted(by_index)))
         return [f"global rank {rank} has no last part, only part {found}: it did not end this step, or a file is lost"]
     problems = []
-    missing = [index for index in range(last.num_parts) if index not in by_index]
+    if last.index != last.num_parts - 1:
+        problems.append(f"{last.path.name} says that it is the last of {last.num_parts} parts")
+    missing = [index for index in range(len(last.ending.earlier_parts)) if index not in by_index]
     if missing:
         problems.append(f"no part {', '.join(map(str, missing))} of {last.num_parts} of global rank {rank}")
     beyond = [part.path.name for part in parts if part.index >= last.num_parts]
@@ -177,25 +192,13 @@ def _step_problems(world_sizes: Mapping[int, int], endings: Mapping[int, Ending]
     if strangers:
         listed = ", ".join(map(str, writers)) if len(writers) < world_size else f"0 to {world_size - 1}"
         problems.append(f"a file of global rank {', '.join(map(str, strangers))}, where ranks {listed} write the trace")
-    statements = {rank: _statements(endings[rank].footer) for rank in sorted(endings)}
+    statements = {rank: shared_statements(endings[rank].footer) for rank in sorted(endings)}
     first = min(statements, default=0)
     for rank, said in statements.items():
         differing = [name for name, value in said.items() if value != statements[first][name]]
         if differing:
             problems.append(f"global rank {rank} says other {', '.join(differing)} than global rank {first}")
     return problems
-
-
-def _statements(footer: StepFooter) -> dict[str, object]:
-    """What all ranks say alike."""
-    return {
-        "rows": footer.rows,
-        "update_rows": footer.update_rows,
-        "ranks": footer.ranks,
-        "kinds": footer.kinds,
-        "patterns": footer.patterns,
-        "exclude": footer.exclude,
-    }
 
 
 def _join_parts(parts: Sequence[_Part]) -> RankFiles:
@@ -258,7 +261,7 @@ def _parse_part(path: Path, content: Mapping[str, Any]) -> _Part:
             global_rank=as_count(content["global_rank"]),
             coordinates={axis: as_count(place) for axis, place in content["coordinates"].items()},
         ),
-        world_size=as_count(content["world_size"]),
+        world_size=as_world_size(content["world_size"]),
         index=as_count(content["part"]),
         records=tuple(parse_pieces(content, step=step)),
         digest=compute_json_digest(content) if ending is None else "",

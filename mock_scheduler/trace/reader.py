@@ -6,7 +6,7 @@ ranks hold must agree bit for bit; where it does not, the merge says who differs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.coverage import holds_element
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS
+from mock_scheduler.trace.memory import MemoryPool
 from mock_scheduler.trace.merged import MergedTensor, ReplicaConflict
 from mock_scheduler.trace.merging import merge_pieces
 from mock_scheduler.trace.opening import DAMAGED, Handle, OpenedStep, RankFiles, open_file, open_steps
@@ -28,6 +29,8 @@ from mock_scheduler.trace.presence import Expectation
 __all__ = ["MergedTensor", "Piece", "ReplicaConflict", "TraceReader", "open_trace"]
 
 _MAX_LISTED = 10
+#: A gradient, and a parameter before and after an update, which are compared together.
+_NUM_TENSORS = 3
 
 
 def open_trace(trace_dir: Path) -> TraceReader:
@@ -51,6 +54,7 @@ class TraceReader:
         self._open_step: int | None = None
         self._handles: dict[Path, Handle] = {}
         self._stack = ExitStack()
+        self._memory = MemoryPool(num_tensors=_NUM_TENSORS)
         self._expected: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     @property
@@ -110,7 +114,7 @@ class TraceReader:
         found = {piece.place.global_rank: piece.place for piece in self.pieces(key) if holds_element(piece.spec, index)}
         return tuple(found.values())
 
-    def merge(self, key: TraceKey) -> MergedTensor:
+    def merge(self, key: TraceKey, *, ranks: Collection[int] | None = None) -> MergedTensor:
         """The whole tensor from all ranks' pieces, and the replicas that disagree.
 
         A tensor that one piece holds entirely is a view of the mapped file; writing to it changes no file.
@@ -118,12 +122,18 @@ class TraceReader:
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Of a token tensor, where the trace says which rows an update has, a token of another row is an error, and
         (unless it is masked) one of these rows that no rank holds.
+        ``ranks``: put together what these global ranks hold, and nothing else; what they do not hold is absent.
         """
-        pieces = self.pieces(key)
-        expectation = Expectation(
-            is_complete=self.is_complete(key.step), rows=self.footer(key.step).rows, tokens=self._expected_tokens(key)
-        )
-        return merge_pieces(key, pieces, self._load, expectation)
+        pieces, rows = self.pieces(key), self.footer(key.step).rows
+        if ranks is None:
+            is_complete, tokens = self.is_complete(key.step), self._expected_tokens(key)
+            expectation = Expectation(is_complete=is_complete, rows=rows, tokens=tokens)
+        else:
+            pieces = tuple(piece for piece in pieces if piece.place.global_rank in ranks)
+            expectation = Expectation(is_complete=False, rows=rows, tokens=None)
+        if not pieces:
+            raise TraceError(f"none of global ranks {sorted(ranks or ())} wrote the {key.describe()}")
+        return merge_pieces(key, pieces, self._load, expectation, self._memory)
 
     def verify(self) -> int:
         """Read every byte and check it against its SHA-256; the number of bytes.
@@ -143,9 +153,8 @@ class TraceReader:
 
     def close(self) -> None:
         """Close the open files; merged tensors stay valid."""
-        self._stack.close()
-        self._handles = {}
-        self._open_step = None
+        self._memory.clear()
+        self._close_files()
 
     def __enter__(self) -> TraceReader:
         return self
@@ -154,6 +163,11 @@ class TraceReader:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _close_files(self) -> None:
+        self._stack.close()
+        self._handles = {}
+        self._open_step = None
 
     def _expected_tokens(self, key: TraceKey) -> torch.Tensor | None:
         """bool ``[T]``: tokens of the rows that the key's step or update has; ``None`` where the trace says none."""
@@ -174,7 +188,7 @@ class TraceReader:
     def _load(self, piece: Piece) -> torch.Tensor:
         """The stored elements as they were written: of the local shape, or flat for a flat range."""
         if self._open_step != piece.record.key.step:
-            self.close()
+            self._close_files()
             self._open_step = piece.record.key.step
         if piece.path not in self._handles:
             self._handles[piece.path] = self._stack.enter_context(open_file(piece.path))

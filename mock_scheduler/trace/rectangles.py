@@ -11,6 +11,7 @@ from itertools import pairwise, product
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.errors import TraceError
@@ -29,11 +30,9 @@ class Rectangle:
         """1 for a number, which has no dimension."""
         return prod(self.sizes)
 
-    def overlaps(self, other: Rectangle) -> bool:
-        """Whether an element is in both."""
-        spans = zip(self.origin, self.sizes, other.origin, other.sizes, strict=True)
-        return all(mine < theirs + width and theirs < mine + size for mine, size, theirs, width in spans)
 
+#: Of a count of a union: 256 MB of bool.
+_MAX_CELLS = 1 << 28
 
 ElementSet = tuple[Rectangle, ...]
 """A set of elements: disjoint rectangles, ascending."""
@@ -71,16 +70,24 @@ def join(rectangles: Iterable[Rectangle]) -> ElementSet:
 
 
 def count_union(rectangles: Sequence[Rectangle]) -> int:
-    """Number of different elements in any of them."""
+    """Number of different elements in any of them.
+
+    Raises ``TraceError`` where their edges cut the tensor into more than 2^28 cells, which no layout does.
+    """
     if not rectangles or not rectangles[0].origin:
         return min(len(rectangles), 1)
-    starts = np.array([item.origin for item in rectangles], dtype=np.int64)
-    ends = starts + np.array([item.sizes for item in rectangles], dtype=np.int64)
+    starts, ends = _bounds_of(rectangles)
     edges = [np.unique(np.concatenate([starts[:, dim], ends[:, dim]])) for dim in range(starts.shape[1])]
+    num_cells = prod(len(edge) - 1 for edge in edges)
+    if num_cells > _MAX_CELLS:
+        raise TraceError(
+            f"{len(rectangles)} rectangles cut a tensor into {num_cells} cells; expected at most {_MAX_CELLS}"
+        )
     is_covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
-    for start, end in zip(starts, ends, strict=True):
-        spans = zip(edges, start, end, strict=True)
-        is_covered[tuple(slice(*np.searchsorted(edge, (low, high))) for edge, low, high in spans)] = True
+    lows = [np.searchsorted(edge, starts[:, dim]).tolist() for dim, edge in enumerate(edges)]
+    highs = [np.searchsorted(edge, ends[:, dim]).tolist() for dim, edge in enumerate(edges)]
+    for low, high in zip(zip(*lows, strict=True), zip(*highs, strict=True), strict=True):
+        is_covered[tuple(map(slice, low, high))] = True
     counts = is_covered.astype(np.int64)
     for edge in reversed(edges):
         counts = counts @ np.diff(edge)
@@ -93,31 +100,43 @@ def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...]
     The least element that is not yet covered is the first element of the set that covers it, so that there is a choice
     only between sets that begin alike; there the one that is listed first is preferred.
     """
-    by_start = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))
-    return _extend_cover(sets, by_start, (), num_elements)
-
-
-def _extend_cover(
-    sets: Sequence[ElementSet], left: Sequence[int], chosen: tuple[int, ...], missing: int
-) -> tuple[int, ...] | None:
-    if missing == 0:
-        return chosen
-    if not left or missing < 0:
-        return None
-    start = sets[left[0]][0].origin
-    for index in left:
-        if sets[index][0].origin != start:
-            return None
-        rest = [other for other in left if other != index and not _overlap(sets[other], sets[index])]
-        size = sum(item.num_elements for item in sets[index])
-        found = _extend_cover(sets, rest, (*chosen, index), missing - size)
-        if found is not None:
-            return found
+    order = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))
+    sizes = [sum(item.num_elements for item in one) for one in sets]
+    if sum(sizes) == num_elements == count_union([item for one in sets for item in one]):
+        return tuple(order)
+    bounds = [_bounds_of(one) for one in sets]
+    # Choices still to be tried, the preferred one last: what is chosen, what may follow, and how much is missing.
+    open_choices: list[tuple[tuple[int, ...], list[int], int]] = [((), order, num_elements)]
+    while open_choices:
+        chosen, left, missing = open_choices.pop()
+        if missing == 0:
+            return chosen
+        if not left or missing < 0:
+            continue
+        start = sets[left[0]][0].origin
+        for index in reversed([index for index in left if sets[index][0].origin == start]):
+            rest = [other for other in left if other != index and not _overlap(bounds[other], bounds[index])]
+            open_choices.append(((*chosen, index), rest, missing - sizes[index]))
     return None
 
 
-def _overlap(first: ElementSet, second: ElementSet) -> bool:
-    return any(mine.overlaps(theirs) for mine in first for theirs in second)
+_Bounds = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _bounds_of(rectangles: Sequence[Rectangle]) -> _Bounds:
+    """Where each begins and ends along each dimension, ``[rectangles, dims]`` both."""
+    starts = np.array([item.origin for item in rectangles], dtype=np.int64).reshape(len(rectangles), -1)
+    return starts, starts + np.array([item.sizes for item in rectangles], dtype=np.int64).reshape(starts.shape)
+
+
+def _overlap(first: _Bounds, second: _Bounds) -> bool:
+    """Whether an element is in a rectangle of either."""
+    (starts, ends), (other_starts, other_ends) = first, second
+    is_shared = np.ones((len(starts), len(other_starts)), dtype=bool)
+    for dim in range(starts.shape[1]):
+        is_shared &= np.less.outer(starts[:, dim], other_ends[:, dim])
+        is_shared &= np.greater.outer(ends[:, dim], other_starts[:, dim])
+    return bool(is_shared.any())
 
 
 def _join_along(rectangles: list[Rectangle], dim: int) -> list[Rectangle]:

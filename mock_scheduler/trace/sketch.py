@@ -46,6 +46,8 @@ _WORDS = 1 << 64
 _QUANTILE = 2.326347874  # of the normal distribution at 99 %
 _ROUNDING = 8.0 * 2.0**-53
 _FOLDED_AT_ONCE = 256
+#: Below it squares lose digits, or are 0.
+_SMALLEST_NORM = 1e-150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +76,10 @@ class Sketch:
         return len(self.sums)
 
     def is_identical(self, other: Sketch) -> bool:
-        """Whether both tensors, if they have the same shape, have the same dtype and bits."""
+        """Whether both tensors, if they have the same shape and dtype, have the same bits.
+
+        Of other dtypes all fingerprints differ but that of zeros alone.
+        """
         return (self.fingerprint, self.num_elements) == (other.fingerprint, other.num_elements)
 
 
@@ -149,15 +154,21 @@ def add(first: Sketch, second: Sketch) -> Sketch:
 def difference(baseline: Sketch, candidate: Sketch) -> Estimate:
     """How far two tensors are apart; raises ``TraceError`` where the sketches have other numbers of buckets.
 
-    NaN and infinities are not in the estimate: compare the counts of both sketches too.
+    NaN and infinities are not in the estimate: compare the counts of both sketches too. Where squares overflow or
+    underflow, which takes norms above 1e154 or below 1e-150, the bounds are 0 and inf.
     """
     _check_buckets(baseline, candidate)
     norm = baseline.norm
     if baseline.is_identical(candidate):
         return Estimate(norm_difference=0.0, norm_baseline=norm, relative=0.0, low=0.0, high=0.0)
-    estimate = float(torch.linalg.vector_norm(baseline.sums - candidate.sums))
+    estimate = _norm_of(baseline.sums - candidate.sums)
     if not isfinite(estimate) or not isfinite(norm):
         return Estimate(norm_difference=estimate, norm_baseline=norm, relative=inf, low=0.0, high=inf)
+    if norm < _SMALLEST_NORM and bool(baseline.sums.any()):
+        norm = _norm_of(baseline.sums)
+        return Estimate(
+            norm_difference=estimate, norm_baseline=norm, relative=_ratio(estimate, norm), low=0.0, high=inf
+        )
     rounding = rounding_bound(max(norm, candidate.norm), max(baseline.num_elements, candidate.num_elements))
     low, high = relative_bounds(baseline.num_buckets)
     return Estimate(
@@ -200,6 +211,14 @@ def _check_buckets(first: Sketch, second: Sketch) -> None:
             f"sketches with {first.num_buckets} and {second.num_buckets} buckets cannot be compared; run both with the "
             "same trace.sketch_buckets"
         )
+
+
+def _norm_of(values: torch.Tensor) -> float:
+    """The norm, also where squares of single values would underflow."""
+    largest = float(values.abs().max())
+    if largest == 0.0 or not isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(values / largest))
 
 
 def _ratio(value: float, norm: float) -> float:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -36,12 +35,12 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.files import written_aside
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.files import PART_FILE, STEP_FOLDER, step_folder
+from mock_scheduler.trace.files import PART_FILE, SKETCH_FILE, STEP_FOLDER, RankStep, check_unwritten, step_folder
 from mock_scheduler.trace.footers import footer_as_json
 from mock_scheduler.trace.pieces import check_spec
 from mock_scheduler.trace.rectangles import ElementSet, Rectangle, count_union, join
 from mock_scheduler.trace.sketch import NUM_BUCKETS, Sketch, finish_sketches
-from mock_scheduler.trace.sketch_opening import FORMAT_VERSION, METADATA_KEY, SKETCH_FILE
+from mock_scheduler.trace.sketch_opening import FORMAT_VERSION, METADATA_KEY
 from mock_scheduler.trace.sketch_reader import MergedSketch, SketchConflict, SketchReader, open_sketches
 from mock_scheduler.trace.sketch_sums import SketchSums
 
@@ -91,6 +90,10 @@ class _Held:
     rectangles: list[Rectangle] = field(default_factory=list)
 
 
+_Joined = dict[tuple[Rectangle, ...], tuple[ElementSet, int]]
+"""The set of the elements of some rectangles, and how many it has."""
+
+
 class SketchSink:
     """Takes one rank's entries of one step into sketches; a ``TraceSink``.
 
@@ -101,14 +104,13 @@ class SketchSink:
     def __init__(
         self, trace_dir: Path, *, step: int, place: RankPlace, world_size: int, num_buckets: int = NUM_BUCKETS
     ) -> None:
+        self._trace_dir = trace_dir
         self._path = sketch_path(trace_dir, step=step, global_rank=place.global_rank)
-        self._step = step
-        self._place = place
-        self._world_size = world_size
+        self._rank_step = RankStep(step=step, place=place, world_size=world_size)
         self._num_buckets = num_buckets
         self._held: dict[TraceKey, _Held] = {}
         self._is_closed = False
-        self._check_unwritten()
+        check_unwritten(self._trace_dir, self._rank_step)
 
     def add(self, entry: TraceEntry) -> None:
         """Add one piece to its tensor's sketch.
@@ -118,12 +120,12 @@ class SketchSink:
         """
         self._check_open()
         spec = entry.spec
-        where = f"{self._describe()}: {entry.kind} of {spec.name}"
+        where = f"{self._rank_step.describe()}: {entry.kind} of {spec.name}"
         try:
             check_spec(spec)
         except ValueError as error:
             raise TraceError(f"{where}: the shard spec contradicts itself: {error}") from error
-        key = TraceKey(step=self._step, update=entry.update, kind=entry.kind, name=spec.name)
+        key = TraceKey(step=self._rank_step.step, update=entry.update, kind=entry.kind, name=spec.name)
         form = _Form(
             dtype=entry.tensor.dtype, global_shape=spec.global_shape, dims=entry.dims, is_masked=entry.is_masked
         )
@@ -145,19 +147,20 @@ class SketchSink:
         """Write the file; raises ``TraceError`` where it cannot be, and where an element was given twice."""
         self._check_open()
         self._is_closed = True
-        self._check_unwritten()
+        check_unwritten(self._trace_dir, self._rank_step)
         held = sorted(self._held.items(), key=lambda item: (item[0].update, item[0].kind, item[0].name))
-        parts = [self._own_part(key, item) for key, item in held]
+        joined: _Joined = {}
+        parts = [self._own_part(key, item, joined) for key, item in held]
         tables = _tables(finish_sketches([item.sums for _, item in held], num_buckets=self._num_buckets))
         if not held:
             tables["sums"] = torch.zeros(0, self._num_buckets, dtype=torch.float64)
         positions = {part: position for position, part in enumerate(dict.fromkeys(parts))}
         content: dict[str, JSON] = {
             "format_version": FORMAT_VERSION,
-            "step": self._step,
-            "global_rank": self._place.global_rank,
-            "world_size": self._world_size,
-            "coordinates": dict(self._place.coordinates),
+            "step": self._rank_step.step,
+            "global_rank": self._rank_step.place.global_rank,
+            "world_size": self._rank_step.world_size,
+            "coordinates": dict(self._rank_step.place.coordinates),
             "tensors": [
                 _describe_tensor(key, item.form, positions[part]) for (key, item), part in zip(held, parts, strict=True)
             ],
@@ -172,36 +175,30 @@ class SketchSink:
             raise TraceError(f"{self._path}: the trace cannot be written: {error}") from error
         self._held = {}
 
-    def _own_part(self, key: TraceKey, held: _Held) -> ElementSet:
-        part, num_elements = _join(tuple(held.rectangles))
+    def abandon(self) -> None:
+        """Write nothing."""
+        self._is_closed = True
+        self._held = {}
+
+    def _own_part(self, key: TraceKey, held: _Held, joined: _Joined) -> ElementSet:
+        """What the rank holds. joined: what was found already, as many tensors of a step have the same rectangles."""
+        rectangles = tuple(held.rectangles)
+        if rectangles not in joined:
+            joined[rectangles] = join(rectangles), count_union(rectangles)
+        part, num_elements = joined[rectangles]
         if num_elements != held.sums.num_elements:
             twice = held.sums.num_elements - num_elements
-            raise TraceError(f"{self._describe()}: {twice} elements of the {key.describe()} are given twice")
+            raise TraceError(f"{self._rank_step.describe()}: {twice} elements of the {key.describe()} are given twice")
         return part
-
-    def _describe(self) -> str:
-        return f"step {self._step}, global rank {self._place.global_rank}"
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise TraceError(f"{self._describe()}: the trace of this step is closed")
-
-    def _check_unwritten(self) -> None:
-        if self._path.exists():
-            raise TraceError(
-                f"{self._path} exists: this step is traced already; choose another output_dir or remove the trace"
-            )
+            raise TraceError(f"{self._rank_step.describe()}: the trace of this step is closed")
 
 
 def _has_file(trace_dir: Path, name: re.Pattern[str]) -> bool:
-    folders = (path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name))
+    folders = (path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
     return any(name.fullmatch(path.name) for folder in folders for path in folder.iterdir())
-
-
-@lru_cache(maxsize=1024)
-def _join(rectangles: tuple[Rectangle, ...]) -> tuple[ElementSet, int]:
-    """The set of their elements, and how many it has: many tensors of a step have the same."""
-    return join(rectangles), count_union(rectangles)
 
 
 def _describe_tensor(key: TraceKey, form: _Form, position: int) -> list[JSON]:

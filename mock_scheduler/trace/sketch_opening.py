@@ -5,7 +5,6 @@ Nothing in a header is believed before its digest is checked. The format is in `
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from mock_scheduler.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.errors import TraceError
 from mock_scheduler.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.files import STEP_FOLDER
-from mock_scheduler.trace.footers import as_count, as_counts, parse_footer
+from mock_scheduler.trace.files import SKETCH_FILE, STEP_FOLDER
+from mock_scheduler.trace.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements
 from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.opening import DAMAGED, open_file
 from mock_scheduler.trace.rectangles import ElementSet, Rectangle
@@ -27,7 +26,6 @@ from mock_scheduler.trace.sketch import Sketch
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mock_scheduler.sketch"
-SKETCH_FILE = re.compile(r"rank_(\d{5,})\.sketch\.safetensors")
 
 _TABLES = ("sums", "squares", "counts")
 _DIM_NAMES = frozenset(get_args(DimName))
@@ -110,7 +108,7 @@ def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
         problems.append(f"a file of global rank {strangers}, where ranks {listed} write the trace")
     first = ranks[0]
     for rank in ranks[1:]:
-        said, expected = _statements(rank.footer), _statements(first.footer)
+        said, expected = shared_statements(rank.footer), shared_statements(first.footer)
         differing = [name for name, value in said.items() if value != expected[name]]
         if differing:
             problems.append(
@@ -118,18 +116,6 @@ def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
                 f"{first.place.global_rank}"
             )
     return problems
-
-
-def _statements(footer: StepFooter) -> dict[str, object]:
-    """What all ranks say alike."""
-    return {
-        "rows": footer.rows,
-        "update_rows": footer.update_rows,
-        "ranks": footer.ranks,
-        "kinds": footer.kinds,
-        "patterns": footer.patterns,
-        "exclude": footer.exclude,
-    }
 
 
 def _read_file(path: Path) -> RankSketches:
@@ -170,6 +156,7 @@ def _open_metadata(path: Path, text: str) -> dict[str, Any]:
 
 def _parse_file(path: Path, content: Mapping[str, Any], tables: _TableMap) -> RankSketches:
     step = as_count(content["step"])
+    _check_tables(tables)
     parts = [
         tuple(Rectangle(origin=as_counts(origin), sizes=as_counts(sizes)) for origin, sizes in part)
         for part in content["parts"]
@@ -188,14 +175,24 @@ def _parse_file(path: Path, content: Mapping[str, Any], tables: _TableMap) -> Ra
             global_rank=as_count(content["global_rank"]),
             coordinates={axis: as_count(place) for axis, place in content["coordinates"].items()},
         ),
-        world_size=as_count(content["world_size"]),
+        world_size=as_world_size(content["world_size"]),
         tensors=tensors,
         footer=parse_footer(content["footer"]),
     )
 
 
+def _check_tables(tables: _TableMap) -> None:
+    """Raise ``ValueError`` for tables of another dtype or number of dimensions than are written."""
+    found = {name: (table.dtype, table.dim()) for name, table in tables.items()}
+    expected = {"sums": (torch.float64, 2), "squares": (torch.float64, 1), "counts": (torch.int64, 2)}
+    if found != expected:
+        raise ValueError(f"tables {found}; expected {expected}")
+
+
 def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> Sketch:
     num_elements, num_nan, num_infinite, fingerprint = counts
+    if squares < 0.0 or num_nan + num_infinite > num_elements:
+        raise ValueError(f"a sum of squares of {squares}, and {num_nan + num_infinite} of {num_elements} not finite")
     return Sketch(
         sums=sums,
         sum_of_squares=squares,
@@ -212,14 +209,23 @@ def _parse_stored(
     update, kind, name, dtype, shape, dims, is_masked, position = record
     if kind not in TRACE_KINDS or dtype not in DTYPES or not _DIM_NAMES.issuperset(dims):
         raise ValueError(f"unknown kind, dtype or dimension in {record}")
-    part = parts[as_count(position)]
+    part, global_shape = parts[as_count(position)], as_counts(shape)
+    if not isinstance(name, str) or not all(_lies_in(rectangle, global_shape) for rectangle in part):
+        raise ValueError(f"{name!r} has a part that does not lie in its shape {list(global_shape)}")
     if sum(rectangle.num_elements for rectangle in part) != sketch.num_elements:
         raise ValueError(f"{name} has {sketch.num_elements} elements, its part another number")
     return TraceKey(step=step, update=as_count(update), kind=kind, name=name), StoredSketch(
         sketch=sketch,
         dtype=dtype,
-        global_shape=as_counts(shape),
+        global_shape=global_shape,
         dims=tuple(dims),
         is_masked=bool(is_masked),
         part=part,
+    )
+
+
+def _lies_in(rectangle: Rectangle, shape: Sequence[int]) -> bool:
+    spans = (rectangle.origin, rectangle.sizes, shape)
+    return len({len(span) for span in spans}) == 1 and all(
+        start + size <= whole for start, size, whole in zip(*spans, strict=True)
     )

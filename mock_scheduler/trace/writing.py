@@ -3,13 +3,15 @@
 Contract: an entry is copied when it is given. Its digests are computed at once, in the background; when the part that
 is being filled has reached its size, that part is written there too, and the next one is begun. ``add`` waits only
 where the part before is not written yet, so that at most two parts (and one entry) are in memory. An error of the
-background is raised by the next call, and by every later one; no part follows one that failed, so the last part,
-without which a rank's step does not count as complete, is missing then.
+background is raised by the next call, and by every later one; no part follows one that failed. The last part, without
+which a rank's step does not count as complete, is missing then, and the earlier ones are removed by ``close`` or
+``abandon``: a step that cannot be written leaves neither files nor a full disk.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +42,7 @@ class FullSink:
     """Takes one rank's entries of one step, and writes them whole; a ``TraceSink``.
 
     part_bytes: a part is ended when it holds so many bytes. Raises ``TraceError`` where this rank's step is traced
-    already. One thread calls it. Without ``close`` the step stays incomplete.
+    already. One thread calls it. ``close`` or ``abandon`` ends it.
     """
 
     def __init__(
@@ -84,9 +86,29 @@ class FullSink:
         try:
             self._submit(footer)
             self._wait()
+        except BaseException:
+            self._remove_parts()
+            raise
         finally:
             self._part = _Part(index=self._part.index)
             self._executor.shutdown()
+
+    def abandon(self) -> None:
+        """Write nothing more, and remove what was written; nothing where the step was closed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._remove_parts()
+            self._part = _Part(index=self._part.index)
+
+    def _remove_parts(self) -> None:
+        """Remove all parts of this rank's step: none was there when it began. Waits for a write that has begun."""
+        self._executor.shutdown(cancel_futures=True)
+        paths = [self._rank_step.part_path(self._trace_dir, part) for part in range(self._part.index + 1)]
+        with suppress(OSError):  # what cannot be removed has no last part, and is no whole step
+            for path in paths:
+                path.unlink(missing_ok=True)
+            # Empty where no other rank has written: a folder without files would hide the steps before it.
+            paths[0].parent.rmdir()
 
     def _submit(self, footer: StepFooter | None) -> None:
         self._wait()

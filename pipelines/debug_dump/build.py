@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files, remove_steps_from
+from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files_in, remove_steps_from
 from mock_scheduler.config.debug import PARAMETER_OPTIONS, TrainerDump, read_trainer_dump
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
@@ -43,14 +43,22 @@ class DebugDump:
         """Where a step is dumped to; of no step in particular: all that the run dumps to."""
         debug, targets = self.config.debug, []
         options = debug.enabled_options()
-        if options and (step is None or debug.is_due(step)):
+        if options:
             targets.append(
-                DumpTarget(folder=Path(debug.dump_dir), dump_format=debug.dump_format, kinds=frozenset(options))
+                DumpTarget(
+                    folder=Path(debug.dump_dir),
+                    dump_format=debug.dump_format,
+                    kinds=frozenset(options),
+                    is_due=debug.is_due,
+                )
             )
         trainer = self.trainer
-        if trainer is not None and (step is None or trainer.is_due(step)):
-            targets.append(DumpTarget(folder=Path(trainer.folder), dump_format="pt", kinds=frozenset(trainer.options)))
-        return targets
+        if trainer is not None:
+            kinds = frozenset(trainer.options)
+            targets.append(
+                DumpTarget(folder=Path(trainer.folder), dump_format="pt", kinds=kinds, is_due=trainer.is_due)
+            )
+        return [target for target in targets if step is None or target.is_due(step)]
 
 
 def build_debug_dump(
@@ -70,6 +78,11 @@ def build_debug_dump(
     """
     _check_options(config, trains_remotely=trains_remotely)
     trainer = read_trainer_dump(environ, target_param_pattern=config.debug.target_param_pattern)
+    if trains_remotely and trainer is not None:
+        raise ConfigError(
+            "WEAVER_DEBUG_DUMP_ENABLED has no effect: this run trains on a service, which computes what the trainer "
+            "mode writes; set the variables for the service, and leave them out here"
+        )
     is_same_folder = trainer is not None and Path(trainer.folder).resolve() == Path(config.debug.dump_dir).resolve()
     if is_same_folder and config.debug.enabled_options():
         raise ConfigError(
@@ -100,12 +113,15 @@ def _check_options(config: PipelineConfig, *, trains_remotely: bool) -> None:
 
 def _check_folders(dump: DebugDump) -> None:
     """What is there already would else be found only after the first rollout."""
-    for target in dump.targets():
-        for kind in DUMP_KINDS:
-            found = find_files(target.folder, kind) if kind in target.kinds else {}
-            for key, path in found.items():
-                if target in dump.targets(key.step) and key.step < dump.config.max_steps:
-                    raise StepExistsError(
-                        f"{path} is there already, from another run: give debug.dump_dir (or WEAVER_DEBUG_DUMP_DIR) a "
-                        "folder of its own, or remove the old dump"
-                    )
+    debug = dump.config.debug
+    written: list[tuple[Path, str, Callable[[int], bool]]] = [
+        (target.folder, kind, target.is_due) for target in dump.targets() for kind in DUMP_KINDS if kind in target.kinds
+    ]
+    written += [(Path(debug.dump_dir), kind, debug.is_due) for kind in debug.enabled_remote_options()]
+    for folder, kind, is_due in written:
+        for key, path in find_files_in(folder / kind).items():
+            if is_due(key.step) and key.step < dump.config.max_steps:
+                raise StepExistsError(
+                    f"{path} is there already, from another run: give debug.dump_dir (or WEAVER_DEBUG_DUMP_DIR) a "
+                    "folder of its own, or remove the old dump"
+                )

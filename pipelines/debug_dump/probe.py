@@ -39,11 +39,12 @@ Maker = Callable[[], Content]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpTarget:
-    """A folder to write to, and what."""
+    """A folder to write to, and what. ``is_due``: whether anything is written of a step."""
 
     folder: Path
     dump_format: DumpFormat
     kinds: frozenset[str]
+    is_due: Callable[[int], bool]
 
 
 class DebugProbe(TrainingProbe):

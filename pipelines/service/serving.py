@@ -6,6 +6,8 @@ import logging
 import os
 import queue
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mock_scheduler.config.loading import dump_config
@@ -14,7 +16,7 @@ from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
 from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
 from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import MockSchedulerError, ServiceError
+from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.files import save_json
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
 from mock_scheduler.run_files import METRICS_FILE
@@ -33,6 +35,7 @@ from pipelines.service.service import OutOfOrderError, TrainingService
 from pipelines.tracking import MetricsWriter, prepare_output_dir
 
 SERVICE_FILE = "service.json"
+_METRICS_FILE = f"service_{METRICS_FILE}"
 logger = logging.getLogger("pipelines.service")
 
 
@@ -56,11 +59,12 @@ def run_service(config: PipelineConfig) -> None:
         check_conflicts(find_conflicts(setup), setup, allowed=config.parallel.allow_known_wrong)
         dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
         observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
-        service = TrainingService(config, runtime, tokenizer, observation=observation)
-        if runtime.is_writer:
-            _serve(service, Path(config.output_dir))
-        else:
-            _follow(service, runtime)
+        with _open_front(config) if runtime.is_writer else nullcontext() as front:
+            service = TrainingService(config, runtime, tokenizer, observation=observation)
+            if front is not None:
+                _serve(service, front, Path(config.output_dir))
+            else:
+                _follow(service, runtime)
     finally:
         stop_runtime()
 
@@ -74,14 +78,23 @@ def _follow(service: TrainingService, runtime: Runtime) -> None:
             service.train(command.step, command.body)
 
 
-def _serve(service: TrainingService, output_dir: Path) -> None:
-    config = service.config.training_service
+@contextmanager
+def _open_front(config: PipelineConfig) -> Iterator[Front]:
+    """Listen, and make the output folder, before a model is built: requests wait until it is."""
+    output_dir = Path(config.output_dir)
     prepare_output_dir(output_dir, resume=False)
+    if (output_dir / _METRICS_FILE).exists():
+        raise ConfigError(
+            f"output_dir {output_dir} holds the metrics of another service; choose another output_dir, or remove the "
+            "folder"
+        )
+    with listening(config.training_service.host, config.training_service.port) as front:
+        yield front
+
+
+def _serve(service: TrainingService, front: Front, output_dir: Path) -> None:
     (output_dir / "service_config.yaml").write_text(dump_config(service.config), encoding="utf-8")
-    with (
-        MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=f"service_{METRICS_FILE}") as writer,
-        listening(config.host, config.port) as front,
-    ):
+    with MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=_METRICS_FILE) as writer:
         save_json(output_dir / SERVICE_FILE, {"url": front.url, "process_id": os.getpid()})
         logger.info("training service of %s listens at %s", service.config.exp_name, front.url)
         try:
@@ -107,12 +120,12 @@ def _answer_all(service: TrainingService, front: Front, writer: MetricsWriter) -
                 ) from None
             send(Command(operation="idle"), device=device)
             continue
-        heard_s = time.monotonic()
         if call.operation == "finish":
             send(Command(operation="stop"), device=device)
             call.answer(Answer.json({"steps": service.next_step}))
             return
         call.answer(_refusal(service, call) or _carry_out(service, call, writer))
+        heard_s = time.monotonic()  # the time that a step takes is not the client's
 
 
 def _refusal(service: TrainingService, call: Call) -> Answer | None:

@@ -157,8 +157,12 @@ class Planted:
 def test_a_file_that_would_run_code_is_refused_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "step_000000.pt"
     torch.save({"trajectories": Planted()}, path)
-    with pytest.raises(TraceError, match="needs pickle to be read, which can run any code, and is refused: "):
+    with pytest.raises(TraceError) as caught:
         load_content(path)
+    assert str(caught.value).startswith(f"{path} needs pickle to be read, which can run any code, and is refused: ")
+    assert str(caught.value).endswith("Save it anew with plain Python values and tensors only")
+    # torch's own message begins with the advice to load it with weights_only=False.
+    assert "weights_only" not in str(caught.value)
     path.write_bytes(pickle.dumps({"a": Planted()}))
     with pytest.raises(TraceError):
         load_content(path)
@@ -169,15 +173,21 @@ def test_a_file_that_would_run_code_is_refused_with_the_reason(tmp_path: Path) -
     [
         ("step_000000.pt", b"PK\x03\x04 cut", "is no whole file of torch.save: "),
         ("step_000000.pt", b"", "is no whole file of torch.save: "),
-        ("step_000000.jsonl", b"{'a'", "is not JSON: "),
+        ("step_000000.jsonl", b"{'a'", "line 1: is not JSON: "),
         ("step_000000.jsonl", b"", "is empty"),
         ("step_000000.jsonl", b"[1]\n", "holds a list; expected a dict, as a debug dump's files do"),
         ("step_000000.npz", b"x", "is neither .pt nor .jsonl; set rollout_worker.trajectory_format to what it is"),
-        ("step_000000.jsonl", b'{"x": {"dtype": "float3", "shape": [], "values": []}}', "is not JSON: unknown dtype"),
+        ("step_000000.jsonl", b'{"tokens": [1]}\n\n{"tokens": [1', "line 3: is not JSON: "),
+        ("step_000000.jsonl", b"\xff", "is not JSON: 'utf-8' codec"),
+        (
+            "step_000000.jsonl",
+            b'{"x": {"dtype": "float3", "shape": [], "values": []}}',
+            "line 1: is not JSON: unknown dtype",
+        ),
         (
             "step_000000.jsonl",
             b'{"x": {"dtype": "int8", "shape": [2], "values": [1]}}',
-            "is not JSON: a tensor of int8",
+            "line 1: is not JSON: a tensor of int8",
         ),
     ],
 )
@@ -186,7 +196,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, data: bytes, messa
     path.write_bytes(data)
     with pytest.raises(TraceError) as caught:
         load_content(path)
-    assert str(caught.value).startswith(f"{path} {message}")
+    is_line = message.startswith("line")
+    assert str(caught.value).startswith(f"{path}{', ' if is_line else ' '}{message}")
+
+
+def test_a_changed_bit_in_a_tensor_is_refused(tmp_path: Path) -> None:
+    """torch.load does not look at the checksums of its own files, and gave other numbers without a word."""
+    values = torch.full((64,), 3.0)
+    path = save_content(tmp_path, "loss", FileKey(step=0), {"x": values}, dump_format="pt")
+    data = bytearray(path.read_bytes())
+    data[data.index(values.numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"has changed since it was written: .*data/0 in it does not fit its checksum"):
+        load_content(path)
+
+
+def test_a_cut_file_of_an_old_torch_is_refused(tmp_path: Path) -> None:
+    """Some ended in struct.error or AssertionError, with a traceback."""
+    path = tmp_path / "step_000000.pt"
+    torch.save({"x": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    for size in range(0, len(data), 5):
+        path.write_bytes(data[:size])
+        with pytest.raises(TraceError):
+            load_content(path)
+
+
+def test_a_tensor_of_a_gpu_is_read_on_a_machine_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    torch.save({"x": torch.arange(3.0)}, tmp_path / "step_000000.pt")
+    assert load_content(tmp_path / "step_000000.pt")["x"].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -371,7 +410,7 @@ def test_other_group_sizes_are_refused(tmp_path: Path) -> None:
 def test_doubled_ids_are_refused(tmp_path: Path) -> None:
     content = foreign()
     content["trajectories"].append(content["trajectories"][1])  # type: ignore[attr-defined,index]
-    path = write(tmp_path, content)
+    path = write(tmp_path, {**content, "num_trajectories": 5})
     with pytest.raises(BatchError) as caught:
         scheduler(path, make_batch(2, 2), missing_logprobs="zero").get_batch(request())
     assert str(caught.value) == (
@@ -481,6 +520,101 @@ def test_jsonl_of_several_lines_is_one_step(tmp_path: Path) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     loaded = scheduler(path, make_batch(2, 2), missing_logprobs="zero").get_batch(request())
     assert loaded.rewards.tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_folder_of_another_name_is_read_itself_and_no_neighbour_of_it(tmp_path: Path) -> None:
+    """The folder ``trajectory`` beside the given one was read in its place, whatever was asked for."""
+    dump(tmp_path, make_batch(2, 2))
+    other = save_content(tmp_path, "datums", FileKey(step=0), {"datums": []}, dump_format="pt")
+    with pytest.raises(BatchError, match=r"datums/step_000000.pt has no list of trajectories \(keys: datums\)"):
+        scheduler(other.parent, make_batch(2, 2)).get_batch(request())
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RecordingError, match=r"mine holds no file such as trajectory/step_0"):
+        scheduler(tmp_path / "mine", make_batch(2, 2))
+    of_ranks = save_content(tmp_path, "loss", FileKey(step=0, global_rank=0, micro=1), {}, dump_format="pt")
+    with pytest.raises(RecordingError, match=r"holds step_000000_rank0_micro1.pt, of a micro-batch; give a dump's"):
+        scheduler(of_ranks.parent, make_batch(2, 2))
+
+
+def test_fewer_trajectories_than_the_file_says_are_refused(tmp_path: Path) -> None:
+    content = foreign()
+    del content["trajectories"][3]  # type: ignore[attr-defined]
+    path = write(tmp_path, content)
+    with pytest.raises(BatchError) as caught:
+        scheduler(path, make_batch(2, 2), missing_logprobs="zero").get_batch(request())
+    assert str(caught.value) == f"{path} says that it holds 4 trajectories, and holds 3: it is not whole"
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"extra_fields": [1]}, "trajectory 0: extra_fields is of type list; expected a dict"),
+        ({"extras": [1]}, "trajectory 0 (0, 0): 'list' object has no attribute 'items'"),
+        ({"prompt_length": "x"}, "trajectory 0 (0, 0): invalid literal for int() with base 10: 'x'"),
+        ({"termination": [1]}, "trajectory 0 (0, 0): unhashable type: 'list'"),
+        ({"policy_versions": [2**40]}, "trajectory 0 (0, 0): value cannot be converted to type int32"),
+        (
+            {"loss_mask": [1, 1, 0, 1]},
+            "trajectory 0 (0, 0): loss_mask begins with 1, and no token predicts the first one; give the row a prompt",
+        ),
+    ],
+)
+def test_fields_of_another_kind_are_refused_with_their_trajectory(
+    tmp_path: Path, fields: dict[str, object], problem: str
+) -> None:
+    """They ended in a traceback, or, a row without prompt, only in the middle of the first step."""
+    path = write(tmp_path, foreign(**fields))
+    with pytest.raises(BatchError) as caught:
+        scheduler(path, make_batch(2, 2), missing_logprobs="zero").get_batch(request())
+    assert str(caught.value).startswith(f"{path} holds trajectories that cannot be used:\n  - {problem}")
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ({"meta": 5}, ": meta is of type int; expected a dict"),
+        ({"step": torch.tensor([0, 1])}, " says that it is of step tensor([0, 1]); its name says 0"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(tmp_path: Path, head: dict[str, object], problem: str) -> None:
+    path = write(tmp_path, {**foreign(), **head})
+    with pytest.raises(MockSchedulerError) as caught:
+        scheduler(path, make_batch(2, 2), missing_logprobs="zero").get_batch(request())
+    assert str(caught.value) == f"{path}{problem}"
+
+
+@pytest.mark.parametrize(("temperature", "is_used"), [(torch.tensor(1.0), True), ([1.0], False), (math.nan, False)])
+def test_a_temperature_is_a_number_in_whatever_form(tmp_path: Path, temperature: object, is_used: bool) -> None:
+    """Tensors counted as so many temperatures as there are trajectories, and lists ended in a traceback."""
+    content = foreign()
+    for record in content["trajectories"]:  # type: ignore[attr-defined]
+        record["extra_fields"]["temperature"] = temperature
+    rollouts = scheduler(write(tmp_path, content), make_batch(2, 2), missing_logprobs="zero")
+    if is_used:
+        assert rollouts.get_batch(request()).sampling == SAMPLING
+        return
+    with pytest.raises(BatchError, match=r"temperature is '.*'; expected a finite number"):
+        rollouts.get_batch(request())
+
+
+def test_lines_of_several_steps_are_no_step(tmp_path: Path) -> None:
+    """They were joined to one, and what they say of step and sampling was dropped."""
+    lines = [{"step": step, "trajectories": [record]} for step, record in enumerate(foreign()["trajectories"])]  # type: ignore[arg-type,var-annotated]
+    path = tmp_path / "step_000000.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(TraceError) as caught:
+        load_content(path)
+    assert str(caught.value) == f"{path}, line 2: is of another step or run than the lines before it"
+    path.write_text(json.dumps({**lines[0], "num_trajectories": 2}) + "\n" + json.dumps(lines[0]))
+    with pytest.raises(TraceError, match="line 1: says that it holds 2 trajectories, and holds 1"):
+        load_content(path)
+
+
+def test_a_line_may_hold_what_other_texts_end_lines_with(tmp_path: Path) -> None:
+    """A line separator of Unicode (U+2028) within a text cut the line there."""
+    path = tmp_path / "step_000000.jsonl"
+    path.write_text(json.dumps({"note": "a\u2028b"}, ensure_ascii=False), encoding="utf-8")
+    assert load_content(path) == {"note": "a\u2028b"}
 
 
 # Remote

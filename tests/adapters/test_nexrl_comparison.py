@@ -573,3 +573,88 @@ def test_a_report_that_cannot_be_written_exits_with_5(
 ) -> None:
     assert run(*pair, "--output", str(tmp_path)) == 5
     assert f"{tmp_path} cannot be written: " in capsys.readouterr().err
+
+
+def test_lists_are_compared_in_the_precision_that_they_have(tmp_path: Path) -> None:
+    """They were read as float32, and reported as identical to the bit where they were not."""
+    batch = make_batch(2, 2)
+    content = write_trajectories(tmp_path / "self", batch)
+    content["trajectories"][0]["extra_fields"]["logprobs"][-1] += 1e-12
+    put(tmp_path / "other", "trajectory", content, rank=None, micro=None)
+    assert run(tmp_path / "self", tmp_path / "other", "--atol", "0") == 1
+    assert run(tmp_path / "self", tmp_path / "other") == 0
+
+
+def test_nan_in_a_list_is_a_number_in_both_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In jsonl it is a text, and the whole list counted as missing."""
+    content = trajectory_content(make_batch(2, 2), step=0)
+    content["trajectories"][0]["extra_fields"]["logprobs"][-1] = math.nan
+    for folder, dump_format in (("self", "pt"), ("other", "jsonl")):
+        save_content(tmp_path / folder, "trajectory", FileKey(step=0), content, dump_format=dump_format)  # type: ignore[arg-type]
+    assert run(tmp_path / "self", tmp_path / "other") == 0
+    assert "Verdict: identical" in capsys.readouterr().out
+
+
+def test_a_list_has_no_dtype_of_its_own(tmp_path: Path) -> None:
+    """A file of another system's, as jsonl with plain lists, against one with tensors."""
+    content = micro_batch(("s0", "s1"), identities=False)
+    listed = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in content.items()}
+    put(tmp_path / "self", "forward_data", content)
+    save_content(
+        tmp_path / "other", "forward_data", FileKey(step=0, global_rank=0, micro=0), listed, dump_format="jsonl"
+    )
+    assert run(tmp_path / "self", tmp_path / "other") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_one_files_dtype_is_reported_whatever_the_others_have(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    """All files of a side were joined first: bfloat16 became float32 without a word, and float8 a traceback."""
+    change(pair[1], "forward_data", "log_probs", micro_batch(("s0", "s1"))["log_probs"].to(dtype))
+    assert run(*pair, "--atol", "1") == 1
+    out = capsys.readouterr().out
+    assert "rank0_micro0 log_probs: ✗" in out
+    assert f"of two dtypes (float32 against {str(dtype).removeprefix('torch.')})" in out
+    assert "rank0_micro1 log_probs: ✓ diff=0.000000e+00" in out
+
+
+def test_whole_numbers_beside_a_file_of_floats_stay_whole(pair: tuple[Path, Path]) -> None:
+    """Joined with a float32 file, two ids above 2**24 became equal."""
+    for folder, number in zip(pair, (2**24, 2**24 + 1), strict=True):
+        ids = torch.full((2, 4), number)
+        change(folder, "forward_data", "log_probs", ids)
+    assert run(*pair) == 1
+
+
+def test_a_file_without_a_value_is_missing_alone(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """One file's lack was reported of all files, and none of the others was compared."""
+    change(pair[1], "forward_data", "log_probs", None)
+    assert run(*pair) == 3
+    out = capsys.readouterr().out
+    assert "25 of 26 comparisons hold, 1 are missing" in out
+
+
+def test_a_mask_of_old_log_probs_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an empty mask nothing was compared, and everything equal."""
+    content = micro_batch(("s0", "s1"))
+    put(tmp_path / "self", "old_log_probs", content, rank=None, micro=None)
+    content["response_mask"] = torch.zeros_like(content["response_mask"])
+    put(tmp_path / "other", "old_log_probs", content, rank=None, micro=None)
+    assert run(tmp_path / "self", tmp_path / "other") == 1
+    assert "First: OLD_LOG_PROBS, batch response_mask: ✗ diff=1.000000e+00" in capsys.readouterr().out
+
+
+def test_samples_that_a_file_does_not_name_are_an_error(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback."""
+    change(pair[1], "loss", "sample_ids", ["s0"])
+    assert run(*pair) == 5
+    assert capsys.readouterr().err.endswith("sample_index has 1, and sample_ids has 1 entries\n")
+
+
+def test_complex_numbers_are_not_compared_as_real_ones(pair: tuple[Path, Path]) -> None:
+    """Imaginary parts were dropped with a warning."""
+    change(pair[1], "forward_data", "log_probs", micro_batch(("s0", "s1"))["log_probs"] + 1j)
+    assert run(*pair) == 3

@@ -229,4 +229,7 @@ def test_a_damaged_part_is_refused() -> None:
         read_piece({name: value for name, value in content.items() if name != "owned"}, "f.pt")
     with pytest.raises(TraceError) as caught:
         read_piece({**content, "tensor": torch.zeros(3)}, "f.pt")
-    assert str(caught.value) == "f.pt, n: is [3]; its indices say [2]"
+    assert str(caught.value) == "f.pt, n: is [3]; its indices say [2] of [3]"
+    # Indices outside of the tensor ended in a traceback.
+    with pytest.raises(TraceError, match=r"f\.pt, n: is \[2\]; its indices say \[2\] of \[3\]"):
+        read_piece({**content, "indices": [torch.tensor([0, 3])]}, "f.pt")

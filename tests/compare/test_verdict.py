@@ -62,10 +62,9 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: 5.96e-08, 83,888 times below 0.005); "
-        "a divergence would have been any relative error above 0.0001 of a metric, 0.0001 of a gradient, 0.005 of a "
-        "parameter"
+        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal); nearest to its bound: "
+        "parameter of decoder.layers.0.input_layernorm.weight at step 0, update 0, 5.96e-08, 83,888 times below 0.005; "
+        "a divergence would have been any relative error above 0.0001 of metrics and gradients; 0.005 of parameters"
     )
 
 
@@ -82,11 +81,10 @@ def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_p
     assert alignment.verdict is Verdict.ROUNDING
     # 2**-14 of gradients of norm sqrt(3); 2**-9, less the rounding sqrt(3)·2**-23, of a change of norm sqrt(3).
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal; worst "
-        "decoder.layers.0.input_layernorm.weight at step 0: 3.52e-05, 2.9 times below 0.0001), 1 parameter "
-        "(0 bit-equal; worst decoder.layers.0.input_layernorm.weight at step 0: 1.13e-03, 4.4 times below 0.005; "
-        "25.00% of elements left out); a divergence would have been any relative error above 0.0001 of a metric, "
-        "0.0001 of a gradient, 0.005 of a parameter"
+        "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal), 1 parameter (0 bit-equal; 25.00% of "
+        "elements left out); nearest to its bound: gradient of decoder.layers.0.input_layernorm.weight at step 0, "
+        "update 0, 3.52e-05, 2.9 times below 0.0001; a divergence would have been any relative error above 0.0001 of "
+        "metrics and gradients; 0.005 of parameters"
     )
 
 

@@ -97,6 +97,13 @@ def test_only_every_nth_step_is_due(step: int, due: bool) -> None:
     assert debug.is_due(step) is due
 
 
+def test_the_switch_turns_the_guides_whole_section_off(tmp_path: Path) -> None:
+    """It was refused unless every option was taken out too."""
+    debug = load(tmp_path, GUIDE, "debug.enable_data_dump=false").debug
+    assert debug.dump_options.loss
+    assert (debug.enabled_options(), debug.enabled_remote_options()) == ((), ())
+
+
 DEBUG = "debug: has keys that do not go together:\n    - "
 
 
@@ -111,7 +118,7 @@ DEBUG = "debug: has keys that do not go together:\n    - "
         (
             "{dump_options: {loss: true}, remote_api_dump_options: {datums: true}}",
             f"{DEBUG}dump_options.loss, remote_api_dump_options.datums would "
-            "have no effect while enable_data_dump is false; set it to true, or leave the options out",
+            "have no effect: enable_data_dump is not given; set it to true, or to false to dump nothing",
         ),
         (
             "{enable_data_dump: true}",

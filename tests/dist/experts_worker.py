@@ -32,6 +32,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.model import ModelConfig
 from pipelines.megatron.expert_router import all_reduce_router_sums, attach_router_ledger
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
+from pipelines.megatron.full_precision import prepare_optimizer
 from pipelines.megatron.host_device import use_host_device
 from pipelines.megatron.norm import TorchNorm
 from pipelines.megatron.runtime import leave_layout
@@ -327,6 +328,7 @@ def run_case(folder: Path, case: Case) -> None:
         params_dtype=torch.float64,
         use_distributed_optimizer=case.steps,
     )
+    prepare_optimizer(torch.float64)
     optimizer = get_megatron_optimizer(optimizer_config, [network]) if case.steps else None
     ledger = attach_router_ledger([network])
     ledger.start_step(torch.tensor(row_weights(case)))

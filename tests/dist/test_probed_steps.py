@@ -16,13 +16,11 @@ from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from pipelines.layouts.cases import LONGEST_ROW, SEED
 from pipelines.layouts.rows import random_batch
-from tests.dist.conftest import launch
+from tests.dist.traced_steps import LAYOUTS, WAYS, traced_steps
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
-WAYS = ("micro-batch-2", "dynamic", "packing")
-LAYOUTS = ("tp2", "pp2", "cp2", "dp2", "dp2-plain")
-# Two layers, hidden size 64, 16 rows one by one; see probe_worker.
+# Two layers, hidden size 64, 16 rows one by one; see probe_tasks.
 NUM_LAYERS, HIDDEN, NUM_ROWS = 2, 64, 16
 
 Tensors = dict[tuple[int, str, str], torch.Tensor]
@@ -30,12 +28,7 @@ Tensors = dict[tuple[int, str, str], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("probed")
-    ways = [f"values/{way}" for way in WAYS]
-    precisions = [f"unchanged/{precision}" for precision in ("float32", "bfloat16")]
-    launch(1, folder, ("layout/tp1", *ways, *precisions, "operations"), module="tests.dist.probe_worker")
-    launch(2, folder, tuple(f"layout/{layout}" for layout in LAYOUTS), module="tests.dist.probe_worker")
-    return folder
+    return traced_steps(tmp_path_factory, 1, 2) / "probe"
 
 
 @cache
@@ -98,9 +91,8 @@ def test_every_epoch_trains_on_the_same_rows_again(root: Path) -> None:
     assert footer.update_rows == (first, second, first, second)
 
 
-@pytest.mark.parametrize("way", ["dynamic", "packing"])
-def test_other_micro_batches_give_the_same_tensors(root: Path, way: str) -> None:
-    assert_same(merged_of(root / "values" / "micro-batch-2"), merged_of(root / "values" / way))
+def test_packing_gives_the_same_tensors_as_padding(root: Path) -> None:
+    assert_same(merged_of(root / "values" / "micro-batch-2"), merged_of(root / "values" / "packing"))
 
 
 def assert_same(expected: Mapping[tuple[int, str, str], torch.Tensor], found: Tensors) -> None:
@@ -195,10 +187,11 @@ def test_a_model_in_less_than_float32_has_weights_beside_its_parameters(
         assert dtypes["weight"] is torch.bfloat16
 
 
-def test_a_run_that_traces_nothing_runs_no_operation_for_it(root: Path) -> None:
+def test_a_log_of_operations_has_nothing_of_what_a_trace_computes(root: Path) -> None:
+    """Not a run that traces nothing, nor one that traces everything, whose copies are taken outside of any mode."""
     found = read_json(root / "operations" / "operations.json")
     assert found["calls"] > 20
     assert found["operations of calls"] == 0
     assert found["counted"] == found["no probe"]
     assert found["another rank"] == found["no probe"]
-    assert len(found["full"]) > len(found["no probe"])
+    assert found["full"] == found["no probe"]

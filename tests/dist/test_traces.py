@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
 from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, Case
 from tests.dist.conftest import launch
+from tests.dist.traced_steps import FAULT, SHORT, TWICE, case_of, traced_steps
 from tests.merged_traces import Merged, different_bits, distances, merge_step
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
@@ -19,21 +19,8 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 #: Relative Frobenius distance in float64: sums in another order leave 1e-14, a wrong computation 1e-3 and more.
 BOUND = 1e-12
 
-
-def case_of(model: str, layout: str, option: str = "plain") -> Case:
-    return Case(model=model, precision="float64", layout=layout, option=option)
-
-
-SHORT = (
-    case_of("dense", "tp2", "one-update"),
-    case_of("dense", "pp2", "recompute-full+one-update"),
-    case_of("dense", "dp2", "micro-batch-means+one-update"),
-    *(case_of("moe-by-row", layout, "one-update") for layout in ("pp2-vpp2", "cp2", "dp2-ep2", "tp2-sp-ep2")),
-    case_of("moe-by-row", "tp2-sp-pp2-ep2", "one-update"),
-)
-REPEATED = case_of("moe-by-row", "tp2-sp-ep2", "repeat+one-update")
-FAULT = case_of("dense", "tp2", "one-update")
 LONG = (
+    *(case_of("moe-by-row", layout, "one-update") for layout in ("dp2-ep2", "tp2-sp-pp2-ep2")),
     *(case_of(model, layout) for model in ("dense", "moe") for layout in LAYOUTS[model]),
     *(case_of(model, layout, option) for model, cases in OPTION_CASES.items() for layout, option in cases),
 )
@@ -41,29 +28,22 @@ LONG = (
 _ORDERED = frozenset({"pp2", "pp2-vpp2"})
 
 
-def run(root: Path, tasks: Sequence[tuple[int, str]]) -> Path:
-    """Each task once, all of one number of processes in one launch."""
-    for size in sorted({size for size, _ in tasks}):
-        names = dict.fromkeys(task for needed, task in tasks if needed == size)
-        launch(size, root, tuple(names), module="tests.dist.trace_worker")
-    return root
-
-
-def with_references(cases: Sequence[Case]) -> list[tuple[int, str]]:
-    return [(item.world_size, item.name) for case in cases for item in (case.reference, case)]
-
-
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One launch for each number of processes."""
-    tasks = [*with_references([*SHORT, REPEATED]), (FAULT.world_size, f"fault:{FAULT.name}")]
-    return run(tmp_path_factory.mktemp("traces"), tasks)
+    """The cases of ``SHORT`` and their references."""
+    return traced_steps(tmp_path_factory, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every layout and option, with one launch for each number of processes."""
-    return run(tmp_path_factory.mktemp("all-traces"), with_references(LONG))
+    root = tmp_path_factory.mktemp("all-traces")
+    by_size: dict[int, dict[str, None]] = {}
+    for item in (item for case in LONG for item in (case.reference, case)):
+        by_size.setdefault(item.world_size, {})[item.name] = None
+    for size, names in sorted(by_size.items()):
+        launch(size, root, tuple(names), module="tests.dist.trace_worker")
+    return root
 
 
 @functools.cache
@@ -103,9 +83,7 @@ def test_pipelines_and_recomputation_change_no_bit(short: Path, case: Case) -> N
 
 
 def test_the_same_layout_twice_is_the_same_to_the_bit(short: Path) -> None:
-    once, again = (
-        merge_step(short / case.name) for case in (case_of("moe-by-row", "tp2-sp-ep2", "one-update"), REPEATED)
-    )
+    once, again = (merge_step(short / case.name) for case in TWICE)
     assert different_bits(again, once) == []
 
 

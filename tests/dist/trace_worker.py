@@ -3,7 +3,8 @@
 A task is a case, of which ``FOLDER/{case}`` gets everything that modules compute, or another form of it, a colon and a
 case, with results in ``FOLDER/{form}/{case}``. Forms: ``state``, gradients and parameters alone; ``full``, both;
 ``fault``, layer 2 leaves out a reduction; ``rows``, in a file ``{case}.safetensors`` what the modules of the untrained
-model give for each row on its own, as ``tests.pipelines.plain_forward`` has it. Nothing is judged here.
+model give for each row on its own, as ``tests.pipelines.plain_forward`` has it. ``probe:`` and a task of
+``probe_tasks`` writes to ``FOLDER/probe/{task}``. The first task is a case. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from tests.dist import probe_tasks
 from tests.pipelines.plain_forward import forward_by_row
 
 MODULES: list[TraceKind | LedgerKind] = ["activation", "router", "logits", "activation_gradient"]
@@ -33,6 +35,10 @@ KINDS = {"": MODULES, "fault": MODULES, "state": STATE, "full": [*MODULES, *STAT
 def run_task(root: Path, task: str) -> None:
     """One task, from the canonical initial weights. Every rank must call it."""
     form, _, name = task.rpartition(":")
+    if form == "probe":
+        probe_tasks.run_task(root / form, name)
+        dist.barrier()
+        return
     config = build_config(Case.parse(name))
     runtime = build_layout(config.parallel, seed=SEED)
     learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))

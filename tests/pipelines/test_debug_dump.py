@@ -323,6 +323,20 @@ def test_options_of_another_mode_are_refused() -> None:
         "debug.dump_options.loss has no effect: this run trains on a service, which computes that; set it there, or "
         "use debug.remote_api_dump_options"
     )
+    environ = {"WEAVER_DEBUG_DUMP_ENABLED": "1", "WEAVER_DEBUG_DUMP_OPTIONS": "loss"}
+    remote = config_of(remote_api_dump_options={"datums": True})
+    with pytest.raises(ConfigError, match="WEAVER_DEBUG_DUMP_ENABLED has no effect: this run trains on a service"):
+        build_debug_dump(remote, environ, vocab_size=8, trains_remotely=True)
+
+
+def test_a_remote_runs_folder_of_another_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    """Only the folders of ``dump_options`` were looked at: it ended in the middle of its first step."""
+    path = save_content(tmp_path, "datums", FileKey(step=0), {}, dump_format="pt")
+    options = {"dump_dir": str(tmp_path), "remote_api_dump_options": {"datums": True}}
+    with pytest.raises(StepExistsError, match=f"{path} is there already, from another run"):
+        build_debug_dump(config_of(**options), {}, vocab_size=8, trains_remotely=True)
+    path.rename(path.with_name("step_000003.pt"))
+    build_debug_dump(config_of(dump_every_n_steps=2, **options), {}, vocab_size=8, trains_remotely=True)
 
 
 def test_a_resumed_run_makes_way_for_the_steps_that_it_does_anew(tmp_path: Path) -> None:

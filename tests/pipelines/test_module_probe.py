@@ -32,25 +32,19 @@ from pipelines.megatron.probing.watches import (
     watch_probabilities,
     watch_scores,
 )
-from tests.dist.conftest import launch
+from tests.dist.traced_steps import DENSE, EXPERTS, traced_steps
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of
 from tests.pipelines.tiny_model import HIDDEN, VOCAB, Scale, micro_batch, one_rank, tiny_model
 
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launch
+
 BOUND = 1e-12
-DENSE, EXPERTS = "dense/float64/tp1/", "moe-by-row/float64/tp1/"
-TASKS = (
-    *(f"rows:{DENSE}plain", f"rows:{EXPERTS}plain", f"state:{EXPERTS}plain", f"full:{EXPERTS}plain"),
-    *(DENSE + option for option in ("plain", "recompute-selective", "micro-batch-4", "critic")),
-    *(EXPERTS + option for option in ("recompute-full", "packing+recompute-uniform-2")),
-)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of one process."""
-    folder = tmp_path_factory.mktemp("modules")
-    launch(1, folder, TASKS, module="tests.dist.trace_worker")
-    return folder
+    return traced_steps(tmp_path_factory, 1)
 
 
 @functools.cache
@@ -208,18 +202,12 @@ def test_activations_and_their_gradients_make_the_gradients_of_weights(
         assert float((gradient.T @ activation / num_tokens - expected).norm() / expected.norm()) < BOUND
 
 
-@pytest.mark.parametrize(
-    ("case", "option"), [(DENSE, "recompute-selective"), (EXPERTS, "recompute-full")], ids=["selective", "full"]
-)
-def test_recomputation_changes_no_bit_and_no_name(runs: Path, case: str, option: str) -> None:
-    assert different_bits(merge_once(runs / (case + option)), merge_plain(runs, case)) == []
+def test_recomputation_changes_no_bit_and_no_name(runs: Path) -> None:
+    assert different_bits(merge_once(runs / f"{EXPERTS}recompute-full"), merge_plain(runs, EXPERTS)) == []
 
 
-@pytest.mark.parametrize(
-    ("case", "option"), [(DENSE, "micro-batch-4"), (EXPERTS, "packing+recompute-uniform-2")], ids=["batched", "packed"]
-)
-def test_batching_and_packing_show_in_no_tensor(runs: Path, case: str, option: str) -> None:
-    worst = distances(merge_once(runs / (case + option)), merge_plain(runs, case))
+def test_packing_and_recomputation_show_in_no_tensor(runs: Path) -> None:
+    worst = distances(merge_once(runs / f"{EXPERTS}packing+recompute-uniform-2"), merge_plain(runs, EXPERTS))
     assert {key.describe(): error for key, error in worst.items() if not error < BOUND} == {}
 
 
@@ -231,7 +219,7 @@ def test_tracing_changes_no_bit_of_gradients_and_parameters(runs: Path) -> None:
 
 def test_a_critic_has_names_of_its_own_and_a_value_for_each_token(runs: Path) -> None:
     num_tokens = int(random_batch(SEED, longest=LONGEST_ROW).lengths.sum())
-    with open_trace(runs / f"{DENSE}critic") as trace:
+    with open_trace(runs / f"{DENSE}critic+micro-batch-4") as trace:
         names = {key.name for key in trace.keys(0) if key.kind == "activation"}
         shapes = {key.name: trace.dtype_and_shape(key)[1] for key in trace.keys(0) if key.kind == "logits"}
     policy = {name for name in names if not name.startswith("critic.")}

@@ -12,6 +12,7 @@ import yaml
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 from pipelines import run
+from pipelines.environments.registry import build_tokenizer
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command
 
@@ -117,7 +118,7 @@ def test_a_checkpoint_that_lost_a_file_is_refused_before_anything_is_built(resum
     values = yaml.safe_load((resumed / "whole" / "config.yaml").read_text(encoding="utf-8"))
     config = PipelineConfig.model_validate({**values, "resume_from_checkpoint": str(checkpoint)})
     with pytest.raises(ConfigError) as caught:
-        run._read_resumed_state(config, vocab_size=69)
+        run._read_resumed_state(config, build_tokenizer(config))
     assert str(caught.value) == (
         f"resume_from_checkpoint: {checkpoint} is not whole:\n"
         f"  - policy/common.pt: written with {size} bytes, found missing\n"

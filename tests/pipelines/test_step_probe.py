@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement.rounds import Reduction, Words
@@ -19,11 +22,13 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.clock import Clock
+from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.probing.selection import check_patterns, check_trace_ranks
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime
 from pipelines.micro_batches import MicroBatch, build_step_plan
+from pipelines.observation import StepObservation
 from tests.batches import make_batch
 
 HOST = torch.device("cpu")
@@ -44,10 +49,12 @@ def runtime_of(global_rank: int = 0, world_size: int = 1, **places: int) -> Runt
     return Runtime(global_rank=global_rank, world_size=world_size, device=HOST, **values)
 
 
-def micro_batches_of(training: dict[str, object], *, count_multiple: int = 1) -> list[tuple[MicroBatch, ...]]:
+def micro_batches_of(
+    training: dict[str, object], *, count_multiple: int = 1, batch: RolloutBatch = BATCH
+) -> list[tuple[MicroBatch, ...]]:
     config = PipelineConfig.model_validate({"exp_name": "x", "sequence_length": 8, "training": training})
-    zeros = torch.zeros(int(BATCH.response_mask.sum()), dtype=torch.float64)
-    plan = build_step_plan(BATCH, zeros, zeros, config.training, count_multiple=count_multiple, dtype=torch.float64)
+    zeros = torch.zeros(int(batch.response_mask.sum()), dtype=torch.float64)
+    plan = build_step_plan(batch, zeros, zeros, config.training, count_multiple=count_multiple, dtype=torch.float64)
     return [update.micro_batches for update in plan.updates]
 
 
@@ -227,6 +234,55 @@ def test_a_step_that_fails_leaves_no_trace_and_no_thread(tmp_path: Path, level: 
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+@pytest.mark.parametrize("fails_when", ["training", "saving"])
+def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
+    tmp_path: Path, fails_when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that were written before stayed: the step was refused as traced already, and never whole."""
+    config = trace_of(kinds=["input"], part_bytes=1 << 16)
+    batch = make_batch(4, 2000)  # tokens, int64: 36,000 · 8 bytes, in several parts
+
+    def step() -> None:
+        with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
+            probe.start_step(batch, own_of(micro_batches_of(FIXED, batch=batch), runtime_of()), [])
+            assert probe._sink is not None
+            probe._sink._wait()  # type: ignore[attr-defined]
+            assert list(tmp_path.rglob("*.safetensors"))
+            if fails_when == "training":
+                raise RuntimeError("out of memory")
+            monkeypatch.setattr("mock_scheduler.trace.files.save_file", refuse)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises((RuntimeError, TraceError), match=r"out of memory|No space left"):
+        step()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
+        probe.start_step(batch, own_of(micro_batches_of(FIXED, batch=batch), runtime_of()), [])
+    with open_trace(tmp_path) as reader:
+        assert torch.equal(reader.merge(TraceKey(step=0, update=0, kind="input", name="tokens")).tensor, batch.tokens)
+
+
+def test_what_a_probe_computes_is_in_no_log_of_operations(tmp_path: Path) -> None:
+    """Its copies and gathers stood in the log that ``trace.operations`` writes, as if the step had made them."""
+    names: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+    own = own_of(micro_batches_of(FIXED), runtime_of())
+    values = torch.zeros(own[0].batch.tokens.shape, dtype=torch.float64)
+    with StepProbe(runtime_of(), tmp_path, step=0, config=trace_of()) as probe, Log():
+        probe.start_step(BATCH, own, [])
+        probe.tokens("output", own[0], {"logprobs": values})
+        probe.scalars("loss", {"mean.total_loss": 1.0}, update=0)
+    assert names == []
+
+
 def test_tracing_takes_seconds_of_its_own(tmp_path: Path) -> None:
     clock = Clock()
     with StepProbe(runtime_of(), tmp_path, step=0, config=trace_of(kinds=["input"]), clock=clock) as probe:
@@ -274,3 +330,76 @@ def test_a_pattern_that_selects_nothing_on_any_stage_is_refused_on_all() -> None
             "  - 'output_lair.*' selects nothing: it matches none of 2 names; the nearest are output_layer.weight\n"
             "Correct or remove them, or add the kind that has such names to trace.kinds"
         )
+
+
+def test_a_rank_that_writes_nothing_checks_the_same_globs_as_all_others(tmp_path: Path) -> None:
+    """It checked ``*``, which no writing rank had matched: it asked for names that nobody sent, and the run hung."""
+    config = trace_of(kinds=["input"], patterns=["tok*"], ranks=[0])
+    probes = [StepProbe(runtime_of(rank, 2), tmp_path, step=0, config=config) for rank in range(2)]
+    for rank, probe in enumerate(probes):
+        probe.start_step(BATCH, own_of(micro_batches_of(FIXED), runtime_of(rank, 2)), [])
+    for rank, probe in enumerate(probes):
+        ranks = Together(selections=[one.selection for one in probes], global_rank=rank)
+        check_patterns(probe.selection, ranks)
+        assert len(ranks.asked) == 1
+        probe.save()
+
+
+def observe(folder: Path, *, steps: str, patterns: list[str], last: int = 4) -> Iterator[int]:
+    """Trace two steps of critic warm-up and those after it; yields the step that comes next."""
+    values = {
+        "exp_name": "x",
+        "output_dir": str(folder),
+        "max_steps": last,
+        "adv_estimator": "gae",
+        "sequence_length": 8,
+        "critic": {"warmup_steps": 2},
+        "training": FIXED,
+        "trace": {"level": "full", "kinds": ["input", "output"], "steps": steps, "patterns": patterns},
+    }
+    config = PipelineConfig.model_validate(values)
+    assert config.first_policy_step == 2
+    dump = build_debug_dump(config, {}, vocab_size=10)
+    observation = StepObservation(config, runtime_of(), OneRank(), dump=dump, clock=Clock())
+    for step in range(last):
+        with observation.step(step) as probe:
+            own = own_of(micro_batches_of(FIXED), runtime_of())
+            probe.start_step(BATCH, own, [])
+            if step >= 2:
+                probe.tokens("output", own[0], {"logprobs": torch.zeros(own[0].batch.tokens.shape)})
+        yield step + 1
+
+
+class OneRank:
+    """A group of one."""
+
+    global_rank, world_size = 0, 1
+
+    def reduce(self, reduction: Reduction) -> Words:
+        raise AssertionError(reduction)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+@pytest.mark.parametrize(
+    ("steps", "patterns", "num_steps"),
+    [("0-3", ["logprops"], 2), ("0-1", ["logprobs"], 0)],
+    ids=["misspelt", "before the policy"],
+)
+def test_globs_are_checked_where_no_later_trace_has_more_names(
+    tmp_path: Path, steps: str, patterns: list[str], num_steps: int
+) -> None:
+    """A run that traced only steps before the policy's first never checked them: its traces were empty, without a word.
+
+    ``num_steps``: that succeed before.
+    """
+    with pytest.raises(TraceError, match="selects nothing"):
+        list(observe(tmp_path, steps=steps, patterns=patterns))
+    names = {path.parent.name for path in tmp_path.rglob("*.safetensors")}
+    assert names == {f"step_{step:06d}" for step in range(num_steps)}
+
+
+@pytest.mark.parametrize(("steps", "patterns"), [("0-3", ["logprobs"]), ("0-1", ["tokens"])])
+def test_names_that_only_later_steps_have_are_waited_for(tmp_path: Path, steps: str, patterns: list[str]) -> None:
+    assert list(observe(tmp_path, steps=steps, patterns=patterns)) == [1, 2, 3, 4]

@@ -8,35 +8,45 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
+from mock_scheduler.adapters.nexrl.comparison.report import describe_verdict
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import ServiceError
+from mock_scheduler.config.loading import load_config
+from mock_scheduler.errors import ConfigError, ServiceError
 from mock_scheduler.recording.step.container import decode_step
 from mock_scheduler.remote.client import TrainingClient
 from mock_scheduler.remote.protocol import encode_datums, with_values
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config
 
-SERVICE_STARTS_S = 120.0
+SERVICE_STARTS_S = 240.0
 
 
 @contextmanager
-def serving(configs: Path, folder: Path, overrides: Sequence[str]) -> Iterator[str]:
+def serving(
+    configs: Path, folder: Path, overrides: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """A service of the tiny configuration; its URL. It is ended where it has not ended by itself."""
     arguments = ["-m", "mock_scheduler.cli", "launch", "--config_path", str(configs), "tiny"]
     options = ["--entry", "pipelines.service.server", f"output_dir={folder}", *overrides]
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, *arguments, *options], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *arguments, *options],
+            cwd=ROOT,
+            env={**os.environ, **(environ or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             yield _wait_for_url(folder / "service.json", process)
-            assert process.wait(timeout=60.0) == 0, Path(log.name).read_text()
+            assert process.wait(timeout=120.0) == 0, Path(log.name).read_text()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -61,9 +71,7 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
     """One service, which first refuses what is not its run, and is none the worse for it."""
     folder = tmp_path / "remote"
     configs, recording = tiny_alignment.configs, tiny_alignment.recording
-    dump = ["debug.enable_data_dump=true", f"debug.dump_dir={tmp_path / 'dump'}"]
-    dump += [f"debug.remote_api_dump_options.{name}=true" for name in ("prepared_trajectories", "datums")]
-    dump += ["debug.remote_api_dump_options.training_metrics=true"]
+    dump = [*REMOTE_DUMP, f"debug.dump_dir={tmp_path / 'dump'}"]
     with serving(configs, folder, ["trace.level=full"]) as url:
         other = train_there(configs, tmp_path / "other", recording, url, "pg_clip=0.3")
         assert other.returncode == 5
@@ -104,9 +112,11 @@ def _document(batch: RolloutBatch) -> bytes:
     return encode_datums(batch, step=0, run_id="x")
 
 
-def test_a_service_that_nobody_asks_ends_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.all
+def test_a_service_that_nobody_asks_ends_on_all_ranks_and_says_so(tmp_path: Path) -> None:
     configs = write_tiny_config(tmp_path)
     options = ["--entry", "pipelines.service.server", "training_service.timeout_s=1", f"output_dir={tmp_path / 'run'}"]
+    options.append("parallel.tensor_model_parallel_size=2")
     finished = run_cli("launch", configs, options)
     assert finished.returncode == 5
     assert "no request came for 1 s (training_service.timeout_s); 0 steps were trained" in finished.stderr
@@ -126,28 +136,56 @@ def test_a_client_is_not_asked_for_what_only_the_service_has(tmp_path: Path, ove
     configs = write_tiny_config(tmp_path)
     mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", "rollout_mock.dump_dir=/nowhere"]
     url = [] if override.startswith("training_service") else ["training_service.url=http://127.0.0.1:1"]
-    refused = run_cli("config", configs, [*mock, *url, override])
-    assert refused.returncode == 5
-    assert problem in refused.stderr
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny", config_path=configs, overrides=[*mock, *url, override])
+    assert problem in str(caught.value)
+
+
+REMOTE_DUMP = (
+    "debug.enable_data_dump=true",
+    "debug.remote_api_dump_options={prepared_trajectories: true, datums: true, training_metrics: true}",
+)
+OWN_DUMP = (
+    "debug.enable_data_dump=true",
+    "debug.dump_options={trajectory: true, old_log_probs: true, forward_data: true, loss: true}",
+)
 
 
 @pytest.mark.all
 def test_scores_of_a_service_make_the_same_advantages(tmp_path: Path) -> None:
-    """With a critic and a KL penalty in the reward, advantages are made of what the service's models say."""
+    """With a critic and a KL penalty in the reward, advantages are made of what the service's models say.
+
+    And NexRL's comparison of all three dumps (its guide, 5.2) has something to compare in each of its sections.
+    """
     configs = write_tiny_config(tmp_path)
-    algorithm = ["adv_estimator=gae", "kl_in_reward.coef=0.05", "kl_in_reward.target=0.1"]
+    algorithm = ["adv_estimator=gae", "kl_in_reward.coef=0.05", "kl_in_reward.target=0.1", "kl_in_reward.horizon=32"]
     recording = tmp_path / "recording"
-    own = run_cli(
-        "launch", configs,
-        [*algorithm, "rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={recording}",
-         "trace.level=full", "trace.kinds=all", f"output_dir={tmp_path / 'own'}"],
-    )  # fmt: skip
+    record = ["rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={recording}"]
+    trace = ["trace.level=full", "trace.kinds=all"]
+    folder = tmp_path / "own"
+    dump = [*OWN_DUMP, f"debug.dump_dir={tmp_path / 'own_dump'}"]
+    own = run_cli("launch", configs, [*algorithm, *record, *trace, *dump, f"output_dir={folder}"])
     assert own.returncode == 0, own.stderr
     for layout in ([], ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]):
         folder = tmp_path / f"remote{len(layout)}"
-        with serving(configs, folder, [*algorithm, *layout, "trace.level=full", "trace.kinds=all"]) as url:
-            finished = train_there(configs, folder, recording, url, *algorithm)
+        dumps = {name: tmp_path / f"{name}{len(layout)}" for name in ("api_dump", "weaver_dump")}
+        environ = {
+            "WEAVER_DEBUG_DUMP_ENABLED": "1",
+            "WEAVER_DEBUG_DUMP_DIR": str(dumps["weaver_dump"]),
+            "WEAVER_DEBUG_DUMP_OPTIONS": "forward_data,loss,is_loss_debug",
+        }
+        with serving(configs, folder, [*algorithm, *layout, *trace], environ) as url:
+            dump = [*REMOTE_DUMP, f"debug.dump_dir={dumps['api_dump']}"]
+            finished = train_there(configs, folder, recording, url, *algorithm, *dump)
             assert finished.returncode == 0, finished.stderr
         compared = run_command(["-m", "mock_scheduler.cli", "compare", str(tmp_path / "own"), str(folder)])
         assert compared.returncode == 0, compared.stdout + compared.stderr
         assert compared.stdout.startswith("rounding" if layout else "identical")
+        for step in range(2):
+            report = compare_dumps(tmp_path / "own_dump", dumps["api_dump"], dumps["weaver_dump"], step)
+            assert report.exit_code == 0, describe_verdict(report)
+            compared_in = {section.name for section, item in report.items() if item.difference.num_compared}
+            assert compared_in == SECTIONS
+
+
+SECTIONS = {"TRAJECTORIES", "FORWARD_DATA_ALL", "LOSS_DATA_ALL", "IS_LOSS_DEBUG_ALL", "DATUMS_ANALYSIS"}

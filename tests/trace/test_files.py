@@ -15,6 +15,7 @@ from mock_scheduler.trace.entries import LedgerCall, StepFooter, Unobserved
 from mock_scheduler.trace.files import METADATA_KEY, remove_steps_from
 from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
+from mock_scheduler.trace.sketch_files import SketchSink
 from tests.trace.builders import (
     FC1,
     NORM,
@@ -23,6 +24,7 @@ from tests.trace.builders import (
     flip_last_byte,
     gated_spec,
     key,
+    place,
     refused,
     refused_merge,
     reseal,
@@ -151,6 +153,23 @@ def test_a_trace_with_the_file_names_of_older_versions_says_so(tmp_path: Path) -
     )
 
 
+def test_a_trace_of_both_levels_says_so(tmp_path: Path) -> None:
+    """A run that was resumed with another level was said to have ended before any rank wrote the step."""
+    save_one(tmp_path)
+    SketchSink(tmp_path, step=1, place=place(0), world_size=1).close(StepFooter())
+    assert refused(tmp_path) == (
+        f"{tmp_path / 'step_000001'}: sketches, where other steps have whole tensors, as of a run that was resumed "
+        "with another trace.level; move the step folders of one level to another folder"
+    )
+
+
+def test_a_last_part_that_is_not_the_last_is_found(tmp_path: Path) -> None:
+    """A forged header, whose parts could not be joined: an AssertionError."""
+    path = save_one(tmp_path)
+    reseal(path, lambda content: content["ending"].update(num_parts=2, earlier_parts=[""]))
+    assert refused(tmp_path).endswith(": rank_00000.part_000.safetensors says that it is the last of 2 parts")
+
+
 def test_missing_metadata_keys_are_listed(tmp_path: Path) -> None:
     """A missing key was a KeyError, which ended a whole align."""
     path = save_one(tmp_path)
@@ -174,6 +193,15 @@ def _record(**changes: object) -> Callable[[dict[str, Any]], object]:
         (lambda content: content["tensors"][STORED].pop("sha256"), "KeyError('sha256')"),
         (lambda content: content["ending"].pop("footer"), "KeyError('footer')"),
         (lambda content: content["ending"].update(num_parts=3), "ValueError('0 digests of 3 parts')"),
+        (
+            lambda content: content.update(world_size=10**15),
+            "ValueError('a run of 1000000000000000 ranks; expected 1 to 1048576')",
+        ),
+        (lambda content: content.update(world_size=0), "ValueError('a run of 0 ranks; expected 1 to 1048576')"),
+        (
+            lambda content: content["ending"]["footer"].update(rows={"identities": ["a"], "lengths": [10**15]}),
+            "ValueError('rows of 1000000000000000 tokens; expected at most 137438953472')",
+        ),
         (
             lambda content: content["ending"]["footer"].update(update_rows=[[0]]),
             "ValueError('an update has a row beyond the 0 of the batch')",
@@ -332,3 +360,19 @@ def test_a_resumed_run_removes_the_steps_that_it_computes_anew(tmp_path: Path) -
     (tmp_path / "step_notes").mkdir()
     remove_steps_from(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_notes"]
+
+
+def test_a_step_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a PermissionError, with half of the step left where it is read."""
+    save_one(tmp_path)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("mock_scheduler.trace.files.shutil.rmtree", refuse)
+    with pytest.raises(TraceError) as caught:
+        remove_steps_from(tmp_path, 0)
+    assert str(caught.value) == (
+        f"{tmp_path / 'step_000000'}: a step that is computed anew cannot be removed: [Errno 13] Permission denied"
+    )
+    assert refused(tmp_path) == f"{tmp_path}: no trace here; run with trace.level=full"

@@ -381,6 +381,28 @@ def test_against_zeros_a_difference_is_infinite_and_none_is_none() -> None:
     assert difference(zeros, sketch_of(torch.zeros(5, dtype=torch.float64))).high == 0.0
 
 
+@pytest.mark.parametrize("scale", [1e-170, 1e-160])
+def test_squares_that_underflow_leave_the_bounds_open(scale: float) -> None:
+    """The norms of both were 0, and with them estimate and upper bound, although all elements differed."""
+    baseline = torch.full((100,), scale, dtype=torch.float64)
+    estimate = difference(sketch_of(baseline), sketch_of(baseline * 1.5))
+    assert estimate.relative == pytest.approx(0.5, rel=1e-9)
+    assert (estimate.low, estimate.high) == (0.0, math.inf)
+
+
+def test_squares_that_overflow_leave_the_bounds_open() -> None:
+    baseline = torch.full((100,), 1e300, dtype=torch.float64)
+    estimate = difference(sketch_of(baseline), sketch_of(baseline * 1.5))
+    assert (estimate.relative, estimate.low, estimate.high) == (math.inf, 0.0, math.inf)
+
+
+@pytest.mark.parametrize("bits", [(0x00000000, 0x80000000), (0x7FC00000, 0x7FC00001), (0x00000001, 0x00000002)])
+def test_bits_that_compare_equal_or_as_nothing_have_other_fingerprints(bits: tuple[int, int]) -> None:
+    """Zeros of both signs, NaN with other payloads, denormal numbers."""
+    one, other = (sketch_of(torch.tensor([word], dtype=torch.uint32).view(torch.float32)) for word in bits)
+    assert not one.is_identical(other)
+
+
 def test_sketches_of_other_numbers_of_buckets_are_refused() -> None:
     with pytest.raises(TraceError) as caught:
         difference(sketch_of(torch.ones(3)), sketch_of(torch.ones(3), num_buckets=32))

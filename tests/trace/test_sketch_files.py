@@ -2,14 +2,16 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mock_scheduler.digests import canonical_json, compute_tensor_digest, open_sealed, seal
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.files import save_rank_trace
@@ -24,6 +26,7 @@ from mock_scheduler.trace.sketch_files import (
     open_sketches,
     sketch_path,
 )
+from mock_scheduler.trace.sketch_opening import METADATA_KEY
 
 W = "decoder.layers.0.mlp.linear_fc1.weight"
 ROWS = RowTable(identities=("a", "b", "c"), lengths=(3, 2, 4))
@@ -290,6 +293,55 @@ def test_a_changed_header_another_format_and_another_file_are_found(tmp_path: Pa
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(TraceError, match=r"not a readable safetensors file"):
         open_sketches(tmp_path)
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> None:
+    """Change header and tables of a file, and give both digests that fit, as a forger would."""
+    with safe_open(path, framework="pt") as handle:
+        content = open_sealed(handle.metadata()[METADATA_KEY])
+    tables = load_file(path)
+    change(content, tables)
+    content["tables"] = {name: compute_tensor_digest(table) for name, table in tables.items()}
+    save_file(tables, path, metadata={METADATA_KEY: canonical_json(seal(content))})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda content, _: content.update(world_size=10**15),
+            "a run of 1000000000000000 ranks; expected 1 to 1048576",
+        ),
+        (lambda content, _: content["parts"][0].append([[0], [4]]), "does not lie in its shape"),
+        (lambda content, _: content["parts"].__setitem__(0, [[[10**9, 0], [2, 3]]]), "does not lie in its shape"),
+        (lambda content, _: content["tensors"][0].__setitem__(2, [W]), "does not lie in its shape"),
+        (lambda _, tables: tables["squares"].fill_(-1.0), "a sum of squares of -1.0, and 0 of 6 not finite"),
+        (lambda _, tables: tables["counts"][:, 1].fill_(7), "and 7 of 6 not finite"),
+        (lambda _, tables: tables.update(sums=tables["sums"].float()), "expected {'sums': (torch.float64, 2)"),
+        (lambda _, tables: tables.update(sums=tables["sums"][0].contiguous()), "expected {'sums': (torch.float64, 2)"),
+    ],
+    ids=["ranks", "dims", "beyond", "name", "squares", "counts", "dtype", "flat"],
+)
+def test_a_forged_file_is_a_trace_error(
+    tmp_path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object], problem: str
+) -> None:
+    """Digests fit. It was listed for hours, read as another tensor, or ended in a ValueError at the first merge."""
+    save(tmp_path, [[entry(whole(W, (2, 3)), normal(1, 2, 3))]])
+    path = sketch_path(tmp_path, step=0, global_rank=0)
+    _rewrite(path, change)
+    with pytest.raises(TraceError) as caught:
+        open_sketches(tmp_path)
+    assert str(caught.value).startswith(f"{path}: the metadata is not that of sketches: ValueError(")
+    assert problem in str(caught.value)
+
+
+def test_a_step_that_is_given_up_writes_nothing(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path, 0, 1)
+    sink.add(entry(whole(W, (2, 3)), normal(1, 2, 3)))
+    sink.abandon()
+    with pytest.raises(TraceError, match="the trace of this step is closed"):
+        sink.close(StepFooter())
+    assert not list(tmp_path.iterdir())
 
 
 def test_equal_content_gives_equal_bytes_in_any_order_and_a_file_stays_small(tmp_path: Path) -> None:

@@ -142,9 +142,10 @@ def test_a_failed_last_write_surfaces_when_closed(tmp_path: Path) -> None:
         sink.close(StepFooter())
 
 
-def test_a_disk_that_fills_up_leaves_a_step_that_does_not_count_as_whole(
+def test_a_disk_that_fills_up_leaves_nothing_and_the_step_can_be_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The parts before the one that did not fit stayed, so that the step was neither whole nor could be repeated."""
     sink = open_full(tmp_path, part_bytes=4)
     sink.add(entry(whole("a", (1,)), torch.ones(1)))
     sink.add(entry(whole("b", (1,)), torch.ones(1)))
@@ -154,13 +155,50 @@ def test_a_disk_that_fills_up_leaves_a_step_that_does_not_count_as_whole(
         raise OSError(28, "No space left on device")
 
     sink._wait()
-    monkeypatch.setattr("mock_scheduler.trace.files.save_file", full)
-    with pytest.raises(TraceError, match="No space left on device"):
-        sink.close(StepFooter())
     assert part_names(tmp_path) == ["rank_00000.part_000.safetensors", "rank_00000.part_001.safetensors"]
-    assert refused(tmp_path).endswith(
-        "global rank 0 has no last part, only part 0, 1: it did not end this step, or a file is lost"
-    )
+    with monkeypatch.context() as patched:
+        patched.setattr("mock_scheduler.trace.files.save_file", full)
+        with pytest.raises(TraceError, match="No space left on device"):
+            sink.close(StepFooter())
+    assert not list(tmp_path.iterdir())
+    save_one(tmp_path)
+    with open_trace(tmp_path) as reader:
+        assert reader.steps == (0,)
+
+
+def test_a_step_that_is_given_up_leaves_neither_parts_nor_a_thread(tmp_path: Path) -> None:
+    """Its parts stayed, so that the same step in the same folder was refused as traced already."""
+    threads = set(threading.enumerate())
+    other = save_rank_trace(tmp_path, step=0, global_rank=1, world_size=2, coordinates={}, entries=[])
+    sink = open_full(tmp_path, part_bytes=4)
+    for name in ("a", "b", "c"):
+        sink.add(entry(whole(name, (1,)), torch.ones(1)))
+    sink.abandon()
+    assert part_names(tmp_path) == [other.name]
+    assert set(threading.enumerate()) <= threads
+    with pytest.raises(TraceError, match="the trace of this step is closed"):
+        sink.close(StepFooter())
+    open_full(tmp_path).abandon()
+
+
+def test_giving_up_what_was_closed_removes_nothing(tmp_path: Path) -> None:
+    sink = open_full(tmp_path)
+    sink.close(StepFooter())
+    sink.abandon()
+    assert part_names(tmp_path) == ["rank_00000.part_000.safetensors"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("full", "sketch"), ("sketch", "full")])
+def test_a_step_has_one_level(tmp_path: Path, first: str, second: str) -> None:
+    """Both could be in one folder, and a comparison read the one that it preferred."""
+    open_level(tmp_path, first).close(StepFooter())
+    with pytest.raises(TraceError, match="exists: this step is traced already; choose another output_dir or remove"):
+        open_level(tmp_path, second)
+
+
+def open_level(trace_dir: Path, level: str) -> TraceSink:
+    config = TraceConfig.model_validate({"level": level})
+    return open_sink(config, trace_dir, step=0, place=place(0), world_size=1)
 
 
 def test_a_sink_that_is_not_closed_leaves_no_whole_step(tmp_path: Path) -> None:

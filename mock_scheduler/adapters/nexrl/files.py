@@ -12,7 +12,9 @@ import io
 import json
 import math
 import pickle
+import struct
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -28,6 +30,11 @@ from mock_scheduler.tensor_bytes import DTYPES, dtype_name
 #: What a file holds: a dict of texts, numbers, bools, None, lists, dicts with text keys, and tensors.
 Content: TypeAlias = "dict[str, Any]"
 
+#: What torch.load raises for bytes that it cannot make sense of.
+_BROKEN_FILE = (
+    *(RuntimeError, ValueError, EOFError, KeyError, AttributeError, IndexError, TypeError, AssertionError),
+    struct.error,
+)
 _TENSOR_KEYS = {"dtype", "shape", "values"}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -84,19 +91,41 @@ def _format_of(path: Path) -> DumpFormat:
 
 
 def _read_pt(path: Path) -> object:
+    _check_bytes(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle that torch did not write, which is refused below
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n\n")[0].strip().splitlines()
         raise TraceError(
-            f"{path} needs pickle to be read, which can run any code, and is refused: {' '.join(reason)}"
+            f"{path} needs pickle to be read, which can run any code, and is refused: {_refused(error)} Save it anew "
+            "with plain Python values and tensors only"
         ) from error
     except OSError:
         raise
-    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, IndexError, TypeError) as error:
+    except _BROKEN_FILE as error:
         raise TraceError(f"{path} is no whole file of torch.save: {_first_line(error)}") from error
+
+
+def _check_bytes(path: Path) -> None:
+    """Raise ``TraceError`` where a tensor's bytes are not those that were written: torch.load (2.13) does not look."""
+    if not zipfile.is_zipfile(path):
+        return  # of torch before 1.6, without checksums, or nothing that torch wrote
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
+        raise TraceError(f"{path} is no whole file of torch.save: {_first_line(error)}") from error
+    if changed is not None:
+        raise TraceError(f"{path} has changed since it was written: {changed} in it does not fit its checksum")
+
+
+def _refused(error: pickle.UnpicklingError) -> str:
+    """What torch found in the file, without its advice, the first of which is to load it unsafely (torch 2.13)."""
+    advice = ("Weights only load failed", "Please file an issue", "Check the documentation", "(1)", "(2)")
+    lines = [line.strip() for line in str(error).splitlines()]
+    found = " ".join(line.split(" Please use ")[0] for line in lines if line and not line.startswith(advice))
+    return f"{found.rstrip('.')}." if found else "it is no file of torch.save."
 
 
 def _first_line(error: Exception) -> str:
@@ -105,28 +134,52 @@ def _first_line(error: Exception) -> str:
 
 def _read_jsonl(path: Path) -> object:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        decoded = [_from_json(json.loads(line)) for line in lines]
-    except (ValueError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+    except ValueError as error:
         raise TraceError(f"{path} is not JSON: {error}") from error
+    # Not splitlines, which also cuts at characters that a JSON text may hold.
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    decoded = {number: _decode_line(line, f"{path}, line {number}") for number, line in numbered}
     if not decoded:
         raise TraceError(f"{path} is empty")
     if len(decoded) > 1:
         return _join_lines(decoded, path)
-    return decoded[0]
+    return next(iter(decoded.values()))
 
 
-def _join_lines(lines: list[object], path: Path) -> object:
-    """Several lines, each with some of a step's trajectories, or each one trajectory, as one file of them."""
+def _decode_line(line: str, where: str) -> object:
+    try:
+        return _from_json(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: is not JSON: {error}") from error
+
+
+def _join_lines(lines: Mapping[int, object], path: Path) -> object:
+    """Several lines by their numbers, each with some of a step's trajectories, or each one trajectory, as one file.
+
+    What else lines with several trajectories say, as the step, must be the same in each.
+    """
     trajectories: list[object] = []
-    for number, line in enumerate(lines, start=1):
+    head: Content = {}
+    for number, line in lines.items():
         if isinstance(line, dict) and isinstance(line.get("trajectories"), list):
+            _check_whole(line, f"{path}, line {number}")
             trajectories += line["trajectories"]
+            own = {name: value for name, value in line.items() if name not in ("trajectories", "num_trajectories")}
+            if head and own != head:
+                raise TraceError(f"{path}, line {number}: is of another step or run than the lines before it")
+            head = own
         elif isinstance(line, dict) and "tokens" in line:
             trajectories.append(line)
         else:
             raise TraceError(f"{path}, line {number}: is no trajectory, and several lines hold nothing else")
-    return {"trajectories": trajectories}
+    return {**head, "trajectories": trajectories}
+
+
+def _check_whole(line: Content, where: str) -> None:
+    said, found = line.get("num_trajectories"), len(line["trajectories"])
+    if said is not None and said != found:
+        raise TraceError(f"{where}: says that it holds {said} trajectories, and holds {found}")
 
 
 def _as_plain(value: object, where: str) -> Any:  # noqa: ANN401 - of the same kind as what comes in

@@ -75,13 +75,18 @@ def find_files(dump_dir: Path, kind: DumpKind) -> dict[FileKey, Path]:
 
     Raises ``TraceError`` where something is there twice, as .pt and as .jsonl.
     """
+    return find_files_in(dump_dir / kind)
+
+
+def find_files_in(folder: Path) -> dict[FileKey, Path]:
+    """As ``find_files``, of a folder by its own path."""
     found: dict[FileKey, Path] = {}
-    for path in sorted((dump_dir / kind).glob("step_*")):
+    for path in sorted(folder.glob("step_*")):
         key = parse_key(path)
         if key is None:
             continue
         if key in found:
-            raise TraceError(f"{path} and {found[key].name} are both of {kind} {key.stem}; remove one of them")
+            raise TraceError(f"{path} and {found[key].name} are both of {folder.name} {key.stem}; remove one of them")
         found[key] = path
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 

@@ -157,9 +157,15 @@ def read_piece(content: object, where: str) -> Piece:
             owned=fields["owned"],
         )
         held = [size if at is None else len(at) for at, size in zip(indices, piece.global_shape, strict=True)]
-        is_whole = list(piece.tensor.shape) == held
+        is_whole = list(piece.tensor.shape) == held and all(
+            at is None or not len(at) or 0 <= int(at.min()) <= int(at.max()) < size
+            for at, size in zip(indices, piece.global_shape, strict=True)
+        )
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise TraceError(f"{where} holds no part of a parameter: {error}") from error
     if not is_whole:
-        raise TraceError(f"{where}, {piece.name}: is {list(piece.tensor.shape)}; its indices say {held}")
+        raise TraceError(
+            f"{where}, {piece.name}: is {list(piece.tensor.shape)}; its indices say {held} of "
+            f"{list(piece.global_shape)}"
+        )
     return piece

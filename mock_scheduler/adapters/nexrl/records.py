@@ -145,6 +145,9 @@ def read_trajectories(content: Content, where: str) -> list[DumpedTrajectory]:
             f"{where} has no list of trajectories (keys: {', '.join(map(str, content)) or 'none'}): give a file of a "
             "debug dump's folder trajectory/"
         )
+    said = as_number(content.get("num_trajectories"))
+    if said is not None and said != len(listed):
+        raise BatchError(f"{where} says that it holds {said:g} trajectories, and holds {len(listed)}: it is not whole")
     problems: list[str] = []
     parsed = [_parse(number, record, problems) for number, record in enumerate(listed)]
     if problems:
@@ -157,9 +160,12 @@ def _parse(number: int, record: object, problems: list[str]) -> DumpedTrajectory
     if not isinstance(record, dict):
         problems.append(f"trajectory {number}: is of type {type(record).__name__}; expected a dict")
         return None
-    extra = record.get("extra_fields")
+    extra = record.get("extra_fields") or {}
+    if not isinstance(extra, dict):
+        problems.append(f"trajectory {number}: extra_fields is of type {type(extra).__name__}; expected a dict")
+        return None
     # NexRL nests them; flat ones are read as well.
-    fields = {**{name: value for name, value in record.items() if name not in _NEEDED}, **(extra or {})}
+    fields = {**{name: value for name, value in record.items() if name not in _NEEDED}, **extra}
     missing = [name for name in _NEEDED if name not in record]
     missing += [f"extra_fields.{name}" for name in ("group_id", "run_id") if fields.get(name) is None]
     if missing:

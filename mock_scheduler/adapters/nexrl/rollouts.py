@@ -6,23 +6,17 @@ builds no engine and no environment, and makes nothing up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-import torch
-
-from mock_scheduler.adapters.nexrl.files import Content, load_content
+from mock_scheduler.adapters.nexrl.files import Content, as_number, load_content
 from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory, match_trajectories
-from mock_scheduler.adapters.nexrl.names import check_step, find_files, parse_key
-from mock_scheduler.adapters.nexrl.records import (
-    DumpedTrajectory,
-    extra_from_plain,
-    float_list,
-    read_trajectories,
-)
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
+from mock_scheduler.adapters.nexrl.names import check_step, find_files_in, parse_key
+from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, read_trajectories
+from mock_scheduler.adapters.nexrl.rows import build_row
+from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.config.debug import DumpFormat, RolloutWorkerConfig
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, RecordingError, StepNotFoundError
@@ -68,7 +62,7 @@ class DumpFiles:
         check_step(step, self._by_step, f"rollout_worker.trajectory_load_path {self.path}")
         path = self._by_step[step]
         content = load_content(path, dump_format=self._format)
-        if "step" in content and content["step"] != step:
+        if "step" in content and as_number(content["step"]) != step:
             raise RecordingError(f"{path} says that it is of step {content['step']}; its name says {step}")
         return content, str(path)
 
@@ -83,14 +77,14 @@ def _list_files(path: Path, dump_format: DumpFormat | None) -> dict[int, Path]:
             f"{name} {path} is not there: give a file such as debug_dump/trajectory/step_000000.pt, or its folder"
         )
     # The dump's own folder is taken for its folder of trajectories.
-    parent = path if (path / "trajectory").is_dir() else path.parent
-    kind: Literal["trajectory", "prepared_trajectories"] = "trajectory"
-    if path.name == "prepared_trajectories":
-        kind = "prepared_trajectories"
-    found = {key.step: file for key, file in find_files(parent, kind).items()}
+    inside = path / "trajectory"
+    found = find_files_in(inside if inside.is_dir() else path)
     if not found:
         raise RecordingError(f"{name} {path} holds no file such as trajectory/step_000000.pt")
-    return found
+    parts = [file.name for key, file in found.items() if key.global_rank is not None or key.update]
+    if parts:
+        raise RecordingError(f"{name} {path} holds {parts[0]}, of a micro-batch; give a dump's folder trajectory/")
+    return {key.step: file for key, file in found.items()}
 
 
 def _stored_step(path: Path, dump_format: DumpFormat | None) -> int:
@@ -193,12 +187,15 @@ def _build_batch(
     rows = []
     for dumped, planned in matched:
         try:
-            rows.append(_build_row(dumped, planned, request))
-        except BatchError as error:
+            rows.append(build_row(dumped, planned, request))
+        # Fields of another system may be of any type.
+        except (BatchError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError) as error:
             problems.append(f"trajectory {dumped.number} {dumped.label}: {error}")
     if problems:
         raise BatchError(f"{where} holds trajectories that cannot be used:{bullet_list(problems)}")
-    meta = content.get("meta", {})
+    meta = content.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise BatchError(f"{where}: meta is of type {type(meta).__name__}; expected a dict")
     sampling = _sampling(content, [row for row, _ in matched], configured, where)
     try:
         return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=request.group_size, meta=meta)
@@ -227,83 +224,18 @@ def _sampling(
             return SamplingParams(**stored)
         except TypeError as error:
             raise BatchError(f"{where}: sampling is {stored}: {error}") from error
-    found = {row.extra["temperature"] for row in rows if row.extra.get("temperature") is not None}
-    if len(found) > 1:
-        raise BatchError(f"{where}: trajectories were sampled at several temperatures: {sorted(found)}")
-    if not found:
+    given = [row.extra["temperature"] for row in rows if row.extra.get("temperature") is not None]
+    found = {as_number(value) for value in given}
+    if any(value is None or not math.isfinite(value) for value in found):
+        raise BatchError(f"{where}: temperature is {str(given[0])[:60]!r}; expected a finite number")
+    temperatures = sorted(value for value in found if value is not None)
+    if len(temperatures) > 1:
+        raise BatchError(f"{where}: trajectories were sampled at several temperatures: {temperatures}")
+    if not temperatures:
         return configured
     return SamplingParams(
-        temperature=float(found.pop()),
+        temperature=temperatures[0],
         top_p=configured.top_p,
         top_k=configured.top_k,
         logprobs_mode=configured.logprobs_mode,
     )
-
-
-def _build_row(dumped: DumpedTrajectory, planned: PlannedTrajectory, request: RolloutRequest) -> Trajectory:
-    """The row; what a file of NexRL's own does not say: one reward at the last turn, this policy, terminated."""
-    extra, mask = dumped.extra, dumped.mask
-    if mask.shape != dumped.tokens.shape:
-        raise BatchError(f"loss_mask has {len(mask)} entries for {len(dumped.tokens)} tokens")
-    turn_rewards = _turn_rewards(dumped)
-    versions = extra.get("policy_versions") or [request.policy_version] * len(turn_rewards)
-    responses = torch.nonzero(mask).flatten().tolist()
-    return Trajectory(
-        identity=_row_identity(dumped, planned),
-        tokens=dumped.tokens,
-        response_mask=mask,
-        rollout_logprobs=_logprobs(extra.get("logprobs"), mask),
-        turn_rewards=turn_rewards,
-        policy_versions=torch.tensor(versions, dtype=torch.int32),
-        termination=_termination(extra.get("termination")),
-        prompt_length=int(extra.get("prompt_length", responses[0] if responses else len(mask))),
-        tag=str(extra.get("tag", planned.tag)),
-        reward=dumped.reward,
-        extras={name: _extra(name, value) for name, value in (extra.get("extras") or {}).items()},
-    )
-
-
-def _row_identity(dumped: DumpedTrajectory, planned: PlannedTrajectory) -> SampleIdentity:
-    own, asked = dumped.identity, planned.identity
-    if own is None:
-        return asked
-    if own.trajectory_key != asked.trajectory_key:
-        raise BatchError(f"is {own}, and the step asks for {asked} in its place; set rollout_worker.match=ids")
-    return own
-
-
-def _turn_rewards(dumped: DumpedTrajectory) -> torch.Tensor:
-    stored = dumped.extra.get("turn_rewards")
-    if stored is not None:
-        return float_list(stored, "turn_rewards").float()
-    mask = dumped.mask.int()
-    num_turns = int((mask.diff(prepend=mask.new_zeros(1)) == 1).sum())
-    rewards = torch.zeros(num_turns, dtype=torch.float32)
-    rewards[-1:] = dumped.reward
-    return rewards
-
-
-def _logprobs(values: object, mask: torch.Tensor) -> torch.Tensor:
-    """float32, one per response token."""
-    if values is None:
-        return torch.zeros(int(mask.sum()), dtype=torch.float32)
-    numbers = float_list(values, "logprobs")
-    if len(numbers) != len(mask):
-        raise BatchError(f"logprobs has {len(numbers)} entries for {len(mask)} tokens")
-    return numbers[mask].float()
-
-
-def _termination(value: object) -> Termination:
-    if value is None:
-        return Termination.TERMINATED
-    known = {item.name.lower(): item for item in Termination}
-    if value not in known:
-        raise BatchError(f"termination is {value!r}; known: {', '.join(known)}")
-    return known[str(value)]
-
-
-def _extra(name: str, value: Any) -> Any:  # noqa: ANN401 - a RowValue, which torch's types make Any
-    try:
-        return extra_from_plain(value)
-    except BatchError as error:
-        raise BatchError(f"extra {name!r} {error}") from error

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -83,12 +83,21 @@ class ModuleProbe:
     """Of one rank; it never communicates. ``emit`` takes each piece at once and copies what it keeps.
 
     selection: which kinds and names. An update's model is told by ``watching``, its micro-batches by ``computing``.
+    aside: around all that is computed for the trace alone, such as the time that it takes.
     """
 
-    def __init__(self, runtime: Runtime, selection: TraceSelection, emit: Callable[[TraceEntry], None]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        selection: TraceSelection,
+        emit: Callable[[TraceEntry], None],
+        *,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._runtime = runtime
         self._selection = selection
         self._emit = emit
+        self._aside = aside
         self._index: TokenIndex | None = None
         self._shares: dict[int, _Share] = {}
         self._unobserved: dict[Unobserved, None] = {}
@@ -131,7 +140,8 @@ class ModuleProbe:
     @contextmanager
     def computing(self, own: OwnBatch) -> Iterator[None]:
         """The block is one forward pass of one chunk over this share."""
-        self._current = self._share(own)
+        with self._aside():
+            self._current = self._share(own)
         try:
             yield
         finally:
@@ -158,7 +168,7 @@ class ModuleProbe:
             share, has_graph = self._current, tensor.requires_grad and torch.is_grad_enabled()
             if share is not None:
                 if tap.has_value:
-                    self._add(tap.output, tap.output.row.kind, share, tensor.detach(), gather)
+                    self._add(tap.output, tap.output.row.kind, share, tensor, gather)
                 if tap.has_gradient:
                     self._open[tap.output.name] += 1
                     if not has_graph:
@@ -179,7 +189,7 @@ class ModuleProbe:
 
         def take(gradient: torch.Tensor) -> None:
             self._open[output.name] -= 1
-            self._add(output, _GRADIENT, share, gradient.detach(), gather, scale=scale)
+            self._add(output, _GRADIENT, share, gradient, gather, scale=scale)
 
         tensor.register_hook(take)
 
@@ -198,19 +208,20 @@ class ModuleProbe:
         num_tokens, size = len(tokens.places), prod(form.local_shape)
         if not num_tokens or not size:
             return
-        with torch.no_grad():
+        with self._aside(), torch.no_grad():
+            tensor = tensor.detach()
             local = _by_token(output, tensor, tokens) if gather is None else gather(tensor, tokens.places)
             local = local.reshape(num_tokens, -1)[:, :size].reshape(num_tokens, *form.local_shape)
             local = local if scale == 1.0 else local * scale
-        assert self._index is not None
-        spec = ShardSpec(
-            name=output.name,
-            global_shape=(self._index.num_tokens, *form.shape),
-            local_shape=tuple(local.shape),
-            splits=(tokens.split, *form.splits),
-        )
-        dims = ("token", *form.dims)
-        self._emit(TraceEntry(update=self._update, kind=kind, spec=spec, tensor=local, dims=dims))
+            assert self._index is not None
+            spec = ShardSpec(
+                name=output.name,
+                global_shape=(self._index.num_tokens, *form.shape),
+                local_shape=tuple(local.shape),
+                splits=(tokens.split, *form.splits),
+            )
+            dims = ("token", *form.dims)
+            self._emit(TraceEntry(update=self._update, kind=kind, spec=spec, tensor=local, dims=dims))
 
     def _share(self, own: OwnBatch) -> _Share:
         index = own.batch.index

@@ -8,8 +8,8 @@ such a rank nothing else is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,6 @@ from pipelines.megatron.trained_model import TrainedModel
 from pipelines.micro_batches import MicroBatch
 
 _MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
-_NOTHING = TraceConfig(level="off")
 _AFTER_UPDATE: tuple[TraceKind, ...] = ("optimizer", "parameter", "weight")
 
 
@@ -57,12 +56,12 @@ class StepProbe(TrainingProbe):
         selection = TraceSelection(config)
         self._gathers = selection.wants_kind("parameter") or selection.wants_kind("weight")
         is_writing = selection.writes(runtime.global_rank)
-        # A rank that writes nothing selects nothing.
-        self.selection = selection if is_writing else TraceSelection(_NOTHING)
+        # A rank that writes nothing selects nothing, of the same globs as all others.
+        self.selection = selection if is_writing else _nothing_of(config)
         self._sink: TraceSink | None = self._open_sink() if is_writing else None
         self._module_probe: ModuleProbe | None = None
         if any(self.selection.wants_kind(kind) for kind in _MODULE_KINDS):
-            self._module_probe = ModuleProbe(runtime, self.selection, self._emit_timed)
+            self._module_probe = ModuleProbe(runtime, self.selection, self._emit, aside=self._aside)
         ledgers = [kind for kind in LEDGER_KINDS if self.selection.wants_ledger(kind)]
         self._ledger = CallLedger(ledgers) if ledgers else None
         self._entered = ExitStack()
@@ -89,11 +88,13 @@ class StepProbe(TrainingProbe):
         """
         if self._sink is None:
             return
-        index = self._index = TokenIndex(batch.lengths)
-        self._rows = RowTable(identities=tuple(str(identity) for identity in batch.identities), lengths=index.lengths)
-        if self._module_probe is not None:
-            self._module_probe.start_step(index)
-        with self._clock.measure("trace"):
+        with self._aside():
+            index = self._index = TokenIndex(batch.lengths)
+            self._rows = RowTable(
+                identities=tuple(str(identity) for identity in batch.identities), lengths=index.lengths
+            )
+            if self._module_probe is not None:
+                self._module_probe.start_step(index)
             for own in batches:
                 inputs = own.batch
                 self._add_tokens("input", own, {"tokens": inputs.tokens, "response_mask": inputs.response_mask})
@@ -111,12 +112,14 @@ class StepProbe(TrainingProbe):
         So position p of a row has the log-probability, advantage or loss of its token p + 1.
         """
         named = {prefix + name: tensor for name, tensor in values.items()}
-        with self._clock.measure("trace"):
+        with self._aside():
             self._add_tokens(kind, own, named, update=update, is_masked=True)
 
     def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Note on which of the step's rows the update is trained."""
-        if self._sink is not None:
+        if self._sink is None:
+            return
+        with self._aside():
             row_ids = torch.cat([micro_batch.row_ids.flatten() for micro_batch in micro_batches]).unique()
             self._update_rows.append(tuple(row_ids[row_ids >= 0].tolist()))
 
@@ -130,7 +133,7 @@ class StepProbe(TrainingProbe):
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
         """float64 ``[]`` each."""
-        with self._clock.measure("trace"):
+        with self._aside():
             for name, value in values.items():
                 if self.selection.wants(kind, prefix + name):
                     number = torch.tensor(value, dtype=torch.float64)
@@ -140,7 +143,7 @@ class StepProbe(TrainingProbe):
         """Main gradients after the reduction; or moments, parameters and weights after the update."""
         if kind == "parameter" and self._gathers:
             model.gather_parameters()
-        with self._clock.measure("trace"):
+        with self._aside():
             self._add_state(model, update, _AFTER_UPDATE if kind == "parameter" else [kind])
 
     def _add_state(self, model: TrainedModel, update: int, kinds: Iterable[TraceKind]) -> None:
@@ -191,13 +194,13 @@ class StepProbe(TrainingProbe):
 
     def _emit(self, entry: TraceEntry) -> None:
         assert self._sink is not None  # a rank without one selects nothing
-        # What a sink computes is no part of the step, which a ledger lists.
-        with _disable_current_modes():
-            self._sink.add(entry)
+        self._sink.add(entry)
 
-    def _emit_timed(self, entry: TraceEntry) -> None:
-        with self._clock.measure("trace"):
-            self._emit(entry)
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What the block computes is no part of the step: it is timed, and in no ledger and no log of operations."""
+        with self._clock.measure("trace"), _disable_current_modes():
+            yield
 
     def end_step(self) -> None:
         """The training of the step is over: what is called from here on is in no ledger."""
@@ -219,14 +222,16 @@ class StepProbe(TrainingProbe):
             unobserved=() if self._module_probe is None else tuple(self._module_probe.unobserved),
             ledgers={} if self._ledger is None else self._ledger.calls,
         )
-        with self._clock.measure("trace"):
+        with self._aside():
             self._sink.close(footer)
 
     def abandon(self) -> None:
-        """Leave nothing of this step that counts as whole, as its training did not come to its end."""
+        """Leave nothing of this step, neither file nor thread, as its training did not come to its end."""
         self.end_step()
-        self._sink = None  # a sink that is not closed writes no last part, and its thread ends with it
-        self.selection = TraceSelection(_NOTHING)
+        self.selection = _nothing_of(self._config)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.abandon()
 
     def __enter__(self) -> StepProbe:
         return self
@@ -238,3 +243,8 @@ class StepProbe(TrainingProbe):
             self.save()
         else:
             self.abandon()
+
+
+def _nothing_of(config: TraceConfig) -> TraceSelection:
+    """The selection that selects nothing; its globs are the configuration's, which all ranks check together."""
+    return TraceSelection(config.model_copy(update={"level": "off"}))

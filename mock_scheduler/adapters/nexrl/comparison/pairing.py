@@ -18,7 +18,7 @@ from mock_scheduler.adapters.nexrl.comparison.tables import (
     DumpFile,
     SampleNumbers,
     TokenTable,
-    as_tensor,
+    as_pair,
     by_update,
 )
 from mock_scheduler.adapters.nexrl.comparison.values import (
@@ -99,7 +99,6 @@ class _UpdatePair:
         self._first, self._second, self._wanted = first, second, wanted
         self._samples, self._tolerance = samples, tolerance
         self._own, self._other = TokenTable(first), TokenTable(second)
-        self._others: dict[str, torch.Tensor | None] = {}
 
     def items(self) -> list[Item]:
         """Those of each file of the first side, then what only the second one holds."""
@@ -142,30 +141,27 @@ class _UpdatePair:
             return  # a micro-batch of padding, or all of it was said to be missing
         is_masked = is_there & file.mask & self._other.mask[places]
         for name in (*self._wanted.masks, *self._wanted.inputs):
-            yield from self._tokens(file, name, places, is_there)
+            yield from self._tokens(file, name, places, is_there, is_there)
         for name in self._wanted.tensors:
-            yield from self._tokens(file, name, places, is_masked)
+            yield from self._tokens(file, name, places, is_there, is_masked)
         for name, by_token in (self._wanted.numbers or {}).items():
             yield from self._number(file, name, by_token)
 
-    def _tokens(self, file: DumpFile, name: str, places: np.ndarray, chosen: np.ndarray) -> Iterator[Item]:
-        mine, theirs = file.values(name), self._of_other(name)
+    def _tokens(
+        self, file: DumpFile, name: str, places: np.ndarray, is_there: np.ndarray, chosen: np.ndarray
+    ) -> Iterator[Item]:
+        """Of a file's cells, those that are ``chosen``, which the other side has as well (``is_there``)."""
+        mine, theirs = file.values(name), self._other.values(name, places[is_there])
         absent = _absent(file, name, mine is None, theirs is None, self._wanted)
         if absent is not None or mine is None or theirs is None:
             yield from () if absent is None else (absent,)
             return
         picked = torch.from_numpy(np.flatnonzero(chosen))
-        there = torch.from_numpy(places[chosen])
-        difference = compare_tensors(mine[picked], theirs[there], self._tolerance)
+        difference = compare_tensors(mine[picked], theirs[torch.from_numpy(chosen[is_there])], self._tolerance)
         where = ""
         if difference.worst is not None and difference.max_abs and file.keys is not None:
             where = self._samples.describe(int(file.keys[int(picked[difference.worst])]))
         yield Item(place=file.key.place, name=name, difference=difference, where=where)
-
-    def _of_other(self, name: str) -> torch.Tensor | None:
-        if name not in self._others:
-            self._others[name] = self._other.values(name)
-        return self._others[name]
 
     def _number(self, file: DumpFile, name: str, by_token: str) -> Iterator[Item]:
         """The number of the second side's file of the same tokens; else the mean of its values at these tokens."""
@@ -181,11 +177,11 @@ class _UpdatePair:
             yield _compare_scalars(file, name, theirs, self._tolerance)
 
     def _mean_of_other(self, by_token: str, keys: np.ndarray) -> float | None:
-        values = self._of_other(by_token)
         places, is_there = self._other.find(keys)
-        if values is None or not is_there.all():
+        values = self._other.values(by_token, places) if is_there.all() else None
+        if values is None:
             return None
-        chosen = values[torch.from_numpy(places)].double().tolist()
+        chosen = values.double().tolist()
         return math.fsum(chosen) / len(chosen)
 
 
@@ -240,7 +236,7 @@ def _pair_of_files(first: DumpFile, second: DumpFile, wanted: Wanted, tolerance:
 
 
 def _compare_whole(first: DumpFile, second: DumpFile, name: str, tolerance: Tolerance) -> Item:
-    one, other = as_tensor(first.content[name]), as_tensor(second.content[name])
+    one, other = as_pair(first.content[name], second.content[name])
     if one is None or other is None:
         difference = Difference(status="unusable", detail="no tensor")
     else:
@@ -250,7 +246,7 @@ def _compare_whole(first: DumpFile, second: DumpFile, name: str, tolerance: Tole
 
 def _compare_masked(first: DumpFile, second: DumpFile, name: str, tolerance: Tolerance) -> Item:
     """Where both masks are True; everywhere where a file has no mask."""
-    one, other = as_tensor(first.content[name]), as_tensor(second.content[name])
+    one, other = as_pair(first.content[name], second.content[name])
     if one is None or other is None or one.shape != other.shape:
         return _compare_whole(first, second, name, tolerance)
     kept = torch.ones(one.numel(), dtype=torch.bool)

@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mock_scheduler.adapters.nexrl.comparison.pairing import Item, missing
-from mock_scheduler.adapters.nexrl.comparison.tables import as_tensor
+from mock_scheduler.adapters.nexrl.comparison.tables import as_one_kind, as_tensor
 from mock_scheduler.adapters.nexrl.comparison.values import Difference, Tolerance, compare_numbers, compare_tensors
 from mock_scheduler.adapters.nexrl.files import Content, as_number
 
@@ -123,10 +121,15 @@ def _flat_records(listed: object) -> list[Record]:
     """The records with their ``extra_fields`` beside the rest."""
     records = listed if isinstance(listed, list) else []
     return [
-        {**(record.get("extra_fields") or {}), **{k: v for k, v in record.items() if k != "extra_fields"}}
+        {**_extra_fields(record), **{name: value for name, value in record.items() if name != "extra_fields"}}
         for record in records
         if isinstance(record, dict)
     ]
+
+
+def _extra_fields(record: Record) -> Record:
+    extra = record.get("extra_fields")
+    return extra if isinstance(extra, dict) else {}
 
 
 def _any_has(records: Sequence[Record], name: str) -> bool:
@@ -158,21 +161,10 @@ def _compare_lists(label: str, name: str, one: object, other: object, tolerance:
     first, second = as_tensor(one), as_tensor(other)
     if first is None or second is None:
         return missing(label, name, in_first=first is None, detail="no list of numbers")
-    if first.numel() == 0 or second.numel() == 0 or not first.is_floating_point() or not second.is_floating_point():
-        first, second = _same_kind(first, second)
-    elif first.dtype != second.dtype:
-        # Lists have no dtype of their own, and a tensor may stand against a list.
-        first, second = first.double(), second.double()
+    first, second = as_one_kind(first, second)
     difference = compare_tensors(first.reshape(-1), second.reshape(-1), tolerance)
     at = difference.worst if difference.max_abs else None
     return Item(place=label, name=name, difference=difference, where="" if at is None else f"entry {at}")
-
-
-def _same_kind(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers as int64, and float64 where one side has floats: masks are of bools, numbers or floats."""
-    if first.is_floating_point() or second.is_floating_point():
-        return first.double(), second.double()
-    return first.long(), second.long()
 
 
 def _compare_values(label: str, name: str, one: object, other: object, tolerance: Tolerance) -> Item:

@@ -37,7 +37,7 @@ IS_LOSS = Wanted(
     tensors=("log_probs", "old_log_probs", "advantages", "prob_ratio", "elementwise_loss"),
     numbers={"loss": "elementwise_loss"},
 )
-OLD_LOGPROBS = Wanted(tensors=("old_log_probs",))
+OLD_LOGPROBS = Wanted(masks=("response_mask",), tensors=("old_log_probs",), optional=frozenset({"response_mask"}))
 INPUTS = Wanted(
     masks=("response_mask",),
     inputs=("input_ids", "targets"),

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.adapters.nexrl.files import Content, load_content
+from mock_scheduler.adapters.nexrl.files import Content, as_number, load_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey, find_files
+from mock_scheduler.errors import TraceError
 
 _MASKS = ("response_mask", "effective_valid", "loss_mask")
 _POSITION_BITS = 32
@@ -82,15 +84,42 @@ class SampleNumbers:
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """A tensor of a file, or of a list of numbers, which has no dtype of its own; None for anything else."""
+    """A dense real tensor of a file, or a list of numbers, of which floats are float64; None for anything else.
+
+    In a list the texts ``NaN``, ``Infinity`` and ``-Infinity`` are numbers, as ``.jsonl`` writes them.
+    """
     if isinstance(value, torch.Tensor):
-        return value
+        is_plain = value.layout is torch.strided and not value.is_complex() and not value.is_quantized
+        return value.detach() if is_plain else None
     if not isinstance(value, list):
         return None
     try:
-        return torch.tensor(value)
-    except (TypeError, ValueError, RuntimeError):
+        # Not by torch.tensor(value), which takes float32 for Python's floats.
+        return torch.from_numpy(np.array(_as_numbers(value)))
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def as_pair(one: object, other: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both as tensors; where just one of them is a list, which has no dtype, both as float64 or as int64."""
+    first, second = as_tensor(one), as_tensor(other)
+    if first is None or second is None or isinstance(one, list) == isinstance(other, list):
+        return first, second
+    return as_one_kind(first, second)
+
+
+def as_one_kind(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers as int64, and float64 where one side has floats: masks are of bools, numbers or floats."""
+    if first.is_floating_point() or second.is_floating_point():
+        return first.double(), second.double()
+    return first.long(), second.long()
+
+
+def _as_numbers(value: list[Any]) -> list[Any]:
+    return [
+        _as_numbers(item) if isinstance(item, list) else as_number(item) if isinstance(item, str) else item
+        for item in value
+    ]
 
 
 def as_size(value: object) -> int:
@@ -120,6 +149,8 @@ def _index(key: FileKey, path: Path, content: Content, samples: SampleNumbers) -
     if mask is None:
         return plain
     flat = sample_index.reshape(-1).numpy().astype(np.int64)
+    if flat.max(initial=-1) >= len(ids):
+        raise TraceError(f"{path}: sample_index has {flat.max()}, and sample_ids has {len(ids)} entries")
     cells = np.flatnonzero(flat >= 0)
     numbers = np.array([samples.number(str(sample)) for sample in ids] or [0], dtype=np.int64)
     keys = (numbers[flat[cells]] << _POSITION_BITS) + token_positions.reshape(-1).numpy().astype(np.int64)[cells]
@@ -135,6 +166,9 @@ class TokenTable:
         masks = [file.mask for file in self._files if file.mask is not None]
         keys = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         self._order = np.argsort(keys, kind="stable")
+        sizes = [len(part) for part in parts]
+        self._file_of = np.repeat(np.arange(len(sizes)), sizes)[self._order]
+        self._place_of = np.concatenate([np.empty(0, dtype=np.int64), *map(np.arange, sizes)])[self._order]
         self.keys: _Keys = keys[self._order]
         self.mask: npt.NDArray[np.bool_] = np.concatenate([np.empty(0, dtype=np.bool_), *masks])[self._order]
 
@@ -150,13 +184,22 @@ class TokenTable:
         places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return places, self.keys[places] == keys
 
-    def values(self, name: str) -> torch.Tensor | None:
-        """1-D, in the table's order; None where a file that holds any token has no such values."""
-        parts = [file.values(name) for file in self._files if file.keys is not None and len(file.keys)]
-        if not parts or any(part is None for part in parts):
-            return None
-        joined = torch.cat([part for part in parts if part is not None])
-        return joined[torch.from_numpy(self._order)]
+    def values(self, name: str, places: _Keys) -> torch.Tensor | None:
+        """1-D, at these places of the table; None where a file that holds one of these tokens has no such values.
+
+        In the dtype of the files that hold them, whatever others have; float64 where they are of several.
+        """
+        numbers = self._file_of[places]
+        parts: list[torch.Tensor] = []
+        for number in np.unique(numbers):
+            values = self._files[int(number)].values(name)
+            if values is None:
+                return None
+            parts.append(values[torch.from_numpy(self._place_of[places][numbers == number])])
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.double() for part in parts]
+        back = np.argsort(np.argsort(numbers, kind="stable"), kind="stable")
+        return torch.cat(parts)[torch.from_numpy(back)] if parts else None
 
 
 def by_update(files: Mapping[FileKey, DumpFile]) -> dict[int, list[DumpFile]]:

@@ -1,4 +1,4 @@
-"""Traced steps for a test: ``python -m tests.dist.probe_worker FOLDER TASK ...`` under any launcher.
+"""Steps with a probe, which ``trace_worker`` runs for a test.
 
 A task is one of these; ``FOLDER/{task}`` gets what it writes, and nothing is judged here.
 
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.config.schema import PipelineConfig
@@ -33,7 +31,7 @@ from pipelines.megatron.learner import Learner, Scores
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.runtime import build_layout, leave_layout
 
 STEP_PROBE_KINDS = (
     *("initial", "input", "score", "advantage", "output", "loss", "gradient", "gradient_norm", "optimizer"),
@@ -214,30 +212,21 @@ def write_operations(folder: Path) -> None:
     (folder / "operations.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def main() -> None:
-    """All tasks named on the command line, in order."""
-    root = Path(sys.argv[1])
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    tasks: dict[str, Callable[..., None]] = {
-        "values": write_values,
-        "layout": write_layout,
-        "unchanged": write_digests,
-        "operations": write_operations,
-    }
-    layouts = [task.partition("/")[2] for task in sys.argv[2:] if task.startswith("layout/")]
-    start_runtime(build_config(Case(model="dense", precision="float64", layout=layouts[0])).parallel, seed=SEED)
+_TASKS: dict[str, Callable[..., None]] = {
+    "values": write_values,
+    "layout": write_layout,
+    "unchanged": write_digests,
+    "operations": write_operations,
+}
+
+
+def run_task(root: Path, task: str) -> None:
+    """One task, with no layout there. Every rank must call it."""
     compute = trainer.compute_policy_loss
-    for task in sys.argv[2:]:
-        leave_layout()
+    kind, *rest = task.split("/")
+    folder = root / task
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _TASKS[kind](folder, *rest)
+    finally:
         trainer.compute_policy_loss = compute
-        kind, *rest = task.split("/")
-        folder = root / task
-        folder.mkdir(parents=True, exist_ok=True)
-        tasks[kind](folder, *rest)
-        dist.barrier()
-    stop_runtime()
-
-
-if __name__ == "__main__":
-    main()

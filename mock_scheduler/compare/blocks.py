@@ -1,0 +1,90 @@
+"""Large tensors by blocks of a fixed size, on all processors that this process may use.
+
+Contract: what a block gives does not depend on which thread computes it, and results come in the order of the blocks,
+so sums over them are the same on any machine. Chunks of a block stay in the processor's cache and are too small for
+torch to divide among threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+#: Measured fastest of 8 Ki to 128 Ki with 2 MiB of cache per core; torch divides what is larger than this.
+CHUNK_ELEMENTS = 1 << 15
+#: Of elements that one thread takes at a time.
+BLOCK_ELEMENTS = 1 << 20
+_MOST_THREADS = 8
+_NUM_WIDE = 4
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Scratch(threading.local):
+    """Memory of one thread for what it computes of a chunk: made once, and overwritten by the next chunk."""
+
+    def __init__(self) -> None:
+        self._wide = torch.empty(_NUM_WIDE, CHUNK_ELEMENTS, dtype=torch.float64)
+        self._narrow = torch.empty(CHUNK_ELEMENTS, dtype=torch.int64)
+
+    def wide(self, place: int, size: int) -> torch.Tensor:
+        """float64 ``[size]``: one of four; grows where a single row is longer than a chunk."""
+        if size > self._wide.shape[1]:
+            self._wide = torch.empty(_NUM_WIDE, size, dtype=torch.float64)
+        return self._wide[place, :size]
+
+    def bits(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[size]`` of an integer dtype."""
+        if size > len(self._narrow):
+            self._narrow = torch.empty(size, dtype=torch.int64)
+        return self._narrow.view(dtype)[:size]
+
+
+SCRATCH = Scratch()
+
+
+def map_blocks(compute: Callable[[_Item], _Result], blocks: Sequence[_Item]) -> list[_Result]:
+    """``compute`` of each block, in order; several at a time. It must not itself call this."""
+    if len(blocks) < 2 or num_threads() < 2:
+        return [compute(block) for block in blocks]
+    return list(_executor().map(compute, blocks))
+
+
+def split_blocks(num_elements: int) -> list[tuple[int, int]]:
+    """First element and the one after the last of each block."""
+    return [(start, min(start + BLOCK_ELEMENTS, num_elements)) for start in range(0, num_elements, BLOCK_ELEMENTS)]
+
+
+def split_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The same of each chunk between two elements."""
+    for begin in range(start, stop, CHUNK_ELEMENTS):
+        yield begin, min(begin + CHUNK_ELEMENTS, stop)
+
+
+def num_threads() -> int:
+    """Processors that this process may use, at most 8."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST_THREADS)
+
+
+@contextmanager
+def without_inner_threads() -> Iterator[None]:
+    """Let torch compute each operation on one thread, since blocks are computed on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="compare")
