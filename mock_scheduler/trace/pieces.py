@@ -172,6 +172,8 @@ def _parse_record(
     kind, flat_range, dims = record["kind"], record["flat_range"], tuple(record["dims"])
     if kind not in TRACE_KINDS:
         raise ValueError(f"unknown kind {kind!r}")
+    if not isinstance(record["name"], str) or not isinstance(record["sha256"], str):
+        raise ValueError(f"name {record['name']!r} and sha256 {record['sha256']!r} must be texts")
     if unknown := sorted(set(dims) - _DIM_NAMES):
         raise ValueError(f"unknown dimensions {unknown}")
     key = TraceKey(step=step, update=as_count(record["update"]), kind=kind, name=record["name"])

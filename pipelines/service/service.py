@@ -7,7 +7,8 @@ one changes nothing. Every rank makes a service and calls ``score`` and ``train`
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 import torch
 
@@ -57,6 +58,17 @@ class TrainingService:
             vocab_size=self._vocab_size,
             allowed_tokens=tokenizer.action_ids if config.actor_infer.only_action_tokens else None,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop the files of a step that was scored and never trained, so that what is there is whole."""
+        if self._scored is not None:
+            unfinished = ServiceError(f"the service ended in the middle of step {self.next_step}")
+            self._open_step.__exit__(type(unfinished), unfinished, None)
 
     def describe(self) -> dict[str, JSON]:
         """What ``GET /v1/service`` answers."""

@@ -60,11 +60,11 @@ def run_service(config: PipelineConfig) -> None:
         dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
         observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
         with _open_front(config) if runtime.is_writer else nullcontext() as front:
-            service = TrainingService(config, runtime, tokenizer, observation=observation)
-            if front is not None:
-                _serve(service, front, Path(config.output_dir))
-            else:
-                _follow(service, runtime)
+            with TrainingService(config, runtime, tokenizer, observation=observation) as service:
+                if front is not None:
+                    _serve(service, front, Path(config.output_dir))
+                else:
+                    _follow(service, runtime)
     finally:
         stop_runtime()
 
