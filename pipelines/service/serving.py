@@ -59,12 +59,14 @@ def run_service(config: PipelineConfig) -> None:
         check_conflicts(find_conflicts(setup), setup, allowed=config.parallel.allow_known_wrong)
         dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
         observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
-        with _open_front(config) if runtime.is_writer else nullcontext() as front:
-            with TrainingService(config, runtime, tokenizer, observation=observation) as service:
-                if front is not None:
-                    _serve(service, front, Path(config.output_dir))
-                else:
-                    _follow(service, runtime)
+        with (
+            _open_front(config) if runtime.is_writer else nullcontext() as front,
+            TrainingService(config, runtime, tokenizer, observation=observation) as service,
+        ):
+            if front is not None:
+                _serve(service, front, Path(config.output_dir))
+            else:
+                _follow(service, runtime)
     finally:
         stop_runtime()
 
