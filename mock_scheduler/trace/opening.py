@@ -129,25 +129,11 @@ def _open_step(folder: Path) -> OpenedStep:
     if problems:
         raise TraceError(f"{folder}: " + "; ".join(problems))
     ranks = tuple(_join_parts(by_rank[rank]) for rank in sorted(by_rank))
-    _check_token_dims(folder, ranks)
     pieces: dict[TraceKey, list[Piece]] = {}
     for rank_files in ranks:
         for piece in rank_files.pieces:
             pieces.setdefault(piece.record.key, []).append(piece)
     return OpenedStep(ranks=ranks, pieces={key: tuple(found) for key, found in pieces.items()})
-
-
-def _check_token_dims(folder: Path, ranks: Sequence[RankFiles]) -> None:
-    """Token tensors have as many tokens as the rows that the footer lists, where it lists any."""
-    for rank_files in ranks:
-        num_tokens = rank_files.footer.rows.num_tokens
-        for piece in rank_files.pieces if rank_files.footer.rows.lengths else ():
-            record = piece.record
-            if record.dims[:1] == ("token",) and record.spec.global_shape[0] != num_tokens:
-                raise TraceError(
-                    f"{folder}: {record.key.describe()} has {record.spec.global_shape[0]} tokens, and the rows of the "
-                    f"step have {num_tokens}; {DAMAGED}"
-                )
 
 
 def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:

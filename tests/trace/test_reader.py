@@ -284,15 +284,3 @@ def test_two_traces_are_read_at_once_by_two_threads(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as executor:
         assert list(executor.map(read, "ab")) == [{97.0}, {98.0}]
-
-
-def test_a_token_tensor_of_another_number_of_tokens_than_its_rows_is_refused_at_opening(tmp_path: Path) -> None:
-    """It failed while merging, with torch's own error about shapes."""
-    tokens = entry(whole(LOGPROBS, (8,)), torch.zeros(8), kind="output", dims=("token",))
-    save(tmp_path, 0, 1, [tokens], footer=StepFooter(rows=ROWS))
-    with pytest.raises(TraceError) as caught:
-        open_trace(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path / 'step_000000'}: output of {LOGPROBS} at step 0, update 0 has 8 tokens, and the rows of the step "
-        "have 9; the file was changed or damaged after it was written"
-    )
