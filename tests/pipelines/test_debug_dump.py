@@ -276,6 +276,7 @@ def test_a_pattern_that_matches_nothing_is_refused(root: Path) -> None:
     )
 
 
+@pytest.mark.all
 def test_ranks_of_another_layout_dump_the_same_step(root: Path) -> None:
     """tp2 × dp2 with the distributed optimizer: heads in shards, gradients in flat ranges, two replicas' micro-batches.
 
