@@ -88,7 +88,9 @@ def _explain(
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         residual = _classify(key, pair, traces, is_change=before is not None)
-        residual = None if residual is None else replace(residual, text=what + residual.text)
+        if residual is not None:
+            hint = ", as another learning rate makes it" if what and residual.kind == "ratio" else ""
+            residual = replace(residual, text=f"{what}{residual.text}{hint}")
     dims = pair.dims or (parameter_dims(key.name, pair.baseline.shape) if key.kind in _STATE_KINDS else ())
     if len(dims) != pair.baseline.dim():
         return replace(difference, residual=residual)
@@ -113,7 +115,8 @@ def _classify(key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: 
         pair.baseline,
         pair.candidate,
         present=pair.present,
-        layout=layout_numbers(traces.readers, key),
+        # Adam's step does not follow the size of gradients, so no number of the layout makes a step larger.
+        layout={} if is_change else layout_numbers(traces.readers, key),
         previous=previous,
         dims=pair.dims,
     )

@@ -70,3 +70,24 @@ def test_what_is_within_its_bound_is_not_explained(tmp_path: Path) -> None:
     assert (found.tier, found.residual, found.localities) == ("tolerance", None, ())
     assert found.figures is not None
     assert found.figures.worst is not None
+
+
+def test_a_doubled_change_of_a_parameter_is_no_number_of_the_layout(tmp_path: Path) -> None:
+    """A doubled learning rate was called √micro-batches, of which there were four."""
+    before, change = noise(0), noise(1) * 1e-2
+    folders = []
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        sink = FullSink(tmp_path / name, step=0, place=RankPlace(global_rank=0, coordinates={"tp": 0}), world_size=1)
+        kinds: tuple[tuple[TraceKind, torch.Tensor], ...] = (
+            ("initial", before),
+            ("parameter", before + scale * change),
+        )
+        for kind, tensor in kinds:
+            sink.add(TraceEntry(update=0, kind=kind, spec=whole(NAME, (16, 8)), tensor=tensor))
+        sink.close(StepFooter(ranks=(0,), update_rows=((),)))
+        folders.append(tmp_path / name)
+    (found,) = differences(*folders)
+    assert found.residual is not None
+    assert found.residual.text == (
+        "of the change by the update: candidate is 2.000 times the baseline, as another learning rate makes it"
+    )
