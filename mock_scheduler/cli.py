@@ -157,6 +157,9 @@ def replicas(
     kinds: Kinds = None,
     patterns: Patterns = None,
     json_path: JsonOutput = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="first read all of the trace and check every SHA-256")
+    ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
     from mock_scheduler.align.finished import run_replicas  # imports torch: not for --help
@@ -164,7 +167,7 @@ def replicas(
     from mock_scheduler.report.recording_commands import parse_steps
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
-    raise typer.Exit(run_replicas(run, selection, json_path=json_path))
+    raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify))
 
 
 @app.command()

@@ -88,11 +88,17 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
 
 
 def run_replicas(
-    path: Path, selection: Selection, *, json_path: str | None = None, console: Console | None = None
+    path: Path,
+    selection: Selection,
+    *,
+    json_path: str | None = None,
+    console: Console | None = None,
+    verify: bool = False,
 ) -> int:
     """Check all copies within one run or trace; 0 equal, 1 different, 3 where nothing is held twice.
 
-    Raises ``ConfigError`` where there is no trace of whole tensors, ``TraceError`` where a file cannot be read.
+    ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. Raises ``ConfigError`` where
+    there is no trace of whole tensors, ``TraceError`` where a file cannot be read or is not what was written.
     """
     trace_dir = find_trace(path)
     if trace_level(trace_dir) != "full":
@@ -100,6 +106,8 @@ def run_replicas(
             f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
         )
     with open_trace(trace_dir) as reader, show_progress("checking copies") as on_key:
+        if verify:
+            reader.verify()
         result = check_replicas(reader, path, selection=selection, on_key=on_key)
     if json_path == _STDOUT:
         print(encode_json(replicas_to_json(result), sort_keys=False).decode(), end="")

@@ -25,7 +25,7 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
-from mock_scheduler.trace.files import STEP_FOLDER
+from mock_scheduler.trace.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.sketch_files import open_sketches
@@ -52,7 +52,7 @@ def find_kind(path: Path) -> InputKind:
         return "recording"
     if (path / RUN_FILE).is_file() or (path / CONFIG_FILE).is_file():
         return "run"
-    if path.is_dir() and any(STEP_FOLDER.fullmatch(folder.name) for folder in path.iterdir()):
+    if path.is_dir() and find_steps(path):
         return "trace"
     if (path / METRICS_FILE).is_file():
         return "metrics"

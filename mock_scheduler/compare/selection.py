@@ -50,10 +50,6 @@ class Selection:
             parts.append(f"names {', '.join(self.patterns)}")
         return ", ".join(parts)
 
-    def has_ledgers(self) -> bool:
-        """Whether any ledger is compared."""
-        return any(self.has_kind(kind) for kind in LEDGER_KINDS)
-
 
 EVERYTHING = Selection()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -19,6 +19,10 @@ from mock_scheduler.trace.shards import ShardSpec
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
 """What a dimension counts, in reports: ``slot`` is the place among a token's chosen experts, ascending by expert;
 ``row`` and ``column`` are those of a weight that has no better name."""
+
+
+#: All of them.
+DIM_NAMES: frozenset[str] = frozenset(get_args(DimName))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,15 +127,20 @@ def step_folder(trace_dir: Path, step: int) -> Path:
     return trace_dir / f"step_{step:06d}"
 
 
+def find_steps(trace_dir: Path) -> list[tuple[int, Path]]:
+    """The steps of a trace of either level, and their folders, by the folders' names; empty where there is no trace."""
+    named = ((STEP_FOLDER.fullmatch(path.name), path) for path in sorted(trace_dir.glob("step_*")))
+    return [(int(name[1]), path) for name, path in named if name is not None and path.is_dir()]
+
+
 def remove_steps_from(trace_dir: Path, step: int) -> None:
     """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
 
     The others write their first trace only after the first batch, for which they wait for each other. A step is gone as
     a whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
     """
-    for folder in trace_dir.glob("step_*"):
-        name = STEP_FOLDER.fullmatch(folder.name)
-        if name is not None and int(name[1]) >= step:
+    for number, folder in find_steps(trace_dir):
+        if number >= step:
             try:
                 shutil.rmtree(rename_away(folder))
             except OSError as error:

@@ -23,8 +23,8 @@ from mock_scheduler.trace.files import (
     OLD_RANK_FILE,
     PART_FILE,
     SKETCH_FILE,
-    STEP_FOLDER,
     Ending,
+    find_steps,
 )
 from mock_scheduler.trace.footers import as_count, as_world_size, parse_footer, shared_statements
 from mock_scheduler.trace.pieces import Piece, PieceRecord, parse_pieces
@@ -88,10 +88,10 @@ class _Part:
 
 def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
     """All steps of a trace; raises ``TraceError`` as ``reader.open_trace`` does."""
-    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    if not folders:
+    steps = find_steps(trace_dir)
+    if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
-    return {int(folder.name.removeprefix("step_")): _open_step(folder) for folder in folders}
+    return {step: _open_step(folder) for step, folder in steps}
 
 
 @contextmanager

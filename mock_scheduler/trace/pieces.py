@@ -13,21 +13,19 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from mock_scheduler.digests import JSON, compute_tensor_digest
 from mock_scheduler.tensor_bytes import DTYPES, as_bytes, dtype_name
-from mock_scheduler.trace.entries import DimName, RankPlace, TraceEntry, TraceKey
+from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, TraceEntry, TraceKey
 from mock_scheduler.trace.footers import as_count, as_counts
 from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.
 MAX_TENSOR_BYTES = 1 << 40
-
-_DIM_NAMES: frozenset[str] = frozenset(get_args(DimName))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +172,7 @@ def _parse_record(
         raise ValueError(f"unknown kind {kind!r}")
     if not isinstance(record["name"], str) or not isinstance(record["sha256"], str):
         raise ValueError(f"name {record['name']!r} and sha256 {record['sha256']!r} must be texts")
-    if unknown := sorted(set(dims) - _DIM_NAMES):
+    if unknown := sorted(set(dims) - DIM_NAMES):
         raise ValueError(f"unknown dimensions {unknown}")
     key = TraceKey(step=step, update=as_count(record["update"]), kind=kind, name=record["name"])
     spec = ShardSpec(

@@ -35,7 +35,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.files import written_aside
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.files import PART_FILE, SKETCH_FILE, STEP_FOLDER, RankStep, check_unwritten, step_folder
+from mock_scheduler.trace.files import PART_FILE, SKETCH_FILE, RankStep, check_unwritten, find_steps, step_folder
 from mock_scheduler.trace.footers import footer_as_json
 from mock_scheduler.trace.pieces import check_spec
 from mock_scheduler.trace.rectangles import ElementSet, Rectangle, count_union, join
@@ -197,8 +197,7 @@ class SketchSink:
 
 
 def _has_file(trace_dir: Path, name: re.Pattern[str]) -> bool:
-    folders = (path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    return any(name.fullmatch(path.name) for folder in folders for path in folder.iterdir())
+    return any(name.fullmatch(path.name) for _, folder in find_steps(trace_dir) for path in folder.iterdir())
 
 
 def _describe_tensor(key: TraceKey, form: _Form, position: int) -> list[JSON]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from mock_scheduler.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.errors import TraceError
 from mock_scheduler.tensor_bytes import DTYPES
-from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.files import SKETCH_FILE, STEP_FOLDER
+from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.files import SKETCH_FILE, find_steps
 from mock_scheduler.trace.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements
 from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.opening import DAMAGED, open_file
@@ -28,7 +28,6 @@ FORMAT_VERSION = 1
 METADATA_KEY = "mock_scheduler.sketch"
 
 _TABLES = ("sums", "squares", "counts")
-_DIM_NAMES = frozenset(get_args(DimName))
 _TableMap = Mapping[str, torch.Tensor]
 
 
@@ -58,10 +57,10 @@ class RankSketches:
 
 def open_sketch_steps(trace_dir: Path) -> dict[int, tuple[RankSketches, ...]]:
     """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch_reader.open_sketches`` does."""
-    folders = sorted(path for path in trace_dir.glob("step_*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
-    if not folders:
+    steps = find_steps(trace_dir)
+    if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")
-    return {int(folder.name.removeprefix("step_")): _open_step(folder) for folder in folders}
+    return {step: _open_step(folder) for step, folder in steps}
 
 
 def _open_step(folder: Path) -> tuple[RankSketches, ...]:
@@ -207,7 +206,7 @@ def _parse_stored(
     record: Sequence[Any], sketch: Sketch, parts: Sequence[ElementSet], *, step: int
 ) -> tuple[TraceKey, StoredSketch]:
     update, kind, name, dtype, shape, dims, is_masked, position = record
-    if kind not in TRACE_KINDS or dtype not in DTYPES or not _DIM_NAMES.issuperset(dims):
+    if kind not in TRACE_KINDS or dtype not in DTYPES or not DIM_NAMES.issuperset(dims):
         raise ValueError(f"unknown kind, dtype or dimension in {record}")
     part, global_shape = parts[as_count(position)], as_counts(shape)
     if not isinstance(name, str) or not all(_lies_in(rectangle, global_shape) for rectangle in part):

@@ -18,6 +18,7 @@ from mock_scheduler.compare.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.writing import FullSink
@@ -230,3 +231,22 @@ def test_a_metrics_file_that_was_cut_off_is_refused_with_its_line(tmp_path: Path
     path.write_text(path.read_text()[:-9])
     with pytest.raises(TraceError, match=r"metrics.jsonl:2: not JSON \(.*\); the run may have been cut off"):
         compare(*sides)
+
+
+def test_replicas_checks_every_digest_on_request(tmp_path: Path) -> None:
+    """The full check of a trace was there, and no command reached it."""
+    path = save_rank_trace(
+        tmp_path / "trace",
+        step=0,
+        global_rank=0,
+        world_size=1,
+        coordinates={"tp": 0},
+        entries=[TraceEntry(update=0, kind="gradient", spec=whole("w", (2,)), tensor=torch.ones(2))],
+    )
+    console = Console(file=io.StringIO(), width=200)
+    assert run_replicas(tmp_path / "trace", EVERYTHING, console=console, verify=True) == 3  # nothing is held twice
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="does not match its digest"):
+        run_replicas(tmp_path / "trace", EVERYTHING, console=console, verify=True)
