@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.determinism.operations.bits import device_digest, host_digest
 from mock_scheduler.determinism.operations.communication import Communication, PendingResults, read_communication
@@ -36,6 +35,7 @@ from mock_scheduler.determinism.operations.operators import (
     is_scratch,
 )
 from mock_scheduler.determinism.operations.program_place import ProgramPlace
+from mock_scheduler.determinism.operations.watching import WatchingMode
 from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
 from mock_scheduler.files import written_aside
 from mock_scheduler.tensor_bytes import dtype_name
@@ -62,10 +62,8 @@ def record_operations(
         writer.finish()
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(WatchingMode):
     """The mode that sees each operation; its records go to ``writer``."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, writer: OperationLogWriter, place: ProgramPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,22 +75,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pending = PendingResults()
         self._lanes = {threading.get_ident(): "main"}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it does without the recorder, unseen; torch would run it uncompiled otherwise."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - OpOverload or HigherOrderOperator
-        types: tuple[type[torch.Tensor], ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            # A tensor subclass (DTensor, Float8Tensor) takes itself apart first; its parts come back here.
-            return NotImplemented
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the operation, and write down what is asked of it."""
         facts = facts_of(func)
         bound = facts.bind(args, kwargs)
         tensors = [pair for name, value in bound.items() for pair in flatten_tensors(name, value)]

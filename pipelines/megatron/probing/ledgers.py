@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.config.trace import LedgerKind
 from mock_scheduler.determinism.operations.communication import read_communication
@@ -23,6 +22,7 @@ from mock_scheduler.determinism.operations.operators import (
     facts_of,
     flatten_tensors,
 )
+from mock_scheduler.determinism.operations.watching import WatchingMode
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import LedgerCall
 
@@ -48,31 +48,15 @@ _BARRIER = "barrier"
 _SENT = ("input_tensors", "input_tensor", "input_list", "inputs", "input")
 
 
-class CallLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallLedger(WatchingMode):
     """The mode that lists calls of ``kinds`` while it is entered. ``calls``: by kind, in order."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, kinds: Sequence[LedgerKind]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[LedgerKind, list[LedgerCall]] = {kind: [] for kind in kinds}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it does without the ledger; torch would run it uncompiled otherwise."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - OpOverload or HigherOrderOperator
-        types: tuple[type[torch.Tensor], ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        kwargs = kwargs or {}
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
-            # A tensor subclass takes itself apart first; its parts come back here.
-            return NotImplemented
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the operation, and write down what is asked of it."""
         facts = facts_of(func)
         if facts.is_communication and "collective" in self.calls:
             call = _read_collective(facts, facts.bind(args, kwargs))
