@@ -1,0 +1,1 @@
+"""The section ``algorithm.rollout_correction`` and the rules that it compiles to; imports no torch."""

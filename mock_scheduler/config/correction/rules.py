@@ -1,0 +1,198 @@
+"""The one model of rollout correction: a level of importance weights, and a list of rules.
+
+Contract: plain values, checked when they are made; imports no torch. Every configuration of ``rollout_correction``,
+whatever its keys, and every preset compiles to a ``CorrectionSpec``; ``mock_scheduler.correction`` computes from it and
+knows no other form.
+
+With ℓ = log π_train − log π_rollout of a token and ρ = exp(ℓ), a rule *measures* each unit of its level (the token, the
+segment, which is one turn, or the sequence) by an estimator that is aggregated over the unit's response tokens, and
+*acts* on units whose measure is outside [lower, upper], both inclusive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import model_validator
+
+from mock_scheduler.config.base import ConfigSection
+
+Level = Literal["token", "segment", "sequence", "geometric"]
+Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
+Aggregation = Literal["sum", "mean", "max"]
+Action = Literal["truncate", "clip", "zero_weight", "reject_token", "reject_sequence"]
+Condition = Literal["always", "positive_advantage", "negative_advantage", "not_positive_advantage"]
+LossType = Literal["ppo_clip", "reinforce", "ratio"]
+NanPolicy = Literal["error", "reject", "ratio_one"]
+Denominator = Literal["original", "kept"]
+LoneSurvivor = Literal["reward", "zero"]
+VerlRelease = Literal["0.9.1", "0.7.1", "0.6.1", "e7cdce1c", "0.6.0"]
+
+#: Log ratios are clamped to ± this before a weight is made of them, and where a rule says ``clamps_tokens``.
+LOG_RATIO_BOUND = 20.0
+
+_ON_WEIGHTS = ("truncate", "clip")
+_NOT_NEGATIVE = ("k2", "k3")
+
+
+class Rule(ConfigSection):
+    """One rule of ``rollout_correction.rules``.
+
+    level: the unit. ``geometric`` is the sequence by its mean, whatever ``aggregation`` says.
+    estimator: ``ratio`` ρ, whose sum is that of log ratios (their product) and whose mean is the geometric one; ``k1``
+    −ℓ, ``k2`` ½ℓ², ``k3`` e^ℓ − 1 − ℓ, which estimate KL(rollout‖train) (joschu.net/blog/kl-approx); ``prob_diff``
+    π_train − π_rollout.
+    aggregation: over the tokens of a unit; none is needed at level ``token``.
+    action: ``truncate`` cuts weights at ``upper``, ``clip`` at both bounds; ``zero_weight`` makes the unit's weights 0
+    and leaves the mask; ``reject_token`` takes the unit's tokens out of the mask, ``reject_sequence`` all tokens of
+    the sequence that the unit is in.
+    lower, upper: in the estimator's units, so ratios for ``ratio``; ``None`` does not limit.
+    when: only tokens, or units whose first token has such an advantage.
+    reverse: measure with −ℓ in the place of ℓ, as AReaL does.
+    clamps_tokens: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
+    name: in metrics; made of the fields where empty.
+    """
+
+    level: Level
+    action: Action
+    estimator: Estimator = "ratio"
+    aggregation: Aggregation = "sum"
+    lower: float | None = None
+    upper: float | None = None
+    when: Condition = "always"
+    reverse: bool = False
+    clamps_tokens: bool = False
+    name: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Rule:
+        problems = list(_rule_problems(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def effective_aggregation(self) -> Aggregation:
+        """The aggregation that the level leaves: that of ``geometric`` is the mean, and a token has nothing to add."""
+        return "mean" if self.level == "geometric" else "sum" if self.level == "token" else self.aggregation
+
+    @property
+    def label(self) -> str:
+        """The rule's name in metrics."""
+        if self.name:
+            return self.name
+        unit = self.level if self.level in ("token", "geometric") else f"{self.level}_{self.aggregation}"
+        return f"{unit}_{self.estimator}"
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it changes the mask."""
+        return self.action in ("reject_token", "reject_sequence")
+
+    def describe(self) -> str:
+        """``reject sequences whose ratio (geometric mean) is outside [0.999, 1.001]``."""
+        subject = {"token": "tokens", "segment": "turns"}.get(self.level, "sequences")
+        measure = self.estimator.replace("_", " ") + (" of the reverse direction" if self.reverse else "")
+        if self.level != "token":
+            words = {"sum": "product", "mean": "geometric mean", "max": "maximum"}
+            of_ratio = self.estimator == "ratio"
+            measure += f" ({words[self.effective_aggregation] if of_ratio else self.effective_aggregation})"
+        bounds = f"[{_bound(self.lower, '0' if self.estimator == 'ratio' else '-inf')}, {_bound(self.upper, 'inf')}]"
+        condition = "" if self.when == "always" else f" where the advantage is {self.when.split('_advantage')[0]}"
+        if self.action == "truncate":
+            return f"truncate weights at {_bound(self.upper, 'inf')}"
+        if self.action == "clip":
+            return f"clip weights to {bounds}"
+        if self.action == "zero_weight":
+            return f"weight 0 for {subject} whose {measure} is outside {bounds}{condition}"
+        whole = " (the whole sequence)" if self.action == "reject_sequence" and subject != "sequences" else ""
+        return f"reject {subject}{whole} whose {measure} is outside {bounds}{condition}".replace("not_p", "not p")
+
+
+def _bound(value: float | None, unlimited: str) -> str:
+    return unlimited if value is None else f"{value:.12g}"
+
+
+def _rule_problems(rule: Rule) -> list[str]:
+    given = {"lower": rule.lower, "upper": rule.upper}
+    bounds = {name: value for name, value in given.items() if value is not None}
+    problems = [f"{name} is {value!r}; expected a finite number" for name, value in bounds.items() if not _finite(value)]
+    if not bounds:
+        problems.append("has neither lower nor upper, and would do nothing; give at least one")
+    if problems:
+        return problems
+    lower, upper = rule.lower, rule.upper
+    if lower is not None and upper is not None and lower > upper:
+        problems.append(f"lower {lower} is above upper {upper}: nothing would be within")
+    if rule.estimator == "ratio" and any(value <= 0 for value in bounds.values()):
+        problems.append("bounds of a ratio are above 0; leave lower out where there is none")
+    if rule.estimator in _NOT_NEGATIVE and upper is not None and upper <= 0:
+        problems.append(f"upper is {upper}: {rule.estimator} is never negative, so that nearly all would be outside")
+    if rule.action == "truncate" and (upper is None or lower is not None):
+        problems.append("action truncate has upper alone; clip has both bounds")
+    if rule.action in _ON_WEIGHTS and (rule.estimator != "ratio" or rule.when != "always" or rule.reverse):
+        problems.append(f"action {rule.action} cuts the weights themselves: estimator ratio, when always, no reverse")
+    if rule.level == "token" and rule.aggregation != "sum":
+        problems.append(f"level token has one token per unit: aggregation {rule.aggregation} has no effect")
+    return problems
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionSpec:
+    """What ``rollout_correction`` compiles to.
+
+    weight: the level of importance weights; ``None`` gives none. rules: all act; what any rejects is rejected.
+    weight_bounds: (lower, upper) that the metrics count raw weights beyond.
+    batch_normalize: divide weights by their mean, over tokens at level token, else over the means of sequences.
+    bypass: two policies; π_train is the policy under training, and π_old the rollout policy. Else three: π_train is
+    the policy before the step's first update.
+    loss_type: ``ppo_clip``; ``reinforce``, −w·A·log π; ``ratio``, −ρ·A without clipping. The last two are of bypass.
+    rollout_kl_coef: τ of τ·ℓ² per response token in the loss, with gradient. rollout_kl_in_advantage: τ of A − τ·ℓ.
+    nan_policy: what a log-probability that is absent or not finite on a response token does.
+    rs_denominator: whether rejected tokens count in the number that the loss is divided by.
+    exclude_rejected_from_baseline: rejected trajectories are in no mean or deviation of rewards. lone_survivor: what
+    the only one left of a group gets. max_rejected_fraction: of response tokens; more is an error.
+    release, release_arguments: reproduce this release of verl, with its own names of arguments.
+    """
+
+    weight: Level | None = None
+    rules: tuple[Rule, ...] = ()
+    weight_bounds: tuple[float | None, float | None] = (None, None)
+    batch_normalize: bool = False
+    bypass: bool = False
+    loss_type: LossType = "ppo_clip"
+    rollout_kl_coef: float = 0.0
+    rollout_kl_in_advantage: float = 0.0
+    nan_policy: NanPolicy = "reject"
+    rs_denominator: Denominator = "original"
+    exclude_rejected_from_baseline: bool = True
+    lone_survivor: LoneSurvivor = "reward"
+    max_rejected_fraction: float | None = None
+    release: VerlRelease | None = None
+    release_arguments: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a rule asks for the sign of an advantage."""
+        return any(rule.when != "always" for rule in self.rules)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a token can be rejected by a rule."""
+        return any(rule.rejects for rule in self.rules)
+
+    def describe(self) -> str:
+        """Everything that it does, in one line, with the bounds as they were understood."""
+        parts = ["bypass (two policies)" if self.bypass else "decoupled (three policies)", f"loss {self.loss_type}"]
+        parts.append("no weights" if self.weight is None else f"weights per {self.weight}")
+        parts += [rule.describe() for rule in self.rules]
+        parts += ["weights divided by their mean"] if self.batch_normalize else []
+        parts += [f"as verl {self.release} does, with its bugs"] if self.release else []
+        return "; ".join(parts)
