@@ -6,6 +6,7 @@
     ├── ConfigError(ValueError)               a key, value or combination in the configuration
     │   └── LayoutError                       parallel sizes that do not fit the model or the processes
     ├── BatchError(ValueError)                a rollout batch that contradicts itself
+    ├── CorrectionError(ValueError)           log-probabilities that rollout correction cannot use
     ├── RecordingError(OSError)               a recording that cannot be written or read
     │   ├── StepNotFoundError(FileNotFoundError)   a step that was never recorded here
     │   ├── StepExistsError(FileExistsError)       a step that would be overwritten
@@ -59,6 +60,10 @@ class LayoutError(ConfigError):
 
 class BatchError(MockSchedulerError, ValueError):
     """A rollout batch contradicts itself or the request it answers."""
+
+
+class CorrectionError(MockSchedulerError, ValueError):
+    """Log-probabilities are missing, of another distribution, not finite, or all but rejected."""
 
 
 class RecordingError(MockSchedulerError, OSError):

@@ -14,15 +14,26 @@ import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.correction.rules import Denominator
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
 from mock_scheduler.tensor_bytes import shape_text
 from mock_scheduler.text import bullet_list
 from pipelines.batching.checks import check_plan
 from pipelines.batching.placement import Placement, place_rows
-from pipelines.batching.plan import MicroBatch, StepPlan, Update
+from pipelines.batching.plan import LossAggMode, MicroBatch, StepPlan, Update
+from pipelines.batching.trajectories import trajectory_index
 
-__all__ = ["MicroBatch", "StepPlan", "Update", "build_step_plan", "check_plan", "response_values"]
+__all__ = [
+    "LossAggMode",
+    "MicroBatch",
+    "StepPlan",
+    "Update",
+    "build_step_plan",
+    "check_plan",
+    "compute_loss_weights",
+    "response_values",
+]
 
 
 def build_step_plan(
@@ -33,12 +44,18 @@ def build_step_plan(
     *,
     count_multiple: int,
     dtype: torch.dtype,
+    token_weights: torch.Tensor | None = None,
+    token_kept: torch.Tensor | None = None,
+    loss_agg_mode: LossAggMode = "token-mean",
+    rs_denominator: Denominator = "original",
 ) -> StepPlan:
     """The updates of a step, checked with ``check_plan``.
 
-    token_advantages, token_returns: floating 1-D, one per response token of the batch, in row order; ``dtype``
-    (float32 or float64) is theirs in the micro-batches. Update u has trajectories [u·G, (u + 1)·G), with G
-    ``training.global_batch_size``, in micro-batches
+    token_advantages, token_returns, token_weights: floating 1-D, one per response token of the batch, in row order;
+    ``dtype`` (float32 or float64) is theirs in the micro-batches. token_kept: bool, likewise, False where rollout
+    correction rejects. Without them every weight is 1, and every token is kept. loss_agg_mode, rs_denominator: as
+    ``compute_loss_weights``. Update u has trajectories [u·G, (u + 1)·G), with G ``training.global_batch_size``, in
+    micro-batches
 
     - ``batching: fixed``: of ``micro_batch_size`` rows in the batch's order, all of the step padded to its longest row,
       rounded up to ``sequence_multiple_of``; what the last one of an update lacks are empty lines;
@@ -51,12 +68,28 @@ def build_step_plan(
     Raises ``BatchError``: no rows, a row that starts with a response token, or is longer than a micro-batch, values
     that are not one per response token.
     """
-    _check_arguments(batch, {"token_advantages": token_advantages, "token_returns": token_returns}, dtype)
+    values = {"token_advantages": token_advantages, "token_returns": token_returns}
+    if token_weights is not None:
+        values["token_weights"] = token_weights
+    _check_arguments(batch, values, token_kept, dtype)
     if count_multiple < 1:
         raise BatchError(f"count_multiple is {count_multiple}; expected 1 or more")
     placements = place_rows(batch, training)
-    values = {"advantages": token_advantages, "returns": token_returns}
-    filled = _fill(batch, [placement for update in placements for placement in update], values, dtype)
+    by_token = {
+        "advantages": token_advantages.detach().cpu().to(dtype),
+        "returns": token_returns.detach().cpu().to(dtype),
+        "rollout_logprobs": batch.rollout_logprobs,
+        "weights": _ones(batch, dtype) if token_weights is None else token_weights.detach().cpu().to(dtype),
+        "kept_mask": _ones(batch, torch.bool) if token_kept is None else token_kept.cpu(),
+        "loss_weights": compute_loss_weights(
+            batch,
+            token_kept,
+            loss_agg_mode=loss_agg_mode,
+            rs_denominator=rs_denominator,
+            global_batch_size=training.global_batch_size,
+        ).to(dtype),
+    }
+    filled = _fill(batch, [placement for update in placements for placement in update], by_token)
     index = count(len(filled))
     updates = []
     position = 0
@@ -68,6 +101,39 @@ def build_step_plan(
     plan = StepPlan(updates=tuple(updates), row_weights=batch.response_lengths.double())
     check_plan(plan, batch)
     return plan
+
+
+def compute_loss_weights(
+    batch: RolloutBatch,
+    token_kept: torch.Tensor | None,
+    *,
+    loss_agg_mode: LossAggMode,
+    rs_denominator: Denominator,
+    global_batch_size: int,
+) -> torch.Tensor:
+    """What each response token's loss is multiplied by, float64 ``[M]``, so that one sum over N is the mean asked for.
+
+    N: the tokens of the update that count, which are its response tokens, or with ``rs_denominator: kept`` those that
+    are kept. B: its sequences that have one, where a sequence is a trajectory, of one row or several. T: the tokens of
+    the sequence that count. ``token-mean`` gives 1; ``seq-mean-token-sum`` N / B, the mean over sequences of the sum of
+    their tokens; ``seq-mean-token-mean`` N / (B·T), the mean over sequences of the mean of their tokens. In the
+    modes of sequences one without a token that counts has 0; so has all of an update without one.
+    """
+    sequences = trajectory_index(batch).numpy()
+    sequence_of_token = np.repeat(sequences, batch.response_lengths.numpy())
+    counted = sequence_of_token
+    if rs_denominator == "kept" and token_kept is not None:
+        counted = sequence_of_token[token_kept.cpu().numpy()]
+    lengths = np.bincount(counted, minlength=batch.num_trajectories).astype(np.float64)
+    updates = np.arange(batch.num_trajectories) // global_batch_size
+    num_tokens = np.bincount(updates, weights=lengths)[updates]
+    if loss_agg_mode == "token-mean":
+        factors = (num_tokens > 0).astype(np.float64)
+    else:
+        num_sequences = np.bincount(updates, weights=lengths > 0)[updates]
+        divisors = num_sequences * lengths if loss_agg_mode == "seq-mean-token-mean" else num_sequences
+        factors = np.divide(num_tokens, divisors, out=np.zeros_like(lengths), where=lengths > 0)
+    return torch.from_numpy(factors[sequence_of_token])
 
 
 def response_values(
@@ -100,7 +166,13 @@ def response_values(
     return torch.from_numpy(gathered[np.lexsort((positions, rows))])
 
 
-def _check_arguments(batch: RolloutBatch, values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _ones(batch: RolloutBatch, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(len(batch.rollout_logprobs), dtype=dtype)
+
+
+def _check_arguments(
+    batch: RolloutBatch, values: Mapping[str, torch.Tensor], token_kept: torch.Tensor | None, dtype: torch.dtype
+) -> None:
     if len(batch) == 0:
         raise BatchError("the batch of this step has no rows: there is nothing to train on")
     problems = []
@@ -112,6 +184,9 @@ def _check_arguments(batch: RolloutBatch, values: Mapping[str, torch.Tensor], dt
             problems.append(
                 f"{name} is {shape_text(tensor)}; expected floating [{num_response}], one per response token"
             )
+    if token_kept is not None and (token_kept.shape != (num_response,) or token_kept.dtype != torch.bool):
+        found = shape_text(token_kept)
+        problems.append(f"token_kept is {found}; expected torch.bool [{num_response}], one per response token")
     for row in torch.nonzero(batch.response_mask[batch.row_offsets[:-1]]).flatten().tolist():
         problems.append(
             f"row {row} ({batch.identities[row]}) starts with a response token, which no token predicts; give the row "
@@ -121,9 +196,7 @@ def _check_arguments(batch: RolloutBatch, values: Mapping[str, torch.Tensor], dt
         raise BatchError(f"micro-batches cannot be made of this step's batch:{bullet_list(problems)}")
 
 
-def _fill(
-    batch: RolloutBatch, placements: Sequence[Placement], values: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> list[MicroBatch]:
+def _fill(batch: RolloutBatch, placements: Sequence[Placement], values: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
     """The micro-batches of these placements, as views of one flat tensor per field."""
     lengths, row_starts = batch.lengths.numpy(), batch.row_offsets[:-1].numpy()
     sizes = [rows * width for rows, width in (placement.shape for placement in placements)]
@@ -139,7 +212,7 @@ def _fill(
         "tokens": batch.tokens.long(),
         "positions": torch.from_numpy(position_of_token),
         "row_ids": torch.from_numpy(row_of_token),
-        **_next_of_each_token(batch, values, dtype),
+        **_next_of_each_token(batch, values),
     }
     flat = {name: _scatter(tokens, cells, int(offsets[-1]), name) for name, tokens in by_token.items()}
     parts = {name: torch.split(tensor, sizes) for name, tensor in flat.items()}
@@ -155,10 +228,11 @@ def _scatter(by_token: torch.Tensor, cells: torch.Tensor, size: int, name: str) 
     return flat
 
 
-def _next_of_each_token(
-    batch: RolloutBatch, values: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """What is known of each token's successor in its row, 0 for a row's last token: one entry per token."""
+def _next_of_each_token(batch: RolloutBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is known of each token's successor in its row, 0 for a row's last token: one entry per token.
+
+    values: by field, one entry per response token of the batch, in its order.
+    """
     mask = batch.response_mask
 
     def on_response(per_response: torch.Tensor) -> torch.Tensor:
@@ -171,12 +245,8 @@ def _next_of_each_token(
         moved[batch.row_offsets[1:] - 1] = 0
         return moved
 
-    moved = {name: shifted(on_response(tensor.detach().cpu().to(dtype))) for name, tensor in values.items()}
-    return moved | {
-        "targets": shifted(batch.tokens.long()),
-        "response_mask": shifted(mask),
-        "rollout_logprobs": shifted(on_response(batch.rollout_logprobs)),
-    }
+    moved = {name: shifted(on_response(tensor)) for name, tensor in values.items()}
+    return moved | {"targets": shifted(batch.tokens.long()), "response_mask": shifted(mask)}
 
 
 def _empty_like(micro_batch: MicroBatch, index: int) -> MicroBatch:

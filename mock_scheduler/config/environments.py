@@ -26,13 +26,39 @@ class ActorInferConfig(ConfigSection):
     ``max_new_tokens``: tokens that one turn may sample; a turn ends with the first action token.
     ``use_kv_cache``: keep keys and values of what was read; false computes the whole history anew for every token.
     ``rows_per_forward``: episodes of one forward pass. Which episodes share a pass is fixed before the layout.
+    ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
+    inference engine of that precision has them; ``None`` plays with the trainer's own.
     """
 
     only_action_tokens: bool = False
     max_new_tokens: PositiveInt = 1
     use_kv_cache: bool = True
     rows_per_forward: PositiveInt = 64
+    weights_precision: Literal["bfloat16"] | None = None
     generating_args: GeneratingArgs = GeneratingArgs()
+
+
+def weights_precision_problem(
+    engine: ActorInferConfig, *, precision: str, worker_type: str, modes_in_use: frozenset[str]
+) -> str:
+    """Why ``weights_precision`` would have no effect; empty where it has one, and where everything is replayed.
+
+    A replay must have the key as its recording has it, whatever precision it trains in itself.
+    """
+    if engine.weights_precision is None or modes_in_use == {"mock"}:
+        return ""
+    key = f"actor_infer.weights_precision {engine.weights_precision}"
+    if worker_type == "mock":
+        return (
+            f"{key} would have no effect: with rollout_worker.type mock rollouts are read, and no weights are sampled "
+            "from; leave it out"
+        )
+    if precision == engine.weights_precision:
+        return (
+            f"{key} would have no effect: with precision {precision} the weights have no other values; set precision "
+            "to float32 or float64, or leave it out"
+        )
+    return ""
 
 
 class EnvManagerConfig(ConfigSection):

@@ -28,6 +28,7 @@ from mock_scheduler.config.base import (
     PositiveInt,
     RolloutMode,
 )
+from mock_scheduler.config.correction.algorithm import AlgorithmConfig
 from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
 from mock_scheduler.config.environments import (
     ActorInferConfig,
@@ -55,6 +56,7 @@ from mock_scheduler.text import bullet_list
 
 __all__ = [
     "ActorInferConfig",
+    "AlgorithmConfig",
     "AlignConfig",
     "CandidateConfig",
     "CheckpointConfig",
@@ -116,12 +118,13 @@ class PipelineConfig(ConfigSection):
     ppo_epochs: PositiveInt = 1
     pg_clip: float = Field(default=0.2, gt=0.0)
     dual_clip: float | None = Field(default=None, gt=1.0)
-    loss_agg_mode: Literal["token-mean"] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     entropy_loss_coef: NonNegativeFloat = 0.0
     entropy_loss_coef_final: NonNegativeFloat | None = None
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_estimator: KlEstimator = "k3"
+    algorithm: AlgorithmConfig = AlgorithmConfig()
 
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
     system_envs: dict[str, str] = Field(default={})

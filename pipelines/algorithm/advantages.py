@@ -11,8 +11,17 @@ import numpy as np
 import torch
 
 from mock_scheduler.config.algorithm import AdvantageEstimator
+from mock_scheduler.config.correction.rules import LoneSurvivor
 from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
-from pipelines.algorithm.rewards import Grouping, Method, clip_rewards, compute_turn_returns, normalize_rewards
+from pipelines.algorithm.rewards import (
+    Grouping,
+    Method,
+    clip_rewards,
+    compute_turn_returns,
+    is_left_alone,
+    members_taking_part,
+    normalize_rewards,
+)
 from pipelines.algorithm.segments import FloatArray, discount_backwards, segment_ids, segment_sums
 
 WHITENING_EPSILON = 1e-8
@@ -20,7 +29,11 @@ WHITENING_EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageConfig:
-    """How advantages are made; the fields are the configuration's keys, and the defaults switch a part off."""
+    """How advantages are made; the fields are the configuration's keys, and the defaults switch a part off.
+
+    exclude_rejected: trajectories of which every response token is rejected are in no mean or deviation of rewards.
+    lone_survivor: what the only one left of a group by that gets: its reward, as of a baseline of 0, or 0.
+    """
 
     adv_estimator: AdvantageEstimator
     grouping: Grouping = "traj_group_id"
@@ -30,6 +43,8 @@ class AdvantageConfig:
     whiten_advantages: bool = False
     gamma: float = 1.0
     lambd: float = 1.0
+    exclude_rejected: bool = True
+    lone_survivor: LoneSurvivor = "reward"
 
     @property
     def is_per_token(self) -> bool:
@@ -51,6 +66,7 @@ class AdvantageInputs:
     turn_ends: int64 ``[K]``, the number of response tokens up to the end of each turn, over the whole batch; needed
     where ``AdvantageConfig.places_turns``. kl_penalty: floating ``[M]``, already times its coefficient, to be taken
     off the reward. values: floating ``[M]``, the critic's value of the state in which each token was sampled.
+    kept: bool ``[M]``, False for tokens that rollout correction rejects; ``None`` rejects none.
     """
 
     rewards: torch.Tensor
@@ -61,6 +77,7 @@ class AdvantageInputs:
     turn_ends: torch.Tensor | None = None
     kl_penalty: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num, num_turns = len(self.rewards), len(self.turn_rewards)
@@ -69,8 +86,18 @@ class AdvantageInputs:
         problems += offset_problems("turn_offsets", self.turn_offsets, num_segments=num, total=num_turns)
         problems += offset_problems("token_offsets", self.token_offsets, num_segments=num, total=num_tokens)
         problems += size_problems({"turn_rewards": self.turn_rewards, "turn_ends": self.turn_ends}, num_turns, "turn")
-        per_token = {"kl_penalty": self.kl_penalty, "values": self.values}
-        raise_value_error("advantage inputs", problems + size_problems(per_token, num_tokens, "response token"))
+        per_token = {"kl_penalty": self.kl_penalty, "values": self.values, "kept": self.kept}
+        problems += size_problems(per_token, num_tokens, "response token")
+        if self.kept is not None and self.kept.dtype != torch.bool:
+            problems.append(f"kept is {self.kept.dtype}; expected torch.bool")
+        raise_value_error("advantage inputs", problems)
+
+    def rejected_trajectories(self) -> torch.Tensor | None:
+        """Which trajectories have response tokens and none that is kept, bool ``[N]``; ``None`` without ``kept``."""
+        if self.kept is None:
+            return None
+        num_kept = segment_sums(_as_array(self.kept), self.token_offsets.numpy())
+        return (self.token_offsets.diff() > 0) & (torch.from_numpy(num_kept) == 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +115,9 @@ class TokenAdvantages:
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
     """The advantages of the configured estimator, whitened and then clipped where the configuration says so.
 
-    Advantages of ``reinforce_plus_plus`` are always whitened, and once. Raises ``ValueError`` where ``values`` or
-    ``turn_ends`` are missing, or ``values`` given to an estimator that has no use for them.
+    Advantages of ``reinforce_plus_plus`` are always whitened, and once. Those of rejected tokens are 0, and in no mean
+    or deviation of whitening; what reward such a token had is still its trajectory's. Raises ``ValueError`` where
+    ``values`` or ``turn_ends`` are missing, or ``values`` given to an estimator that has no use for them.
     """
     _check_use(inputs, config)
     if config.adv_estimator == "gae":
@@ -98,9 +126,11 @@ def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Toke
         result = _compute_reinforce_plus_plus(inputs, config)
     else:
         result = _compute_group_relative(inputs, config)
-    advantages = result.advantages
+    kept = slice(None) if inputs.kept is None else inputs.kept.cpu()
+    advantages = torch.zeros_like(result.advantages)
+    advantages[kept] = result.advantages[kept]
     if config.whiten_advantages or config.adv_estimator == "reinforce_plus_plus":
-        advantages = whiten(advantages)
+        advantages[kept] = whiten(advantages[kept])
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return TokenAdvantages(advantages=advantages, returns=result.returns)
@@ -117,17 +147,27 @@ def _check_use(inputs: AdvantageInputs, config: AdvantageConfig) -> None:
     raise_value_error(f"adv_estimator {config.adv_estimator}", problems)
 
 
-def compute_rloo_advantages(rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+def compute_rloo_advantages(
+    rewards: torch.Tensor,
+    group_index: torch.Tensor,
+    *,
+    taking_part: torch.Tensor | None = None,
+    lone_survivor: LoneSurvivor = "reward",
+) -> torch.Tensor:
     """Leave-one-out advantages, float64 ``[N]``: R_i - mean of the other rewards of its group.
 
-    (RLOO, Ahmadian et al., arXiv 2402.14740.) A group of one trajectory has advantage 0.
+    (RLOO, Ahmadian et al., arXiv 2402.14740.) A group of one trajectory has advantage 0. taking_part, lone_survivor:
+    as ``rewards.normalize_rewards``.
     """
     rewards = rewards.double().cpu()
     advantages = torch.zeros_like(rewards)
     for group in range(int(group_index.max()) + 1 if len(group_index) else 0):
-        members = group_index.cpu() == group
+        group_members = group_index.cpu() == group
+        members = members_taking_part(group_members, taking_part)
         num = int(members.sum())
-        if num > 1:
+        if is_left_alone(group_members, members) and lone_survivor == "reward":
+            advantages[members] = rewards[members]
+        elif num > 1:
             own = rewards[members]
             advantages[members] = own - (own.sum() - own) / (num - 1)
     return advantages
@@ -149,12 +189,34 @@ def _compute_group_relative(inputs: AdvantageInputs, config: AdvantageConfig) ->
     if inputs.kl_penalty is not None:
         penalty = segment_sums(_as_array(inputs.kl_penalty), inputs.token_offsets.numpy())
         rewards = rewards - torch.from_numpy(penalty)
-    advantages = normalize_rewards(rewards, inputs.group_index, grouping=config.grouping, method=config.method)
+    advantages = _normalize(rewards, inputs, config)
     if config.adv_estimator == "rloo":
-        advantages = compute_rloo_advantages(advantages, inputs.group_index)
+        advantages = compute_rloo_advantages(
+            advantages,
+            inputs.group_index,
+            taking_part=taking_part(inputs, config),
+            lone_survivor=config.lone_survivor,
+        )
     num_tokens = inputs.token_offsets.diff()
     return TokenAdvantages(
         advantages=advantages.repeat_interleave(num_tokens), returns=rewards.repeat_interleave(num_tokens)
+    )
+
+
+def taking_part(inputs: AdvantageInputs, config: AdvantageConfig) -> torch.Tensor | None:
+    """The trajectories whose rewards are compared, bool ``[N]``; ``None`` where all are."""
+    rejected = inputs.rejected_trajectories() if config.exclude_rejected else None
+    return None if rejected is None else ~rejected
+
+
+def _normalize(rewards: torch.Tensor, inputs: AdvantageInputs, config: AdvantageConfig) -> torch.Tensor:
+    return normalize_rewards(
+        rewards,
+        inputs.group_index,
+        grouping=config.grouping,
+        method=config.method,
+        taking_part=taking_part(inputs, config),
+        lone_survivor=config.lone_survivor,
     )
 
 
@@ -190,8 +252,7 @@ def compute_token_rewards(inputs: AdvantageInputs, config: AdvantageConfig) -> t
     """
     offsets = inputs.token_offsets.numpy()
     clipped = clip_rewards(inputs.rewards, config.reward_clip)
-    normalized = normalize_rewards(clipped, inputs.group_index, grouping=config.grouping, method=config.method)
-    surplus = normalized.numpy()
+    surplus = _normalize(clipped, inputs, config).numpy()
     token_rewards = np.zeros(int(offsets[-1]))
     if config.places_turns and inputs.turn_ends is not None:
         turn_rewards, turn_offsets = _as_array(inputs.turn_rewards), inputs.turn_offsets.numpy()

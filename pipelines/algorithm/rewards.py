@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from mock_scheduler.config.correction.rules import LoneSurvivor
 from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
 from pipelines.algorithm.segments import discount_backwards
 
@@ -22,7 +23,13 @@ def clip_rewards(rewards: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 
 def normalize_rewards(
-    rewards: torch.Tensor, group_index: torch.Tensor, *, grouping: Grouping, method: Method
+    rewards: torch.Tensor,
+    group_index: torch.Tensor,
+    *,
+    grouping: Grouping,
+    method: Method,
+    taking_part: torch.Tensor | None = None,
+    lone_survivor: LoneSurvivor = "reward",
 ) -> torch.Tensor:
     """Rewards of trajectories, float64 ``[N]``, relative to those of their group or of the whole batch.
 
@@ -30,21 +37,37 @@ def normalize_rewards(
     R - mean(R), and ``mean_std`` gives (R - mean(R)) / (std(R) + 1e-6) with the unbiased standard deviation
     (DeepSeekMath, arXiv 2402.03300, section 4.1.2; the unbiased form and the epsilon are those of ROLL and verl).
     ``none`` gives R. A trajectory with nothing to be compared with gets 0 by ``mean`` and ``mean_std``.
-    Raises ``ValueError`` where the two sizes differ.
+    taking_part: bool ``[N]``, ``None`` for all; others are in no mean or deviation, and get 0 by ``mean`` and
+    ``mean_std``. What is left alone by their absence gets its own R, or 0 with ``lone_survivor: zero``.
+    Raises ``ValueError`` where sizes differ.
     """
-    raise_value_error("rewards", size_problems({"group_index": group_index}, len(rewards), "reward"))
+    sizes = {"group_index": group_index, "taking_part": taking_part}
+    raise_value_error("rewards", size_problems(sizes, len(rewards), "reward"))
     rewards = rewards.double().cpu()
     if method == "none":
         return rewards
     index = group_index.cpu() if grouping == "traj_group_id" else torch.zeros_like(group_index, device="cpu")
     normalized = torch.zeros_like(rewards)
     for group in range(int(index.max()) + 1 if len(index) else 0):
-        members = index == group
-        centred = rewards[members] - rewards[members].mean()
-        if method == "mean_std" and int(members.sum()) > 1:
-            centred = centred / (rewards[members].std() + STD_EPSILON)
-        normalized[members] = centred
+        members = members_taking_part(index == group, taking_part)
+        if is_left_alone(index == group, members):
+            normalized[members] = rewards[members] if lone_survivor == "reward" else 0.0
+        elif bool(members.any()):
+            centred = rewards[members] - rewards[members].mean()
+            if method == "mean_std" and int(members.sum()) > 1:
+                centred = centred / (rewards[members].std() + STD_EPSILON)
+            normalized[members] = centred
     return normalized
+
+
+def members_taking_part(members: torch.Tensor, taking_part: torch.Tensor | None) -> torch.Tensor:
+    """Those of a group, bool ``[N]``, that are compared with each other; ``taking_part`` ``None`` leaves out none."""
+    return members if taking_part is None else members & taking_part.cpu()
+
+
+def is_left_alone(members: torch.Tensor, compared: torch.Tensor) -> bool:
+    """Whether one of several members is compared with none, as all others take no part."""
+    return int(compared.sum()) == 1 and int(members.sum()) > 1
 
 
 def compute_turn_returns(turn_rewards: torch.Tensor, turn_offsets: torch.Tensor, *, gamma: float) -> torch.Tensor:

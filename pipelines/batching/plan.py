@@ -8,8 +8,11 @@ row's next token, so a row's last column has no target.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -21,6 +24,10 @@ class MicroBatch:
     response_mask: bool, True where the target is a response token.
     advantages, returns: float32 or float64, of the target; 0 where the mask is False.
     rollout_logprobs: float32, the target's, as sampled; 0 where the mask is False.
+    weights: float32 or float64, the target's importance weight; 1 on response tokens without correction, 0 elsewhere.
+    kept_mask: bool, True where the target is a response token that correction does not reject.
+    loss_weights: float32 or float64, the target's factor in the sum that the loss is; 1 on response tokens for
+    ``token-mean``, 0 where the mask is False.
     row_ids: int64, the row's number in the step's batch; -1 on padding.
     positions: int64, the position within the row; 0 on padding.
     """
@@ -32,6 +39,9 @@ class MicroBatch:
     advantages: torch.Tensor
     returns: torch.Tensor
     rollout_logprobs: torch.Tensor
+    weights: torch.Tensor
+    kept_mask: torch.Tensor
+    loss_weights: torch.Tensor
     row_ids: torch.Tensor
     positions: torch.Tensor
 
@@ -57,6 +67,11 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Response tokens, which are what the loss sums over."""
         return int(self.response_mask.sum())
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Response tokens that are not rejected."""
+        return int(self.kept_mask.sum())
 
     @property
     def num_real_tokens(self) -> int:

@@ -4,6 +4,8 @@ Within a replica of the model (tp × cp × pp) the leader plays episodes and cal
 ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one forward
 pass over what the rows have not read yet; the last stage samples and tells the leader.
 
+Its weights are the trainer's own, or those rounded for as long as it generates (``actor_infer.weights_precision``).
+
 With experts that are spread over replicas, tokens travel between these in every pass, so all ranks of the run make the
 same number of them: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
 """
@@ -11,7 +13,7 @@ same number of them: before each, one all-reduce says whether any replica still 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,12 @@ from megatron.core import parallel_state
 from mock_scheduler.config.schema import GeneratingArgs
 from mock_scheduler.ledger import Ledger
 from pipelines.environments.grid_tokens import PAD_ID
+from pipelines.megatron.model import DTYPES
 from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
+from pipelines.rollout.rounded_weights import rounded_weights
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 
@@ -36,9 +40,11 @@ class PolicyEngine:
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
         self._runtime = trainer.runtime
+        self._trained = trainer.policy
         self._chunks = list(trainer.policy.chunks)
         self._allowed = trainer.allowed
         self._uses_cache = trainer.config.actor_infer.use_kv_cache
+        self._weights_precision = trainer.config.actor_infer.weights_precision
         self._policy = CachedPolicy(self._chunks, trainer.config, trainer.runtime)
         self._channel = ReplicaChannel(trainer.runtime)
         self._args = trainer.config.actor_infer.generating_args
@@ -49,17 +55,27 @@ class PolicyEngine:
 
     @contextmanager
     def generating(self, args: GeneratingArgs) -> Iterator[None]:
-        """Sample as ``args`` say in the block, with the model in evaluation mode; every rank enters it."""
+        """Sample as ``args`` say in the block, with the model in evaluation mode and the weights that are sampled from.
+
+        Every rank enters it.
+        """
         self._args = args
         for chunk in self._chunks:
             chunk.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._sampled_weights():
                 yield
         finally:
             self._policy.forget()
             for chunk in self._chunks:
                 chunk.train()
+
+    def _sampled_weights(self) -> AbstractContextManager[None]:
+        if self._weights_precision is None:
+            return nullcontext()
+        # Gathered within the block, they would replace rounded values, and stale ones would be put back behind it.
+        self._trained.gather_parameters()
+        return rounded_weights(self._chunks, DTYPES[self._weights_precision])
 
     def begin_block(self) -> None:
         """Rows are those of another block from here on. Leader only; it does not communicate."""

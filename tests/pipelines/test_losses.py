@@ -105,9 +105,11 @@ def test_terms_are_sums_over_response_tokens() -> None:
         "pg_loss": -5.0,
         "entropy": 5.0,
         "kl_loss": 0.0,
+        "rollout_kl_loss": 0.0,
         "approx_kl": 0.0,
         "clip_frac": 0.0,
         "dual_clip_frac": 0.0,
+        "kept_tokens": 2.0,
         "num_tokens": 2.0,
     }
 

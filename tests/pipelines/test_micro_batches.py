@@ -79,6 +79,9 @@ def test_position_t_predicts_token_t_plus_1() -> None:
         "advantages": [[0.0, 1.0, 2.0, 0.0, 0.0], [0.0, 3.0, 0.0, 0.0, 0.0]],
         "returns": [[0.0, -1.0, -2.0, 0.0, 0.0], [0.0, -3.0, 0.0, 0.0, 0.0]],
         "rollout_logprobs": [[0.0, -0.25, -0.5, 0.0, 0.0], [0.0, -0.25, 0.0, 0.0, 0.0]],
+        "weights": [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]],
+        "kept_mask": [[F, T, T, F, F], [F, T, F, F, F]],
+        "loss_weights": [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]],
         "row_ids": [[0, 0, 0, 0, -1], [1, 1, 1, -1, -1]],
         "positions": [[0, 1, 2, 3, 0], [0, 1, 2, 0, 0]],
     }
@@ -89,6 +92,9 @@ def test_position_t_predicts_token_t_plus_1() -> None:
         "advantages": torch.float32,
         "returns": torch.float32,
         "rollout_logprobs": torch.float32,
+        "weights": torch.float32,
+        "kept_mask": torch.bool,
+        "loss_weights": torch.float32,
         "row_ids": torch.int64,
         "positions": torch.int64,
     }
@@ -109,6 +115,9 @@ def test_rows_packed_into_one_line_keep_their_own_positions_and_targets() -> Non
         "advantages": [[0.0, 2.0, 3.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]],
         "returns": [[0.0, -2.0, -3.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0]],
         "rollout_logprobs": [[0.0, -0.25, -0.5, 0.0, 0.0, -0.25, 0.0, 0.0, 0.0]],
+        "weights": [[0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]],
+        "kept_mask": [[F, T, T, F, F, T, F, F, F]],
+        "loss_weights": [[0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]],
         "row_ids": [[1, 1, 1, 1, 0, 0, 0, -1, -1]],
         "positions": [[0, 1, 2, 3, 0, 1, 2, 0, 0]],
     }
@@ -271,6 +280,9 @@ def test_empty_micro_batches_end_each_update_and_hold_nothing() -> None:
         "advantages": [[0.0, 0.0, 0.0]],
         "returns": [[0.0, 0.0, 0.0]],
         "rollout_logprobs": [[0.0, 0.0, 0.0]],
+        "weights": [[0.0, 0.0, 0.0]],
+        "kept_mask": [[F, F, F]],
+        "loss_weights": [[0.0, 0.0, 0.0]],
         "row_ids": [[-1, -1, -1]],
         "positions": [[0, 0, 0]],
     }

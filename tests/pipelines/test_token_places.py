@@ -53,14 +53,18 @@ def lines(*rows: list[tuple[int, int] | None], mask: list[list[bool]] | None = N
     row_ids = torch.tensor([[PADDING if cell is None else cell[0] for cell in line] for line in rows])
     positions = torch.tensor([[0 if cell is None else cell[1] for cell in line] for line in rows])
     zeros = torch.zeros(row_ids.shape)
+    response_mask = torch.tensor(mask) if mask is not None else torch.ones(row_ids.shape, dtype=torch.bool)
     batch = MicroBatch(
         index=0,
         tokens=row_ids,
         targets=row_ids,
-        response_mask=torch.tensor(mask) if mask is not None else torch.ones(row_ids.shape, dtype=torch.bool),
+        response_mask=response_mask,
         advantages=zeros,
         returns=zeros,
         rollout_logprobs=zeros,
+        weights=response_mask.float(),
+        kept_mask=response_mask,
+        loss_weights=response_mask.float(),
         row_ids=row_ids,
         positions=positions,
     )

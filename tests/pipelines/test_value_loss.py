@@ -82,6 +82,7 @@ def test_terms_are_sums_over_response_tokens_and_nan_under_the_mask_does_not_cou
         "value_squared_error": 5.0,
         "return": 6.0,
         "return_squared": 20.0,
+        "kept_tokens": 2.0,
         "num_tokens": 2.0,
     }
     assert inputs.new_values.grad is not None

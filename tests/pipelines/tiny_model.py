@@ -179,6 +179,9 @@ def micro_batch(index: int, rows: list[list[int]]) -> MicroBatch:
         advantages=nothing,
         returns=nothing,
         rollout_logprobs=nothing,
+        weights=is_real.double(),
+        kept_mask=is_real,
+        loss_weights=is_real.double(),
         row_ids=torch.where(is_real, places // 4, -1),
         positions=torch.where(is_real, places % 4, 0),
     )

@@ -50,7 +50,7 @@ class Rule(ConfigSection):
     and leaves the mask; ``reject_token`` takes the unit's tokens out of the mask, ``reject_sequence`` all tokens of
     the sequence that the unit is in.
     lower, upper: in the estimator's units, so ratios for ``ratio``; ``None`` does not limit.
-    when: only tokens, or units whose first token has such an advantage.
+    when: only tokens with such an advantage, or units whose tokens' advantages sum to such.
     reverse: measure with −ℓ in the place of ℓ, as AReaL does.
     clamps_tokens: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
     name: in metrics; made of the fields where empty.
@@ -92,6 +92,11 @@ class Rule(ConfigSection):
         """Whether it changes the mask."""
         return self.action in ("reject_token", "reject_sequence")
 
+    def limits_weights_of(self, level: Level | None) -> bool:
+        """Whether its bounds are bounds of the weights of this level."""
+        on_weights = self.action in (*_ON_WEIGHTS, "zero_weight")
+        return on_weights and self.level == level and self.estimator == "ratio" and not self.reverse
+
     def describe(self) -> str:
         """``reject sequences whose ratio (geometric mean) is outside [0.999, 1.001]``."""
         subject = {"token": "tokens", "segment": "turns"}.get(self.level, "sequences")
@@ -119,7 +124,9 @@ def _bound(value: float | None, unlimited: str) -> str:
 def _rule_problems(rule: Rule) -> list[str]:
     given = {"lower": rule.lower, "upper": rule.upper}
     bounds = {name: value for name, value in given.items() if value is not None}
-    problems = [f"{name} is {value!r}; expected a finite number" for name, value in bounds.items() if not _finite(value)]
+    problems = [
+        f"{name} is {value!r}; expected a finite number" for name, value in bounds.items() if not _finite(value)
+    ]
     if not bounds:
         problems.append("has neither lower nor upper, and would do nothing; give at least one")
     if problems:

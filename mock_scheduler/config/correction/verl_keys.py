@@ -1,0 +1,145 @@
+"""verl's keys of rollout correction, of every release, as rules.
+
+Contract: pure functions from the keys' values to rules; ``ValueError`` names the key. Options that measure k1 compare
+the log ratio itself with the logarithms of their bounds, so the kept ratios are [lo, hi], as verl documents them; its
+releases up to 0.9.1 keep [1/hi, 1/lo] (verl#6377).
+Sources: verl ``trainer/ppo/rollout_corr_helper.py`` (0.6.1 to 0.9.1), ``mismatch_helper.py`` (0.6.0, git e7cdce1c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.config.correction.rules import Aggregation, Estimator, Level, Rule, VerlRelease
+from mock_scheduler.config.correction.thresholds import (
+    UNLIMITED,
+    Threshold,
+    parse_divergence,
+    parse_ratio_band,
+    split_thresholds,
+)
+
+VETO = "veto"
+WEIGHTS = "rollout_is"
+
+#: Options of 0.6.1 and before -> level of a ratio.
+RATIO_OPTIONS: Mapping[str, Level] = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+#: Options since 0.7.1 -> level, aggregation and estimator; k1 bounds a ratio.
+DIVERGENCE_OPTIONS: Mapping[str, tuple[Level, Aggregation, Estimator]] = {
+    "token_k1": ("token", "sum", "ratio"),
+    "token_k2": ("token", "sum", "k2"),
+    "token_k3": ("token", "sum", "k3"),
+    "seq_sum_k1": ("sequence", "sum", "ratio"),
+    "seq_sum_k2": ("sequence", "sum", "k2"),
+    "seq_sum_k3": ("sequence", "sum", "k3"),
+    "seq_mean_k1": ("sequence", "mean", "ratio"),
+    "seq_mean_k2": ("sequence", "mean", "k2"),
+    "seq_mean_k3": ("sequence", "mean", "k3"),
+    "seq_max_k2": ("sequence", "max", "k2"),
+    "seq_max_k3": ("sequence", "max", "k3"),
+}
+#: Releases whose options are those of ``RATIO_OPTIONS``.
+_OLD_RELEASES: tuple[VerlRelease, ...] = ("0.6.0", "e7cdce1c", "0.6.1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightRule:
+    """What ``rollout_is`` and its thresholds ask for. bounds: those that the metrics count raw weights beyond."""
+
+    rules: tuple[Rule, ...]
+    bounds: tuple[float | None, float | None]
+
+
+def weight_rules(
+    level: Level, threshold: Threshold | None, *, lower: float | None, mode: Literal["truncate", "mask"] | None
+) -> WeightRule:
+    """The rules of importance weights.
+
+    ``u`` truncates at u. ``"lo_hi"``, a lower bound, or mode ``mask`` make weights outside [lo, hi] 0 (IcePop); lo is
+    1/u where mode is ``mask`` and no lower bound is given. ``inf`` leaves weights as they are.
+    """
+    key = "rollout_is_threshold"
+    if threshold is None:
+        raise ValueError(
+            f"{key} is null, which bounds no weight; give a number such as 2.0, a pair such as '0.5_5.0', or inf for "
+            "weights without a bound"
+        )
+    if threshold == UNLIMITED:
+        if lower is not None or mode == "mask":
+            raise ValueError(f"{key} is inf, which needs no rollout_is_threshold_lower and no mode mask")
+        return WeightRule(rules=(), bounds=(None, None))
+    band = parse_ratio_band(threshold, key=key, lower=lower)
+    is_pair_text = isinstance(threshold, str) and "_" in threshold
+    if mode == "truncate" and is_pair_text:
+        raise ValueError(
+            f"{key} {threshold!r} makes weights outside it 0; with rollout_is_mode truncate give one number"
+        )
+    if mode == "mask" or (mode is None and band.is_pair):
+        rule = Rule(level=level, action="zero_weight", lower=band.lower, upper=band.upper, name=WEIGHTS)
+    else:
+        rule = Rule(level=level, action="truncate", upper=band.upper, name=WEIGHTS)
+    return WeightRule(rules=(rule,), bounds=(band.lower, band.upper))
+
+
+def rejection_rules(
+    text: str, threshold: Threshold | None, *, lower: float | None, release: VerlRelease | None
+) -> tuple[Rule, ...]:
+    """The rules of ``rollout_rs``: one per option of the list, in its order."""
+    key = "rollout_rs_threshold"
+    options = list(dict.fromkeys(option.strip() for option in text.split(",") if option.strip()))
+    if not options:
+        raise ValueError("rollout_rs is empty; name at least one option, or leave it null")
+    known = _known_options(release)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(f"rollout_rs: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+    if threshold is None:
+        raise ValueError(f"{key} is null, and rollout_rs {text!r} rejects nothing without it; give it")
+    divergences = [option for option in options if option in DIVERGENCE_OPTIONS]
+    if lower is not None and divergences:
+        raise ValueError(
+            f"{key}_lower belongs to the options {', '.join(RATIO_OPTIONS)}; give {', '.join(divergences)} both bounds "
+            f"as {key}: 'lo_hi'"
+        )
+    thresholds = split_thresholds(threshold, key=key, options=options)
+    return tuple(_rule(option, value, lower=lower) for option, value in zip(options, thresholds, strict=True))
+
+
+def veto_rule(threshold: float) -> Rule:
+    """Reject every sequence that has a token whose ratio is below ``threshold``."""
+    return Rule(level="token", action="reject_sequence", lower=threshold, name=VETO)
+
+
+def _known_options(release: VerlRelease | None) -> list[str]:
+    if release is None:
+        return [*RATIO_OPTIONS, *DIVERGENCE_OPTIONS]
+    return list(RATIO_OPTIONS if release in _OLD_RELEASES else DIVERGENCE_OPTIONS)
+
+
+def _rule(option: str, threshold: Threshold, *, lower: float | None) -> Rule:
+    key = "rollout_rs_threshold"
+    if option in RATIO_OPTIONS:
+        band = parse_ratio_band(threshold, key=key, lower=lower)
+        level = RATIO_OPTIONS[option]
+        action: Literal["reject_token", "reject_sequence"] = "reject_token" if level == "token" else "reject_sequence"
+        return Rule(level=level, action=action, lower=band.lower, upper=band.upper, name=option)
+    level, aggregation, estimator = DIVERGENCE_OPTIONS[option]
+    action = "reject_token" if level == "token" else "reject_sequence"
+    bottom: float | None = None
+    if estimator == "ratio":
+        band = parse_ratio_band(threshold, key=key)
+        bottom, top = band.lower, band.upper
+    else:
+        top = parse_divergence(threshold, key=key, option=option)
+    return Rule(
+        level=level,
+        action=action,
+        estimator=estimator,
+        aggregation=aggregation,
+        lower=bottom,
+        upper=top,
+        clamps_tokens=True,
+        name=option,
+    )

@@ -1,0 +1,259 @@
+"""What correction reads and gives, in any layout of tokens, and the one layout that it computes in.
+
+Contract: padded ``[B, T]`` and packed ``[N]`` tensors become the same list of response tokens, sequence after sequence,
+so that both give the same numbers; what is not a response token is never read, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.config.correction.rules import NanPolicy
+from mock_scheduler.correction.states import CorrectionStates
+from mock_scheduler.errors import CorrectionError
+from mock_scheduler.tensor_bytes import shape_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CorrectionInputs:
+    """Log-probabilities of the tokens that a policy sampled, and which of them are response tokens.
+
+    train_logprobs, rollout_logprobs: floating, ``[B, T]``, or ``[N]`` with ``cu_seqlens``; detached here.
+    response_mask: bool, integer or floating of the same shape, nonzero on response tokens.
+    cu_seqlens: integer ``[S + 1]``, where the S sequences of packed tensors start.
+    logprob_valid: bool, False where the engine gave no log-probability; ``None``: it gave all.
+    turn_ids: integer ≥ 0, the turn of each token within its sequence, for rules of level ``segment``; ``None``: each
+    unbroken run of response tokens is a turn.
+    positions: integer, which response token of its sequence it is; ``None``: counted.
+    versions_behind: integer ≥ 0, by how many policy versions the sampling policy was older than that which trains.
+    advantages: floating, for rules that ask for their sign.
+    Tensors of tokens have the shape of ``response_mask``. Of a context-parallel group every rank has its own tokens of
+    the same sequences, and gives ``turn_ids`` and ``positions`` where they are needed, since it cannot count them.
+    """
+
+    train_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    response_mask: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+    logprob_valid: torch.Tensor | None = None
+    turn_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    versions_behind: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that has one entry per token, by name."""
+        named = {
+            "response_mask": self.response_mask,
+            "train_logprobs": self.train_logprobs,
+            "rollout_logprobs": self.rollout_logprobs,
+            "logprob_valid": self.logprob_valid,
+            "turn_ids": self.turn_ids,
+            "positions": self.positions,
+            "versions_behind": self.versions_behind,
+            "advantages": self.advantages,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CorrectionResult:
+    """weights: of the inputs' shape, float32 or the wider of the inputs' dtypes, 0 where ``response_mask`` is; ``None``
+    without weights. mask: ``response_mask`` without rejected tokens, in its own dtype. Neither has a gradient.
+    kept: bool ``[M]``, weights_by_token: ``[M]`` or ``None``: the same for the M response tokens in their order.
+    release_metrics: with ``verl_compat``, what that release logs of this batch, by its names."""
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor
+    kept: torch.Tensor
+    weights_by_token: torch.Tensor | None
+    states: CorrectionStates
+    release_metrics: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UnknownTokens:
+    """The Q response tokens whose ratio is not known; int64 ``[Q]``. turn: as ``ResponseTokens.turns``."""
+
+    sequence: torch.Tensor
+    turn: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ResponseTokens:
+    """The M response tokens of S sequences whose ratio is known, sequence after sequence.
+
+    log_ratio, train, rollout: float64 ``[M]``, finite. lengths: int64 ``[S]`` on the CPU. places: int64 ``[M]``, in the
+    flat inputs. is_known: bool, of all response tokens; ``None`` where it is True throughout. dtype: of weights and of
+    comparisons with bounds. turns: int64 ``[M]``, ``turn_ids`` or else the number of the run that a token is in.
+    The others ``[M]`` where given.
+    """
+
+    log_ratio: torch.Tensor
+    train: torch.Tensor
+    rollout: torch.Tensor
+    lengths: torch.Tensor
+    places: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    is_known: torch.Tensor | None
+    unknown: UnknownTokens
+    has_turn_ids: bool
+    turns: torch.Tensor | None
+    positions: torch.Tensor | None
+    versions_behind: torch.Tensor | None
+    advantages: torch.Tensor | None
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    def sequence(self) -> torch.Tensor:
+        """int64 ``[M]``: the sequence of every token."""
+        return _repeat(self.lengths, self.log_ratio.device, len(self.log_ratio))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values ``[M]`` in the inputs' shape, 0 (False) where there is no response token or its ratio is not known."""
+        flat = values.new_zeros(self.shape.numel())
+        flat[self.places] = values
+        return flat.view(self.shape)
+
+    def with_unknown(self, values: torch.Tensor) -> torch.Tensor:
+        """Values ``[M]`` of all response tokens, 0 (False) for those whose ratio is not known."""
+        if self.is_known is None:
+            return values
+        every = values.new_zeros(len(self.is_known))
+        every[self.is_known] = values
+        return every
+
+
+def _repeat(lengths: torch.Tensor, device: torch.device, total: int) -> torch.Tensor:
+    index = torch.arange(len(lengths), device=device)
+    return torch.repeat_interleave(index, lengths.to(device), output_size=total)
+
+
+def check_inputs(inputs: CorrectionInputs) -> None:
+    """Raise ``CorrectionError`` naming every tensor of another shape, dtype or device, and offsets that do not fit."""
+    mask = inputs.response_mask
+    problems = [
+        f"{name} is {shape_text(tensor)} on {tensor.device}; response_mask is {shape_text(mask)} on {mask.device}"
+        for name, tensor in inputs.tensors().items()
+        if tensor.shape != mask.shape or tensor.device != mask.device
+    ]
+    floating = ("train_logprobs", "rollout_logprobs", "advantages")
+    problems += [
+        f"{name} is {shape_text(tensor)}; expected a floating dtype"
+        for name, tensor in inputs.tensors().items()
+        if name in floating and not tensor.is_floating_point()
+    ]
+    if inputs.cu_seqlens is None and mask.dim() != 2:
+        problems.append(f"response_mask is {shape_text(mask)}; expected [B, T], or [N] with cu_seqlens")
+    elif inputs.cu_seqlens is not None:
+        problems += _offset_problems(inputs.cu_seqlens, mask)
+    if problems:
+        raise CorrectionError(f"rollout correction: {'; '.join(problems)}")
+
+
+def _offset_problems(offsets: torch.Tensor, mask: torch.Tensor) -> list[str]:
+    if mask.dim() != 1:
+        return [f"cu_seqlens is given, and response_mask is {shape_text(mask)}; expected [N]"]
+    if offsets.dim() != 1 or len(offsets) < 1 or offsets.is_floating_point():
+        return [f"cu_seqlens is {shape_text(offsets)}; expected integer [S + 1]"]
+    if int(offsets[0]) != 0 or int(offsets[-1]) != len(mask) or bool((offsets.diff() < 0).any()):
+        return [f"cu_seqlens must rise from 0 to {len(mask)}"]
+    return []
+
+
+def read_tokens(inputs: CorrectionInputs, nan_policy: NanPolicy, *, needs_turns: bool = False) -> ResponseTokens:
+    """The response tokens of checked inputs.
+
+    A token whose log-probabilities or their difference are not finite, or not valid, is an error, or taken for equally
+    likely in both policies (``ratio_one``), or not known and in no statistic (``reject``).
+    Raises ``CorrectionError`` that names how many, and the first.
+    """
+    mask = inputs.response_mask if inputs.response_mask.dtype == torch.bool else inputs.response_mask != 0
+    places = mask.flatten().nonzero().flatten()
+    turns = None
+    if needs_turns:
+        turns = inputs.turn_ids if inputs.turn_ids is not None else _run_starts(mask, inputs.cu_seqlens).cumsum(0) - 1
+    lengths = _lengths(mask, inputs.cu_seqlens)
+
+    def at(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor | None:
+        return None if tensor is None else tensor.detach().flatten()[places]
+
+    train, rollout = (
+        tensor.detach().flatten()[places].double() for tensor in (inputs.train_logprobs, inputs.rollout_logprobs)
+    )
+    log_ratio = train - rollout
+    finite = log_ratio.isfinite()
+    if inputs.logprob_valid is not None:
+        finite = finite & inputs.logprob_valid.flatten()[places].bool()
+    is_known: torch.Tensor | None = None
+    unknown = UnknownTokens(sequence=places[:0], turn=places[:0])
+    if not bool(finite.all()):
+        _check_known(inputs, finite, places, nan_policy)
+        if nan_policy == "ratio_one":
+            train, rollout, log_ratio = (torch.where(finite, values, 0.0) for values in (train, rollout, log_ratio))
+        else:
+            is_known = finite
+            sequence = _repeat(lengths, places.device, len(places))
+            unknown = UnknownTokens(sequence=sequence[~finite], turn=at(turns, places[~finite]))
+            lengths = lengths - torch.bincount(unknown.sequence, minlength=len(lengths)).cpu()
+            train, rollout, log_ratio, places = (values[finite] for values in (train, rollout, log_ratio, places))
+    dtype = torch.promote_types(
+        torch.promote_types(inputs.train_logprobs.dtype, inputs.rollout_logprobs.dtype), torch.float32
+    )
+    return ResponseTokens(
+        log_ratio=log_ratio,
+        train=train,
+        rollout=rollout,
+        lengths=lengths,
+        places=places,
+        shape=mask.shape,
+        dtype=dtype,
+        is_known=is_known,
+        unknown=unknown,
+        has_turn_ids=inputs.turn_ids is not None,
+        turns=at(turns, places),
+        positions=at(inputs.positions, places),
+        versions_behind=at(inputs.versions_behind, places),
+        advantages=at(inputs.advantages, places),
+    )
+
+
+def _lengths(mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Response tokens of every sequence, int64 ``[S]`` on the CPU."""
+    if cu_seqlens is None:
+        return mask.sum(dim=1).cpu()
+    counts = torch.cat((mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)))
+    return counts[cu_seqlens.long().to(mask.device)].diff().cpu()
+
+
+def _run_starts(mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """bool, flat: where an unbroken run of response tokens begins."""
+    before = torch.zeros_like(mask)
+    if cu_seqlens is None:
+        before[:, 1:] = mask[:, :-1]
+    else:
+        before[1:] = mask[:-1]
+        starts = cu_seqlens[:-1].long().to(mask.device)
+        before[starts[starts < len(mask)]] = False
+    return (mask & ~before).flatten()
+
+
+def _check_known(inputs: CorrectionInputs, is_known: torch.Tensor, places: torch.Tensor, policy: NanPolicy) -> None:
+    if policy != "error":
+        return
+    first = int(places[(~is_known).nonzero().flatten()[0]])
+    train, rollout = float(inputs.train_logprobs.flatten()[first]), float(inputs.rollout_logprobs.flatten()[first])
+    width = inputs.response_mask.shape[-1]
+    place = f"row {first // width}, column {first % width}" if inputs.cu_seqlens is None else f"token {first}"
+    raise CorrectionError(
+        f"rollout correction: {int((~is_known).sum())} of {len(is_known)} response tokens have no finite "
+        f"log-probability, the first at {place} (training {train}, rollout {rollout}); find out why, or set "
+        "rollout_correction.nan_policy to reject or ratio_one"
+    )
