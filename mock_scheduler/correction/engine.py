@@ -94,7 +94,7 @@ def _check_rejected(spec: CorrectionSpec, kept: torch.Tensor) -> None:
     if num_rejected > limit * len(kept):
         raise CorrectionError(
             f"rollout correction rejects {num_rejected} of {len(kept)} response tokens, "
-            f"{num_rejected / len(kept):.1%}, more than rollout_correction.max_rejected_fraction {limit:g}: the rollout "
+            f"{num_rejected / len(kept):.1%}, above rollout_correction.max_rejected_fraction {limit:g}: the rollout "
             "and the training policy differ too much to train on; look at `mock-scheduler correction`"
         )
 
