@@ -161,13 +161,13 @@ class ServiceTraining:
         """All updates of one rollout step, in the service; dumped as ``debug.remote_api_dump_options`` says."""
         assert self._learner is not None
         dump = RemoteDump(config=self._config.debug, step=step)
-        advantages, advantage_metrics = self._learner.prepare(batch, step=step)
-        dump.save_prepared_trajectories(batch, advantages.advantages)
+        values, value_metrics = self._learner.prepare(batch, step=step)
+        dump.save_prepared_trajectories(batch, values.advantages)
         if self._config.debug.remote_api_dump_options.datums and self._config.debug.is_due(step):
-            dump.save_datums(build_datums(batch, advantages.advantages))
-        metrics = self._learner.train(batch, advantages, step=step)
+            dump.save_datums(build_datums(batch, values.advantages))
+        metrics = self._learner.train(batch, values, step=step)
         dump.save_training_metrics(metrics)
-        return metrics | advantage_metrics
+        return metrics | value_metrics
 
     def save(self, folder: Path, state: RunState) -> None:
         """The configuration has refused checkpoints."""

@@ -24,7 +24,7 @@ from mock_scheduler.text import shorten
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
 
 #: Those, and a run's own distance from its recording, which is rounding itself where all is well.
-NON_COMPARABLE_PREFIXES = (*NOT_COMPUTED_PREFIXES, "rollout_logprob_diff_")
+NON_COMPARABLE_PREFIXES = (*NOT_COMPUTED_PREFIXES, "rollout_logprob_diff_", "rollout_corr/", "mismatch/")
 
 _NON_FINITE = ("nan", "inf", "-inf")
 

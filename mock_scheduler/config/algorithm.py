@@ -10,6 +10,8 @@ from mock_scheduler.config.base import ConfigSection, NonNegativeFloat
 
 AdvantageEstimator = Literal["grpo", "gae", "reinforce_plus_plus", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3"]
+PolicyLoss = Literal["ppo", "gmpo"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 class RewardNormalizationConfig(ConfigSection):
@@ -85,3 +87,36 @@ def check_critic(critic: CriticConfig, *, estimator: AdvantageEstimator, min_lr:
             f"critic.warmup_steps {critic.warmup_steps} leaves no step of max_steps {max_steps} in which the policy is "
             f"trained; set it to at most {max_steps - 1}"
         )
+
+
+def policy_loss_problems(
+    policy_loss: PolicyLoss,
+    loss_agg_mode: LossAggMode,
+    *,
+    is_per_token: bool,
+    shares_sequences: bool,
+    packs_sequences: bool,
+    has_rows_of_turns: bool,
+    has_dual_clip: bool,
+    is_bypass: bool,
+) -> list[str]:
+    """What keeps this loss from being computed; GMPO needs every sequence as one whole line of one rank."""
+    problems = []
+    if loss_agg_mode != "token-mean" and not is_per_token:
+        problems.append(
+            f"loss_agg_mode {loss_agg_mode} is a mean over an update's sequences, and "
+            "training.calculate_per_token_loss false makes means of micro-batches; set it to true"
+        )
+    if policy_loss != "gmpo":
+        return problems
+    conflicts = {
+        f"loss_agg_mode {loss_agg_mode}: set seq-mean-token-sum, the mean over sequences": (
+            loss_agg_mode != "seq-mean-token-sum"
+        ),
+        "parallel.context_parallel_size above 1 shares sequences among ranks": shares_sequences,
+        "training.sequence_packing puts several sequences into a line": packs_sequences,
+        "rollout_form step makes a row of every turn": has_rows_of_turns,
+        "dual_clip has no part in it": has_dual_clip,
+        "algorithm.rollout_correction.bypass_mode has losses of its own": is_bypass,
+    }
+    return problems + [f"policy_loss gmpo: {text}" for text, is_there in conflicts.items() if is_there]

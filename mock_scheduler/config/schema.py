@@ -16,8 +16,10 @@ from mock_scheduler.config.algorithm import (
     CriticConfig,
     KlEstimator,
     KlInRewardConfig,
+    LossAggMode,
     RewardNormalizationConfig,
     check_critic,
+    policy_loss_problems,
 )
 from mock_scheduler.config.base import (
     ConfigSection,
@@ -118,7 +120,8 @@ class PipelineConfig(ConfigSection):
     ppo_epochs: PositiveInt = 1
     pg_clip: float = Field(default=0.2, gt=0.0)
     dual_clip: float | None = Field(default=None, gt=1.0)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    policy_loss: Literal["ppo", "gmpo"] = "ppo"
+    loss_agg_mode: LossAggMode = "token-mean"
     entropy_loss_coef: NonNegativeFloat = 0.0
     entropy_loss_coef_final: NonNegativeFloat | None = None
     use_kl_loss: bool = False
@@ -234,6 +237,29 @@ class PipelineConfig(ConfigSection):
                 f"with update {self.lr_decay_updates()} (training.lr_decay_iters, or all updates of the run)"
             )
         check_critic(self.critic, estimator=self.adv_estimator, min_lr=training.min_lr, max_steps=self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _check_policy_loss(self) -> PipelineConfig:
+        correction = self.algorithm.rollout_correction
+        problems = policy_loss_problems(
+            self.policy_loss,
+            self.loss_agg_mode,
+            is_per_token=self.training.calculate_per_token_loss,
+            shares_sequences=self.parallel.context_parallel_size > 1,
+            packs_sequences=self.training.sequence_packing,
+            has_rows_of_turns=self.rollout_form == "step",
+            has_dual_clip=self.dual_clip is not None,
+            is_bypass=correction is not None and correction.spec.bypass,
+        )
+        routers = self.model.moe_aux_loss_coeff > 0 or self.model.moe_z_loss_coeff > 0
+        if correction is not None and correction.rs_denominator == "kept" and routers:
+            problems.append(
+                "algorithm.rollout_correction.rs_denominator kept: the routers' losses (model.moe_aux_loss_coeff, "
+                "moe_z_loss_coeff) are means over all response tokens; use original"
+            )
+        if problems:
+            raise ValueError(f"the loss cannot be computed so:{bullet_list(problems, limit=None)}")
         return self
 
     @model_validator(mode="after")

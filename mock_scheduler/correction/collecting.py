@@ -11,7 +11,7 @@ import torch
 
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.config.correction.verl_keys import VETO
-from mock_scheduler.correction.inputs import ResponseTokens
+from mock_scheduler.correction.inputs import ResponseTokens, count_positions
 from mock_scheduler.correction.states import (
     BUCKET_SUMS,
     LAG_EDGES,
@@ -100,8 +100,9 @@ def collect_states(
 
 def _add_policies(rows: _Rows, tokens: ResponseTokens, k3: torch.Tensor, kept: torch.Tensor) -> None:
     rows.add("tokens", torch.ones_like(tokens.log_ratio))
-    unknown = torch.bincount(tokens.unknown.sequence, minlength=tokens.num_sequences)
-    rows.columns["sum"]["unknown"] = unknown.double().cpu().numpy()
+    for name, sequences in (("unknown", tokens.unknown.sequence), ("assumed", tokens.assumed)):
+        counts = torch.bincount(sequences, minlength=tokens.num_sequences)
+        rows.columns["sum"][name] = counts.double().cpu().numpy()
     rows.add("kept", kept)
     rows.add("train", tokens.train)
     rows.add("rollout", tokens.rollout)
@@ -196,9 +197,7 @@ def _positions(tokens: ResponseTokens) -> torch.Tensor:
     """Which response token of its sequence each is, int64 ``[M]``."""
     if tokens.positions is not None:
         return tokens.positions.long()
-    lengths = tokens.lengths.to(tokens.log_ratio.device)
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=len(tokens.log_ratio))
-    return torch.arange(len(starts), device=starts.device) - starts
+    return count_positions(tokens.lengths.to(tokens.log_ratio.device), len(tokens.log_ratio))
 
 
 def _by_bucket(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -46,9 +47,10 @@ def compute_correction(
 ) -> CorrectionResult:
     """Weights and mask of the response tokens, and what metrics are made of.
 
-    context_group: ranks that hold other tokens of the same sequences. batch_group: ranks whose weights are normalised
-    together. Every rank of a group must call it.
-    With verl's ``release`` set it gives that release's weights and mask instead, on one process.
+    context_group: ranks that hold other tokens of the same sequences, of which each must be in one batch_group.
+    batch_group: ranks whose weights are normalised together. Every rank of a group must call it.
+    With verl's ``release`` set it gives that release's weights and mask instead, on one process, and states of these
+    that have nothing of single rules.
     Raises ``CorrectionError``: shapes that do not fit; log-probabilities that are not finite, with ``nan_policy``
     error; advantages or turn numbers that a rule needs and that are not there; more rejected than
     ``max_rejected_fraction``.
@@ -56,7 +58,7 @@ def compute_correction(
     check_inputs(inputs)
     if spec.release is not None:
         _refuse_groups(spec, context_group, batch_group)
-        return correct_inputs_as_release(inputs, spec)
+        return _correct_as_release(inputs, spec)
     if spec.needs_advantages and inputs.advantages is None:
         raise CorrectionError("rollout correction: a rule asks for the sign of advantages, and none are given")
     needs_turns = spec.weight == "segment" or any(rule.level == "segment" for rule in spec.rules)
@@ -66,7 +68,7 @@ def compute_correction(
     weights = computation.weights(spec, measured, batch_group) if spec.weight is not None else None
     kept = computation.kept(measured)
     kept_by_token = tokens.with_unknown(kept)
-    _check_rejected(spec, kept_by_token)
+    _check_rejected(spec, kept_by_token, context_group)
     states = collect_states(tokens, spec, measured, weights, kept)
     mask = inputs.response_mask.detach()
     applied = None if weights is None else weights.applied.to(tokens.dtype)
@@ -86,15 +88,39 @@ def _refuse_groups(spec: CorrectionSpec, *groups: dist.ProcessGroup | None) -> N
         )
 
 
-def _check_rejected(spec: CorrectionSpec, kept: torch.Tensor) -> None:
+def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec) -> CorrectionResult:
+    release = correct_inputs_as_release(inputs, spec)
+    tokens = read_tokens(inputs, "ratio_one", needs_turns=spec.weight == "segment")
+    kept = release.mask.flatten()[tokens.places] != 0
+    _check_rejected(spec, kept, None)
+    applied = None if release.weights is None else release.weights.flatten()[tokens.places]
+    weights = None
+    if applied is not None:
+        raw = _Computation(tokens, None).weights(replace(spec, batch_normalize=False), [], None)
+        weights = replace(raw, bounded=applied.double(), applied=applied.double())
+    return CorrectionResult(
+        weights=release.weights,
+        mask=release.mask,
+        kept=kept,
+        weights_by_token=applied,
+        states=collect_states(tokens, spec, [], weights, kept),
+        release_metrics=release.metrics,
+    )
+
+
+def _check_rejected(spec: CorrectionSpec, kept: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     limit = spec.max_rejected_fraction
-    if limit is None or len(kept) == 0:
+    if limit is None:
         return
-    num_rejected = int((~kept).sum())
-    if num_rejected > limit * len(kept):
+    counts = torch.tensor([int((~kept).sum()), len(kept)], device=kept.device)
+    if group is not None and group.size() > 1:
+        # One rank alone must not raise: the others would wait for it.
+        dist.all_reduce(counts, group=group)
+    num_rejected, num_tokens = counts.tolist()
+    if num_rejected > limit * num_tokens:
         raise CorrectionError(
-            f"rollout correction rejects {num_rejected} of {len(kept)} response tokens, "
-            f"{num_rejected / len(kept):.1%}, above rollout_correction.max_rejected_fraction {limit:g}: the rollout "
+            f"rollout correction rejects {num_rejected} of {num_tokens} response tokens, "
+            f"{num_rejected / num_tokens:.1%}, above rollout_correction.max_rejected_fraction {limit:g}: the rollout "
             "and the training policy differ too much to train on; look at `mock-scheduler correction`"
         )
 
@@ -191,7 +217,7 @@ class _Computation:
                 bounded = torch.where(item.is_outside, 0.0, bounded)
         if units is not None and units.has_unknown is not None:
             bounded = torch.where(units.spread(units.has_unknown), 0.0, bounded)
-        factor = self._mean_weight(bounded, spec.weight, group) if spec.batch_normalize else 1.0
+        factor = self._mean_weight(bounded, units, spec.weight, group) if spec.batch_normalize else 1.0
         applied = bounded / factor if factor != 1.0 else bounded
         return MeasuredWeights(
             log_weights=log_weights,
@@ -201,10 +227,17 @@ class _Computation:
             factor=factor if spec.batch_normalize else None,
         )
 
-    def _mean_weight(self, weights: torch.Tensor, level: Level, group: dist.ProcessGroup | None) -> float:
-        """The mean over tokens at level token, else over sequences of their own means; 1 where it is nearly 0."""
-        counts = self._sequences.reduce(torch.ones_like(weights))
-        sums = self._sequences.reduce(weights)
+    def _mean_weight(
+        self, weights: torch.Tensor, units: Units | None, level: Level, group: dist.ProcessGroup | None
+    ) -> float:
+        """The mean over tokens at level token, else over sequences of their own means; 1 where it is nearly 0.
+
+        Units that have a token whose ratio is not known are in no mean: their weight is 0 for want of one.
+        """
+        known = torch.ones_like(weights)
+        if units is not None and units.has_unknown is not None:
+            known = (~units.spread(units.has_unknown)).double()
+        counts, sums = self._sequences.reduce(known), self._sequences.reduce(weights * known)
         if level != "token":
             sums, counts = sums / counts.clamp(min=1.0), (counts > 0).double()
         if group is not None and group.size() > 1:

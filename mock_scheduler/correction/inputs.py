@@ -88,8 +88,8 @@ class ResponseTokens:
 
     log_ratio, train, rollout: float64 ``[M]``, finite. lengths: int64 ``[S]`` on the CPU. places: int64 ``[M]``, in the
     flat inputs. is_known: bool, of all response tokens; ``None`` where it is True throughout. dtype: of weights and of
-    comparisons with bounds. turns: int64 ``[M]``, ``turn_ids`` or else the number of the run that a token is in.
-    The others ``[M]`` where given.
+    comparisons with bounds. assumed: int64 ``[Q]``, the sequences of the Q tokens whose ratio was taken for 1.
+    turns: int64 ``[M]``, ``turn_ids`` or else the number of the run that a token is in. The others ``[M]`` where given.
     """
 
     log_ratio: torch.Tensor
@@ -101,6 +101,7 @@ class ResponseTokens:
     dtype: torch.dtype
     is_known: torch.Tensor | None
     unknown: UnknownTokens
+    assumed: torch.Tensor
     has_turn_ids: bool
     turns: torch.Tensor | None
     positions: torch.Tensor | None
@@ -136,6 +137,12 @@ def _repeat(lengths: torch.Tensor, device: torch.device, total: int) -> torch.Te
     return torch.repeat_interleave(index, lengths.to(device), output_size=total)
 
 
+def count_positions(lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """int64 ``[total]``: which of its run each entry is, for runs of these lengths, on their device."""
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=total)
+    return torch.arange(total, device=lengths.device) - starts
+
+
 def check_inputs(inputs: CorrectionInputs) -> None:
     """Raise ``CorrectionError`` naming every tensor of another shape, dtype or device, and offsets that do not fit."""
     mask = inputs.response_mask
@@ -149,6 +156,12 @@ def check_inputs(inputs: CorrectionInputs) -> None:
         f"{name} is {shape_text(tensor)}; expected a floating dtype"
         for name, tensor in inputs.tensors().items()
         if name in floating and not tensor.is_floating_point()
+    ]
+    integer = ("turn_ids", "positions", "versions_behind")
+    problems += [
+        f"{name} is {shape_text(tensor)}; expected an integer dtype"
+        for name, tensor in inputs.tensors().items()
+        if name in integer and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     ]
     if inputs.cu_seqlens is None and mask.dim() != 2:
         problems.append(f"response_mask is {shape_text(mask)}; expected [B, T], or [N] with cu_seqlens")
@@ -171,8 +184,8 @@ def _offset_problems(offsets: torch.Tensor, mask: torch.Tensor) -> list[str]:
 def read_tokens(inputs: CorrectionInputs, nan_policy: NanPolicy, *, needs_turns: bool = False) -> ResponseTokens:
     """The response tokens of checked inputs.
 
-    A token whose log-probabilities or their difference are not finite, or not valid, is an error, or taken for equally
-    likely in both policies (``ratio_one``), or not known and in no statistic (``reject``).
+    A token whose log-probabilities or their difference are not finite, or not valid, is an error, or taken for as
+    likely in both policies as in the one that is known (``ratio_one``), or in no statistic (``reject``).
     Raises ``CorrectionError`` that names how many, and the first.
     """
     mask = inputs.response_mask if inputs.response_mask.dtype == torch.bool else inputs.response_mask != 0
@@ -188,20 +201,27 @@ def read_tokens(inputs: CorrectionInputs, nan_policy: NanPolicy, *, needs_turns:
     train, rollout = (
         tensor.detach().flatten()[places].double() for tensor in (inputs.train_logprobs, inputs.rollout_logprobs)
     )
+    if inputs.logprob_valid is not None:
+        rollout = torch.where(inputs.logprob_valid.flatten()[places].bool(), rollout, torch.nan)
     log_ratio = train - rollout
     finite = log_ratio.isfinite()
-    if inputs.logprob_valid is not None:
-        finite = finite & inputs.logprob_valid.flatten()[places].bool()
     is_known: torch.Tensor | None = None
     unknown = UnknownTokens(sequence=places[:0], turn=places[:0])
+    assumed, positions = places[:0], inputs.positions
     if not bool(finite.all()):
         _check_known(inputs, finite, places, nan_policy)
+        sequence = _repeat(lengths, places.device, len(places))
         if nan_policy == "ratio_one":
-            train, rollout, log_ratio = (torch.where(finite, values, 0.0) for values in (train, rollout, log_ratio))
+            assumed = sequence[~finite]
+            train = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0.0))
+            rollout, log_ratio = torch.where(finite, rollout, train), torch.where(finite, log_ratio, 0.0)
         else:
             is_known = finite
-            sequence = _repeat(lengths, places.device, len(places))
             unknown = UnknownTokens(sequence=sequence[~finite], turn=at(turns, places[~finite]))
+            if positions is None:
+                # Counted later they would leave out the tokens that are not known.
+                positions = places.new_zeros(mask.shape)
+                positions.view(-1)[places] = count_positions(lengths.to(places.device), len(places))
             lengths = lengths - torch.bincount(unknown.sequence, minlength=len(lengths)).cpu()
             train, rollout, log_ratio, places = (values[finite] for values in (train, rollout, log_ratio, places))
     dtype = torch.promote_types(
@@ -217,9 +237,10 @@ def read_tokens(inputs: CorrectionInputs, nan_policy: NanPolicy, *, needs_turns:
         dtype=dtype,
         is_known=is_known,
         unknown=unknown,
+        assumed=assumed,
         has_turn_ids=inputs.turn_ids is not None,
         turns=at(turns, places),
-        positions=at(inputs.positions, places),
+        positions=at(positions, places),
         versions_behind=at(inputs.versions_behind, places),
         advantages=at(inputs.advantages, places),
     )

@@ -115,6 +115,8 @@ def turn_units(tokens: ResponseTokens, group: dist.ProcessGroup | None) -> Units
             "all of them"
         )
     both = torch.cat((turns, lost_turn.long()))
+    if len(both) and int(both.min()) < 0:
+        raise CorrectionError(f"rollout correction: turn_ids of response tokens are 0 and above; one is {both.min()}")
     most = both.max().reshape(1) + 1 if len(both) else both.new_ones(1)
     if is_shared:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)

@@ -8,9 +8,10 @@
     POST /v1/finish          -> {"steps": int}; the service ends
 
 A *datum* is one row: tokens, response mask, recorded log-probabilities, identity and, to train on, an advantage and a
-return for each response token. The datums of a step are one document: the step file of a recording
-(``recording.step``), with the ragged extras ``advantages`` and ``returns``, float64 ``[R]`` of each row. So nothing is
-unpickled, every tensor has its digest, and the service trains on the very bits that the client has.
+return for each response token, and where rollouts were corrected a weight and whether the token is kept. The datums of
+a step are one document: the step file of a recording (``recording.step``), with the ragged extras ``advantages``,
+``returns`` and ``weights``, float64 ``[R]`` of each row, and ``kept``, bool. So nothing is unpickled, every tensor has
+its digest, and the service trains on the very bits that the client has.
 Scores are a safetensors document of float64 ``[M]`` tensors in the datums' order. ``score`` is asked for where
 advantages are made of more than rewards, before ``train`` of the same step. The ``run_id`` of the first documents is
 that of the client; others are refused from then on.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,38 +41,62 @@ from mock_scheduler.text import bullet_list
 
 PROTOCOL_VERSION = 1
 VALUE_NAMES = ("advantages", "returns")
+OPTIONAL_VALUE_DTYPES = {"weights": torch.float64, "kept": torch.bool}
 #: A request may be as large as this.
 MAX_REQUEST_BYTES = 1 << 32
 
 
-def with_values(batch: RolloutBatch, advantages: torch.Tensor, returns: torch.Tensor) -> RolloutBatch:
-    """The datums of a batch: its rows with advantages and returns, floating ``[M]``, one per response token."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DatumValues:
+    """What datums are trained with, ``[M]``: float64, and ``kept`` bool; ``None`` where rollouts were not corrected."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    weights: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+def with_values(
+    batch: RolloutBatch,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> RolloutBatch:
+    """The datums of a batch: its rows with advantages and returns, floating ``[M]``, one per response token.
+
+    weights: floating, kept: bool, ``[M]``, of corrected rollouts.
+    """
     offsets = batch.response_offsets
-    columns = {
-        name: TensorColumn(values=values.detach().cpu().double(), offsets=offsets)
-        for name, values in zip(VALUE_NAMES, (advantages, returns), strict=True)
-    }
+    values = {"advantages": advantages.double(), "returns": returns.double()}
+    values |= {} if weights is None else {"weights": weights.double()}
+    values |= {} if kept is None else {"kept": kept.bool()}
+    columns = {name: TensorColumn(values=tensor.detach().cpu(), offsets=offsets) for name, tensor in values.items()}
     return replace(batch, extras={**batch.extras, **columns})
 
 
-def take_values(datums: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of datums, float64 ``[M]``; raises ``ServiceError`` naming what is absent or misshapen."""
+def take_values(datums: RolloutBatch) -> DatumValues:
+    """What datums are trained with; raises ``ServiceError`` naming what is absent or misshapen."""
     problems = []
-    expected = datums.response_offsets
-    found: list[torch.Tensor] = []
-    for name in VALUE_NAMES:
+    found: dict[str, torch.Tensor] = {}
+    for name in (*VALUE_NAMES, *OPTIONAL_VALUE_DTYPES):
+        dtype = OPTIONAL_VALUE_DTYPES.get(name, torch.float64)
         column = datums.extras.get(name)
+        if column is None and name in OPTIONAL_VALUE_DTYPES:
+            continue
+        words = str(dtype).removeprefix("torch.")
         if not isinstance(column, TensorColumn) or column.offsets is None:
-            problems.append(f"{name} is absent; expected a ragged float64 column with one value per response token")
-        elif column.values.dtype is not torch.float64 or not torch.equal(column.offsets, expected):
-            problems.append(f"{name} is {shape_text(column.values)}; expected float64, one value per response token")
+            problems.append(f"{name} is absent; expected a ragged {words} column with one value per response token")
+        elif column.values.dtype is not dtype or not torch.equal(column.offsets, datums.response_offsets):
+            problems.append(f"{name} is {shape_text(column.values)}; expected {words}, one value per response token")
         elif not bool(column.values.isfinite().all()):
             problems.append(f"{name} has NaN or infinity")
         else:
-            found.append(column.values)
+            found[name] = column.values
     if problems:
         raise ServiceError(f"these datums cannot be trained on:{bullet_list(problems)}")
-    return found[0], found[1]
+    return DatumValues(**found)
 
 
 def encode_datums(datums: RolloutBatch, *, step: int, run_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Advantages step by step: what a step's scores are worth, and the coefficient of the KL that moves with them.
+"""What a step trains with, step after step: its correction, its advantages, and the coefficient that moves with them.
 
 On the host in float64, the same wherever it is computed: in every rank of a run, or in the client of a training
 service, which has no model.
@@ -13,8 +13,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.correction import CorrectionResult
 from mock_scheduler.digests import JSON
-from pipelines.algorithm.advantages import TokenAdvantages
+from pipelines.algorithm.correction import BatchCorrector, check_correctable, corrected_step_metrics, correction_spec
 from pipelines.algorithm.kl import AdaptiveKl, compute_kl_penalty
 from pipelines.algorithm.prepare import prepare_advantages
 
@@ -23,7 +24,8 @@ from pipelines.algorithm.prepare import prepare_advantages
 class ResponseScores:
     """What the models said of a batch's response tokens, float64 ``[M]`` in the batch's order.
 
-    old_logprobs and ref_logprobs are there where ``kl_in_reward.coef`` is above 0, values for ``adv_estimator: gae``.
+    old_logprobs is there where ``kl_in_reward.coef`` is above 0 or rollouts are corrected before the updates,
+    ref_logprobs for the former, values for ``adv_estimator: gae``.
     """
 
     old_logprobs: torch.Tensor | None = None
@@ -36,23 +38,75 @@ class ResponseScores:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingValues:
+    """What a batch is trained with, one entry per response token, in its order.
+
+    advantages, returns: float64 ``[M]``. weights: floating ``[M]``, importance weights; ``None`` for none. kept: bool
+    ``[M]``, False where a token is rejected; ``None`` where nothing is.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    weights: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
 def needed_scores(config: PipelineConfig) -> tuple[str, ...]:
-    """The fields of ``ResponseScores`` that this algorithm's advantages are made of; empty where rewards suffice."""
-    kl = ("old_logprobs", "ref_logprobs") if config.kl_in_reward.coef > 0 else ()
-    return (*kl, "values") if config.adv_estimator == "gae" else kl
+    """The fields of ``ResponseScores`` that this algorithm's values are made of; empty where rewards suffice."""
+    spec = correction_spec(config)
+    names = []
+    if config.kl_in_reward.coef > 0 or (spec is not None and not spec.bypass):
+        names.append("old_logprobs")
+    if config.kl_in_reward.coef > 0:
+        names.append("ref_logprobs")
+    if config.adv_estimator == "gae":
+        names.append("values")
+    return tuple(names)
 
 
-class AdvantageMaker:
-    """Makes the advantages of one step after another; its state is the coefficient of the KL in the reward."""
+class ValueMaker:
+    """Makes the training values of one step after another; its state is the coefficient of the KL in the reward."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
+        self._spec = correction_spec(config)
         self.kl_controller = AdaptiveKl(
             coef=config.kl_in_reward.coef, target=config.kl_in_reward.target, horizon=config.kl_in_reward.horizon
         )
 
-    def make(self, batch: RolloutBatch, scores: ResponseScores) -> tuple[TokenAdvantages, dict[str, float]]:
-        """Advantages and their metrics; the coefficient moves on. Raises ``ValueError`` where a score is missing."""
+    def make(
+        self, batch: RolloutBatch, scores: ResponseScores, *, policy_version: int
+    ) -> tuple[TrainingValues, dict[str, float]]:
+        """Correction, advantages and their metrics; the coefficient moves on.
+
+        policy_version: that of the policy under training. In bypass tokens are corrected update by update, by whoever
+        has the policy. Raises ``ValueError`` where a score is missing, ``CorrectionError`` where rollouts cannot be
+        corrected.
+        """
+        spec = self._spec
+        if spec is not None:
+            check_correctable(batch, self._config)
+        if spec is None or spec.bypass:
+            return self._make(batch, scores, corrected=None)
+        if scores.old_logprobs is None:
+            raise ValueError("rollout_correction: old_logprobs are missing; they are what rollouts are corrected to")
+        corrector = BatchCorrector(batch, spec, policy_version=policy_version)
+        old_logprobs = self.as_computed(scores.old_logprobs)
+        corrected = corrector.correct(old_logprobs, rules_with_advantages=False)
+        values, metrics = self._make(batch, scores, corrected=corrected)
+        if spec.needs_advantages:
+            corrected = corrector.correct(old_logprobs, advantages=values.advantages)
+        values = replace(values, weights=corrected.weights_by_token, kept=corrected.kept)
+        return values, metrics | corrected_step_metrics([corrected], spec)
+
+    def as_computed(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities ``[M]`` in the dtype in which training computes them, which float64 holds exactly."""
+        return logprobs.to(torch.float64 if self._config.precision == "float64" else torch.float32)
+
+    def _make(
+        self, batch: RolloutBatch, scores: ResponseScores, *, corrected: CorrectionResult | None
+    ) -> tuple[TrainingValues, dict[str, float]]:
         kl_penalty: torch.Tensor | None = None
         controller = self.kl_controller
         if scores.old_logprobs is not None and scores.ref_logprobs is not None:
@@ -62,8 +116,18 @@ class AdvantageMaker:
             # NumPy's sum, since the last bits of torch's follow the number of threads.
             measured_kl = float(kl.numpy().sum() / max(len(kl), 1))
             self.kl_controller = controller.update(measured_kl=measured_kl, num_samples=batch.num_trajectories)
-        advantages, metrics = prepare_advantages(batch, self._config, kl_penalty=kl_penalty, values=scores.values)
-        return advantages, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
+        spec = self._spec
+        advantages, metrics = prepare_advantages(
+            batch,
+            self._config,
+            kl_penalty=kl_penalty,
+            values=scores.values,
+            kept=None if corrected is None else corrected.kept,
+            exclude_rejected=spec is None or spec.exclude_rejected_from_baseline,
+            lone_survivor="reward" if spec is None else spec.lone_survivor,
+        )
+        values = TrainingValues(advantages=advantages.advantages, returns=advantages.returns)
+        return values, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
 
     def state_dict(self) -> dict[str, JSON]:
         """What goes on besides the models."""

@@ -69,6 +69,8 @@ class CriticTrainer:
                 old_values=old_values[batch.index],
                 returns=batch.returns,
                 response_mask=batch.response_mask,
+                kept_mask=batch.kept_mask,
+                loss_weights=batch.loss_weights,
             )
             result = compute_value_loss(inputs, self._loss_config)
             probe.tokens("output", own, {"values": inputs.new_values}, update=number, prefix=prefix)

@@ -14,8 +14,9 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.digests import JSON
-from pipelines.algorithm.advantages import TokenAdvantages
-from pipelines.algorithm.preparation import AdvantageMaker, ResponseScores, needed_scores
+from pipelines.algorithm.correction import BatchCorrector, correction_spec
+from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.merging import exchange_rows, exchange_tokens
 from pipelines.megatron.model import DTYPES
@@ -64,7 +65,8 @@ class Learner:
         self.runtime = runtime
         self.policy = PolicyTrainer(config, runtime, vocab_size=vocab_size, allowed_tokens=allowed_tokens)
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
-        self.advantages = AdvantageMaker(config)
+        self.values = ValueMaker(config)
+        self._spec = correction_spec(config)
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -74,17 +76,17 @@ class Learner:
 
     def state_dict(self) -> dict[str, JSON]:
         """What goes on besides the models: the controller of the KL in the reward."""
-        return self.advantages.state_dict()
+        return self.values.state_dict()
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
         """Go on from what ``state_dict`` gave."""
-        self.advantages.load_state_dict(state)
+        self.values.load_state_dict(state)
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
         scored = self.score(batch, probe=probe)
-        advantages, metrics = self.advantages.make(batch, self.response_scores(scored))
-        return self.update(scored, advantages, step=step, probe=probe) | metrics
+        values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
+        return self.update(scored, values, step=step, probe=probe) | metrics
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
         """The first half of a step: what the models say of its tokens."""
@@ -106,25 +108,47 @@ class Learner:
         )
 
     def update(
-        self, scored: ScoredStep, advantages: TokenAdvantages, *, step: int, probe: TrainingProbe = NO_PROBE
+        self, scored: ScoredStep, values: TrainingValues, *, step: int, probe: TrainingProbe = NO_PROBE
     ) -> dict[str, float]:
-        """The second half of a step: all its updates, with these advantages."""
+        """The second half of a step: all its updates, with these values."""
         differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
-        plan = self._plan(scored.batch, advantages)
+        plan = self._plan(scored.batch, values)
+        bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
-        results = self._updates(plan, scored.scores, trains_policy=trains_policy, probe=probe)
+        results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
-        return means | differences | last | {"num_updates": float(len(results))}
+        correction = {} if bypass is None else bypass.metrics()
+        return means | differences | correction | last | {"num_updates": float(len(results))}
 
-    def _plan(self, batch: RolloutBatch, advantages: TokenAdvantages | None) -> StepPlan:
+    def _bypass(self, scored: ScoredStep, values: TrainingValues, *, step: int) -> BypassCorrector | None:
+        """What corrects each update where the correction is one of two policies."""
+        spec = self._spec
+        if spec is None or not spec.bypass:
+            return None
+        return BypassCorrector(
+            BatchCorrector(scored.batch, spec, policy_version=step),
+            spec,
+            values,
+            self.runtime,
+            compute=self.policy.compute_logprobs,
+            as_computed=self.values.as_computed,
+            plan_with=lambda corrected: self._plan(scored.batch, corrected),
+            trajectories_per_update=self.config.training.global_batch_size,
+        )
+
+    def _plan(self, batch: RolloutBatch, values: TrainingValues | None) -> StepPlan:
         """The step's micro-batches; without advantages where these are still to be made of what the models say."""
         nothing = torch.zeros(int(batch.response_mask.sum()), dtype=torch.float64)
         return build_step_plan(
             batch,
-            nothing if advantages is None else advantages.advantages,
-            nothing if advantages is None else advantages.returns,
+            nothing if values is None else values.advantages,
+            nothing if values is None else values.returns,
             self.config.training,
+            token_weights=None if values is None else values.weights,
+            token_kept=None if values is None else values.kept,
+            loss_agg_mode=self.config.loss_agg_mode,
+            rs_denominator="original" if self._spec is None else self._spec.rs_denominator,
             count_multiple=self.runtime.micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
         )
@@ -153,24 +177,44 @@ class Learner:
         return response_values(plan.micro_batches, exchange_tokens(plan.micro_batches, owned, own_values, self.runtime))
 
     def _updates(
-        self, plan: StepPlan, scores: Scores, *, trains_policy: bool, probe: TrainingProbe
+        self,
+        plan: StepPlan,
+        scores: Scores,
+        bypass: BypassCorrector | None,
+        *,
+        trains_policy: bool,
+        probe: TrainingProbe,
     ) -> list[dict[str, float]]:
         updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
         for own in (own for _, batches in updates for own in batches):
             probe.tokens("advantage", own, {"advantages": own.batch.advantages, "returns": own.batch.returns})
+            if self._spec is not None and not self._spec.bypass:
+                probe.tokens("advantage", own, correction_of(own.batch))
         self._start_router_step(plan)
         results: list[dict[str, float]] = []
         for _ in range(self.config.ppo_epochs):
-            for micro_batches, batches in updates:
+            for position, (micro_batches, batches) in enumerate(updates):
                 number = len(results)
                 probe.start_update(number, micro_batches)
                 metrics: dict[str, float] = {}
                 if self.critic is not None and scores.values is not None:
                     metrics |= self.critic.update(micro_batches, batches, scores.values, number=number, probe=probe)
                 if trains_policy:
-                    ref_logprobs = scores.ref_logprobs if self.config.use_kl_loss else None
+                    old_logprobs, term_scale = scores.old_logprobs, 1.0
+                    if bypass is not None:
+                        known = scores.old_logprobs if number == 0 else None
+                        corrected = bypass.correct(position, micro_batches, batches, known)
+                        term_scale = corrected.term_scale
+                        batches = self._owned(corrected.micro_batches)
+                        old_logprobs = {own.batch.index: own.batch.rollout_logprobs for own in batches}
                     metrics |= self.policy.update(
-                        micro_batches, batches, scores.old_logprobs, ref_logprobs, number=number, probe=probe
+                        micro_batches,
+                        batches,
+                        old_logprobs,
+                        scores.ref_logprobs if self.config.use_kl_loss else None,
+                        number=number,
+                        term_scale=term_scale,
+                        probe=probe,
                     )
                 results.append(metrics)
         for model in self.models.values():

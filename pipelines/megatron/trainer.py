@@ -11,7 +11,17 @@ import torch
 from megatron.core import parallel_state
 
 from mock_scheduler.config.schema import PipelineConfig
-from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
+from mock_scheduler.correction import CorrectionSpec
+from pipelines.algorithm.correction import correction_spec
+from pipelines.algorithm.geometric_loss import compute_geometric_loss
+from pipelines.algorithm.losses import (
+    METRIC_SUMS,
+    PolicyLossConfig,
+    PolicyLossInputs,
+    compute_metric_means,
+    compute_policy_loss,
+)
+from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
@@ -56,9 +66,11 @@ class PolicyTrainer:
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
         self.router_ledger = attach_router_ledger(self.policy.chunks)
+        self._spec = correction_spec(config)
 
-    def _loss_config(self) -> PolicyLossConfig:
+    def _loss_config(self, term_scale: float) -> PolicyLossConfig:
         """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""
+        spec = self._spec or CorrectionSpec()
         config, first = self.config, self.config.entropy_loss_coef
         last = first if config.entropy_loss_coef_final is None else config.entropy_loss_coef_final
         progress = min(
@@ -70,6 +82,11 @@ class PolicyTrainer:
             entropy_loss_coef=first + (last - first) * progress,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
             kl_loss_estimator=config.kl_loss_estimator,
+            loss_type=spec.loss_type,
+            rs_denominator=spec.rs_denominator,
+            term_mask="response" if spec.bypass else "kept",
+            term_scale=term_scale,
+            rollout_kl_coef=spec.rollout_kl_coef,
         )
 
     def vocab_shard(self, width: int) -> VocabShard:
@@ -113,6 +130,7 @@ class PolicyTrainer:
         ref_logprobs: Mapping[int, torch.Tensor] | None,
         *,
         number: int,
+        term_scale: float = 1.0,
         probe: TrainingProbe = NO_PROBE,
     ) -> dict[str, float]:
         """One update; its metrics are means over its response tokens.
@@ -121,7 +139,9 @@ class PolicyTrainer:
         probe. ``ref_logprobs`` is given where the loss has a KL term.
         """
 
-        loss_config = self._loss_config()
+        loss_config = self._loss_config(term_scale)
+        is_bypass = self._spec is not None and self._spec.bypass
+        compute = compute_geometric_loss if self.config.policy_loss == "gmpo" else compute_policy_loss
 
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             batch = own.batch
@@ -133,10 +153,16 @@ class PolicyTrainer:
                 ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.index],
                 advantages=batch.advantages,
                 response_mask=batch.response_mask,
+                weights=batch.weights,
+                kept_mask=batch.kept_mask,
+                loss_weights=batch.loss_weights,
+                rollout_logprobs=batch.rollout_logprobs,
             )
-            output = compute_policy_loss(inputs, loss_config)
+            output = compute(inputs, loss_config)
             probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
             probe.tokens("loss", own, output.terms, update=number)
+            if is_bypass:
+                probe.tokens("loss", own, correction_of(batch), update=number)
             return output.total, output.num_tokens.int(), output.metrics
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
@@ -154,12 +180,15 @@ class PolicyTrainer:
     def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
         totals = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS)).sum(axis=1).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
-        num_tokens = named.pop("num_tokens")
-        if not self.config.use_kl_loss:
-            del named["kl_loss"]
-        if self.config.dual_clip is None:
-            del named["dual_clip_frac"]
-        means = {name: total / max(num_tokens, 1.0) for name, total in named.items()}
+        num_tokens = named["num_tokens"]
+        means = compute_metric_means(named)
+        spec = self._spec
+        unused = {
+            "kl_loss": not self.config.use_kl_loss,
+            "dual_clip_frac": self.config.dual_clip is None,
+            "rollout_kl_loss": spec is None or spec.rollout_kl_coef == 0,
+        }
+        means = {name: value for name, value in means.items() if not unused.get(name, False)}
         weight = router_weight(micro_batches, self.config.training, num_tokens=num_tokens)
         router = merge_router_sums(self.router_ledger, self.config.model, self.runtime, total_weight=weight)
         return means | router | {"num_response_tokens": num_tokens}

@@ -18,8 +18,7 @@ from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ServiceError
 from mock_scheduler.remote.protocol import PROTOCOL_VERSION, decode_datums, take_values
 from mock_scheduler.text import bullet_list
-from pipelines.algorithm.advantages import TokenAdvantages
-from pipelines.algorithm.preparation import needed_scores
+from pipelines.algorithm.preparation import TrainingValues, needed_scores
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.learner import Learner, ScoredStep
@@ -126,8 +125,10 @@ class TrainingService:
     def train(self, step: int, body: bytes) -> dict[str, float]:
         """All updates of a step; their metrics. Collective."""
         scored = self._scored or self._start(step, body)
-        advantages, returns = take_values(decode_datums(body, step=step)[0])
-        values = TokenAdvantages(advantages=advantages, returns=returns)
+        taken = take_values(decode_datums(body, step=step)[0])
+        values = TrainingValues(
+            advantages=taken.advantages, returns=taken.returns, weights=taken.weights, kept=taken.kept
+        )
         with self._open_step:
             metrics = self._learner.update(scored, values, step=step, probe=self._probe)
         self._scored, self._probe = None, NO_PROBE

@@ -9,7 +9,7 @@ import torch
 
 from mock_scheduler.config.schema import CriticConfig, PipelineConfig
 from pipelines.algorithm.kl import AdaptiveKl
-from pipelines.algorithm.preparation import AdvantageMaker
+from pipelines.algorithm.preparation import ValueMaker
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.router_metrics import router_weight
 from pipelines.megatron.runtime import Runtime
@@ -65,7 +65,7 @@ def test_a_resumed_coefficient_goes_on_only_where_it_adapts_to_the_same_target(
     own: AdaptiveKl, saved: AdaptiveKl, expected: float
 ) -> None:
     """The checkpoint's controller replaced the configuration's: a run without KL went on without, whatever was set."""
-    maker = AdvantageMaker(config_of())
+    maker = ValueMaker(config_of())
     maker.kl_controller = own
     maker.load_state_dict({"kl_in_reward": dict(saved.state_dict())})
     assert maker.kl_controller == AdaptiveKl(coef=expected, target=own.target, horizon=own.horizon)

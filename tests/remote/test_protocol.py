@@ -36,8 +36,8 @@ def test_datums_come_back_bit_for_bit() -> None:
     body = encode_datums(with_values(BATCH, ADVANTAGES, RETURNS), step=3, run_id="r")
     datums, run_id = decode_datums(body, step=3)
     assert run_id == "r"
-    assert torch.equal(take_values(datums)[0], ADVANTAGES)
-    assert torch.equal(take_values(datums)[1], RETURNS)
+    assert torch.equal(take_values(datums).advantages, ADVANTAGES)
+    assert torch.equal(take_values(datums).returns, RETURNS)
     assert torch.equal(datums.tokens, BATCH.tokens)
     assert torch.equal(datums.rollout_logprobs, BATCH.rollout_logprobs)
     assert datums.identities == BATCH.identities

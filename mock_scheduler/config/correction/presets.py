@@ -114,7 +114,7 @@ _OTHERS: Mapping[str, Preset] = {
             ),
             bypass_mode=True,
         ),
-        source="DeepSeek-V3.2, section 3.1, off-policy sequence masking; TRL off_policy_mask_threshold, slime --use-opsm",
+        source="DeepSeek-V3.2, section 3.1; TRL off_policy_mask_threshold, slime --use-opsm",
         remark="TRL's default threshold is none; set upper of the rule",
     ),
     "slime_tis": Preset(values=_is("token"), source="slime 624b824a, vanilla_tis_function: --use-tis, tis-clip 2.0"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.correction.verl.masked import clamp_log, masked_mean, masked_sum, mean_of
-from mock_scheduler.correction.verl.metrics import masked_range, masked_std, spread_metrics
+from mock_scheduler.correction.verl.metrics import clamped_std, masked_range, spread_metrics
 from mock_scheduler.correction.verl.releases import Behaviour
 from mock_scheduler.correction.verl.thresholds import Option, read_options
 
@@ -95,7 +95,7 @@ def _option_metrics(statistic: _Statistic, mask: torch.Tensor) -> dict[str, floa
         of_rows["fraction_low"] = (rows < lower).float().mean().item()
     metrics = {f"seq_{key}": value for key, value in of_rows.items()}
     metrics["mean"] = masked_mean(values, mask).item()
-    metrics["std"] = masked_std(values.clamp(min=0.0 if lower is None else lower, max=upper), mask)
+    metrics["std"] = clamped_std(values, mask, lower=0.0 if lower is None else lower, upper=upper)
     if statistic.of_rows is not None:
         names = ("max", "min", "fraction_high", "fraction_low")
         return metrics | {name: of_rows.get(name, 0.0) for name in names}

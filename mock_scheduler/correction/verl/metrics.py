@@ -44,8 +44,8 @@ def ratio_metrics(
     mask = ratios.mask
     metrics = _range_metrics(ratios, fractions_by_token=fractions_by_token)
     metrics["mean"] = masked_mean(ratios.applied, mask).item()
+    metrics["std"] = clamped_std(ratios.applied, mask, lower=ratios.clamp_lower, upper=ratios.upper)
     clamped = ratios.applied.clamp(min=ratios.clamp_lower, max=ratios.upper)
-    metrics["std"] = masked_std(clamped, mask)
     squares = masked_mean((clamped / (masked_mean(clamped, mask) + 1e-8)).square(), mask)
     metrics["eff_sample_size"] = (1.0 / squares).item() if divides_tensors else 1.0 / squares.item()
     rows, raw_rows = masked_mean(ratios.applied, mask, -1), masked_mean(ratios.raw, mask, -1)
@@ -83,11 +83,12 @@ def masked_range(values: torch.Tensor, mask: torch.Tensor) -> tuple[float, float
     return largest, values.masked_fill(others, float("inf")).min().item()
 
 
-def masked_std(values: torch.Tensor, mask: torch.Tensor) -> float:
-    """√(E[x²] − E[x]²) of selected values, 0 for a single one."""
+def clamped_std(values: torch.Tensor, mask: torch.Tensor, *, lower: float, upper: float) -> float:
+    """√(E[x²] − E[x]²) of selected values after a clamp; 0, and no clamp that could fail, for a single one."""
     if not mask.sum() > 1:
         return 0.0
-    variance = masked_mean(values.square(), mask) - masked_mean(values, mask).square()
+    clamped = values.clamp(min=lower, max=upper)
+    variance = masked_mean(clamped.square(), mask) - masked_mean(clamped, mask).square()
     return float(torch.sqrt(torch.clamp(variance, min=0.0)).item())
 
 

@@ -1,0 +1,113 @@
+"""Rollout correction of two policies: the one under training against the one that sampled, update by update.
+
+Before each update the policy is evaluated over the update's rows, and weights and rejected tokens follow from what it
+says now; of the step's first update the scores say that already. No rank communicates within the loss, and sequences
+that ranks share are whole here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.correction import CorrectionResult, CorrectionSpec
+from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics
+from pipelines.algorithm.preparation import TrainingValues
+from pipelines.megatron.merging import exchange_tokens
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.runtime import Runtime
+from pipelines.micro_batches import MicroBatch, StepPlan, response_values
+
+LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]
+
+
+def correction_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """What rollout correction made of a micro-batch's tokens, for a trace; kept is 1 or 0."""
+    return {"weights": batch.weights, "kept": batch.kept_mask.to(batch.weights.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CorrectedUpdate:
+    """An update's micro-batches with weights and rejected tokens, and the factor of terms over all response tokens."""
+
+    micro_batches: Sequence[MicroBatch]
+    term_scale: float
+
+
+class BypassCorrector:
+    """Corrects the updates of one step. Every rank makes one and calls it alike.
+
+    compute: the policy's log-probabilities of a rank's batches. plan_with: the step's plan with such values.
+    trajectories_per_update: those of update u are [u·G, (u + 1)·G).
+    """
+
+    def __init__(
+        self,
+        corrector: BatchCorrector,
+        spec: CorrectionSpec,
+        values: TrainingValues,
+        runtime: Runtime,
+        *,
+        compute: LogprobsFunction,
+        as_computed: Callable[[torch.Tensor], torch.Tensor],
+        plan_with: Callable[[TrainingValues], StepPlan],
+        trajectories_per_update: int,
+    ) -> None:
+        self._corrector = corrector
+        self._spec = spec
+        self._values = values
+        self._runtime = runtime
+        self._compute = compute
+        self._as_computed = as_computed
+        self._plan_with = plan_with
+        self._size = trajectories_per_update
+        self._results: list[CorrectionResult] = []
+
+    def correct(
+        self,
+        position: int,
+        micro_batches: Sequence[MicroBatch],
+        batches: Sequence[OwnBatch],
+        known: Mapping[int, torch.Tensor] | None,
+    ) -> CorrectedUpdate:
+        """The update at a position of the plan, corrected by the policy as it is now. Collective.
+
+        known: what the policy says of this rank's tokens, where that was computed since it last changed.
+        Raises ``CorrectionError`` as ``BatchCorrector.correct`` does.
+        """
+        own_values = self._compute(batches) if known is None else known
+        owned = {own.batch.index: own for own in batches}
+        own_values = {index: values for index, values in own_values.items() if index in owned}
+        logprobs = self._as_computed(
+            response_values(micro_batches, exchange_tokens(micro_batches, owned, own_values, self._runtime))
+        )
+        trajectories = (position * self._size, (position + 1) * self._size)
+        result = self._corrector.correct(logprobs, trajectories=trajectories, advantages=self._values.advantages)
+        self._results.append(result)
+        plan = self._plan_with(self._corrected_values(result, logprobs, self._corrector.token_range(*trajectories)))
+        num_kept, num_tokens = int(result.kept.sum()), len(result.kept)
+        is_kept = self._spec.rs_denominator == "kept"
+        return CorrectedUpdate(
+            micro_batches=plan.updates[position].micro_batches,
+            term_scale=num_kept / num_tokens if is_kept and num_tokens else 1.0,
+        )
+
+    def _corrected_values(self, result: CorrectionResult, logprobs: torch.Tensor, tokens: slice) -> TrainingValues:
+        """The step's values with those of this update's tokens; the others are in no micro-batch of it."""
+        values, spec = self._values, self._spec
+        advantages, kept, weights = values.advantages, torch.ones(len(values.advantages), dtype=torch.bool), None
+        kept[tokens] = result.kept
+        if spec.loss_type == "reinforce" and result.weights_by_token is not None:
+            weights = result.weights_by_token.new_ones(len(kept))
+            weights[tokens] = result.weights_by_token
+        if spec.rollout_kl_in_advantage > 0:
+            log_ratio = logprobs.double() - self._corrector.rollout_logprobs[tokens].double()
+            advantages = advantages.clone()
+            advantages[tokens] -= spec.rollout_kl_in_advantage * log_ratio
+        return TrainingValues(advantages=advantages, returns=values.returns, weights=weights, kept=kept)
+
+    def metrics(self) -> dict[str, float]:
+        """Of all updates together; empty before the first."""
+        return corrected_step_metrics(self._results, self._spec) if self._results else {}
