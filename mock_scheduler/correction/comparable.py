@@ -18,6 +18,8 @@ from mock_scheduler.text import count_of, list_some
 #: A ragged bool column: whether the engine gave each response token's log-probability.
 VALID_COLUMN = "rollout_logprobs_valid"
 _NUM_LISTED = 5
+_LEAST_CHANCE = 1e-6
+_HAVE_THEM = "have the engine return them (verl: actor_rollout_ref.rollout.calculate_log_probs true)"
 
 
 def comparison_problems(sampling: SamplingParams, *, temperature: float, restricts_vocabulary: bool) -> list[str]:
@@ -52,8 +54,8 @@ def comparison_problems(sampling: SamplingParams, *, temperature: float, restric
         if is_on
     ]:
         problems.append(
-            f"logprobs_mode is processed with {' and '.join(cut)}: they are of the kept tokens alone, so each ratio has "
-            "a bias of log(kept mass), which is below 0; sample with top_p 1 and top_k 0, or record raw ones"
+            f"logprobs_mode is processed with {' and '.join(cut)}: log-probabilities are of the kept tokens alone, so "
+            "that each is too high by -log(kept mass); sample with top_p 1 and top_k 0, or record raw ones"
         )
     return problems
 
@@ -61,34 +63,33 @@ def comparison_problems(sampling: SamplingParams, *, temperature: float, restric
 def logprob_problems(batch: RolloutBatch) -> list[str]:
     """What is missing or malformed in a batch's log-probabilities; empty where nothing is.
 
-    A log-probability of exactly 0.0 says that the token was certain. Where all of a batch or of a row of several
-    response tokens are, they are taken for fillers in the place of missing ones, unless the column
-    ``rollout_logprobs_valid`` says that they are valid, or which are not.
+    Exactly 0.0 says that a token was certain, and is what others fill in for a log-probability that is missing. So a
+    batch of nothing else, and rows as ``zero_only_rows`` gives them, are problems. Where there is a column
+    ``rollout_logprobs_valid``, it says what is missing, and rows are not looked at.
     """
-    problems = _column_problems(batch)
+    problems = valid_column_problems(batch)
     if problems:
         return problems
-    if len(batch.rollout_logprobs) == 0 or VALID_COLUMN in batch.extras:
-        return []
-    if not bool(batch.rollout_logprobs.any()):
-        return [
-            f"all {count_of(len(batch.rollout_logprobs), 'rollout log-probability', 'rollout log-probabilities')} are "
-            "exactly 0.0: they are missing, and 0 was filled in; have the engine return them (in verl, "
-            "actor_rollout_ref.rollout.calculate_log_probs: true)"
-        ]
-    rows = zero_only_rows(batch)
+    valid = valid_logprobs(batch)
+    logprobs = batch.rollout_logprobs if valid is None else batch.rollout_logprobs[valid]
+    number = count_of(len(batch.rollout_logprobs), "rollout log-probability", "rollout log-probabilities")
+    if len(batch.rollout_logprobs) and not len(logprobs):
+        return [f"none of {number} is valid, as the column {VALID_COLUMN} says; {_HAVE_THEM}"]
+    if len(logprobs) and not bool(logprobs.any()):
+        return [f"all of {number} are exactly 0.0: they are missing, and 0 was filled in; {_HAVE_THEM}"]
+    rows = zero_only_rows(batch) if valid is None else []
     if not rows:
         return []
     named = list_some([str(batch.identities[row]) for row in rows], _NUM_LISTED, ", ")
     return [
-        f"{count_of(len(rows), 'row')} of {len(batch)} have log-probabilities of exactly 0.0 alone, which fill in for "
-        f"missing ones: {named}; have the engine return them, or mark them in the column {VALID_COLUMN}"
+        f"{count_of(len(rows), 'row')} of {len(batch)} with log-probabilities of exactly 0.0 alone, filled in for "
+        f"missing ones: {named}; {_HAVE_THEM}, or give the column {VALID_COLUMN}"
     ]
 
 
 def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
     """bool ``[M]`` of the M response tokens, False where the engine gave no log-probability; ``None`` where the batch
-    does not say. The column must be sound, as ``logprob_problems`` says."""
+    does not say. The column must be sound, as ``valid_column_problems`` says."""
     column = batch.extras.get(VALID_COLUMN)
     if column is None:
         return None
@@ -97,17 +98,23 @@ def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
 
 
 def zero_only_rows(batch: RolloutBatch) -> list[int]:
-    """Rows of two or more response tokens whose log-probabilities are all exactly 0.0.
+    """Rows whose log-probabilities are all exactly 0.0 and which chance does not explain.
 
-    A single one may be: a token that was the only choice.
+    A certain token has exactly 0.0 too. With q the share of 0.0 among the tokens of all other rows, n such tokens in
+    a row are taken for chance from q^n = 1e-6 on; a single one always is.
     """
-    offsets = batch.response_offsets
-    counts = torch.cat((torch.zeros(1, dtype=torch.int64), (batch.rollout_logprobs != 0).cumsum(0)))
-    is_zero = (counts[offsets].diff() == 0) & (offsets.diff() > 1)
-    return [int(row) for row in is_zero.nonzero().flatten()]
+    is_zero, lengths = batch.rollout_logprobs == 0, batch.response_lengths
+    counts = torch.cat((torch.zeros(1, dtype=torch.int64), is_zero.cumsum(0)))
+    zeros = counts[batch.response_offsets].diff()
+    is_only = (zeros == lengths) & (lengths > 1)
+    others = int(lengths[~is_only].sum())
+    share = int(zeros[~is_only].sum()) / others if others else 0.0
+    is_filled = is_only & (share ** lengths.double() < _LEAST_CHANCE)
+    return [int(row) for row in is_filled.nonzero().flatten()]
 
 
-def _column_problems(batch: RolloutBatch) -> list[str]:
+def valid_column_problems(batch: RolloutBatch) -> list[str]:
+    """Why the column ``rollout_logprobs_valid`` does not say what is valid; empty where it does, and without one."""
     column = batch.extras.get(VALID_COLUMN)
     if column is None:
         return []

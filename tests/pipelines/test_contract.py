@@ -67,6 +67,7 @@ PLANTED = {
     "rollout_form": "step",
     "actor_infer.max_new_tokens": "2",
     "actor_infer.only_action_tokens": "false",
+    "actor_infer.weights_precision": "bfloat16",
     "actor_infer.generating_args.temperature": "0.9",
     "train_env_manager.num_env_groups": "4",
     "train_env_manager.group_size": "4",

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
-from pipelines.micro_batches import MicroBatch, StepPlan, Update, build_step_plan, check_plan, response_values
+from pipelines.micro_batches import (
+    MicroBatch,
+    StepPlan,
+    Update,
+    build_step_plan,
+    check_plan,
+    compute_loss_weights,
+    response_values,
+)
 from tests.recording.builders import SAMPLING, make_row
 
 T, F = True, False
@@ -248,6 +256,68 @@ def test_float64_values_are_not_narrowed() -> None:
     (part,) = build_step_plan(batch, values, -values, config, count_multiple=1, dtype=torch.float64).micro_batches
     assert part.advantages[part.response_mask].equal(values)
     assert part.returns[part.response_mask].equal(-values)
+
+
+def test_weights_and_rejections_go_where_their_tokens_are() -> None:
+    """Rows of 2 and 1 response tokens, the longer one first in the packed line; a rejected token keeps its weight."""
+    batch = make_batch(3, 4)
+    config = TrainingConfig(sequence_packing=True, max_tokens_per_micro_batch=8, sequence_multiple_of=1)
+    values = torch.zeros(3)
+    (part,) = build_step_plan(
+        batch,
+        values,
+        values,
+        config,
+        count_multiple=1,
+        dtype=torch.float64,
+        token_weights=torch.tensor([0.5, 1 / 3, 2.0], dtype=torch.float64),
+        token_kept=torch.tensor([T, F, T]),
+    ).micro_batches
+    assert part.weights.tolist() == [[0.0, 1 / 3, 2.0, 0.0, 0.0, 0.5, 0.0, 0.0]]
+    assert part.kept_mask.tolist() == [[F, F, T, F, F, T, F, F]]
+    assert part.loss_weights.tolist() == [[0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]
+    assert (part.num_tokens, part.num_kept_tokens) == (3, 2)
+    assert {part.weights.dtype, part.loss_weights.dtype} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rs_denominator", "expected"),
+    [
+        ("token-mean", "original", [1.0] * 9),
+        ("token-mean", "kept", [1.0] * 6 + [0.0] * 3),
+        # Updates of trajectories (0, 1) and (2, 3): 4 + 2 tokens in 2 sequences, 3 + 0 tokens in 1.
+        ("seq-mean-token-sum", "original", [3.0] * 6 + [3.0] * 3),
+        ("seq-mean-token-mean", "original", [3 / 4] * 4 + [3 / 2] * 2 + [1.0] * 3),
+        # Kept: 3 of the first trajectory, none of the second, and nothing of the second update.
+        ("seq-mean-token-sum", "kept", [3.0] * 4 + [0.0] * 5),
+        ("seq-mean-token-mean", "kept", [1.0] * 4 + [0.0] * 5),
+    ],
+)
+def test_loss_weights_by_hand(mode: Any, rs_denominator: Any, expected: list[float]) -> None:  # noqa: ANN401
+    """Trajectories of 1 + 3 (two rows), 2, 3 and 0 response tokens, two trajectories to an update."""
+    batch = make_batch(3, 5, 4, 5, 2, turns=(2, 1, 1, 1))
+    kept = torch.tensor([T, F, T, T, F, F, F, F, F])
+    arguments = {"loss_agg_mode": mode, "rs_denominator": rs_denominator}
+    factors = compute_loss_weights(batch, kept, global_batch_size=2, **arguments)
+    assert factors.dtype is torch.float64
+    assert factors.tolist() == expected
+    values, config = torch.zeros(9), TrainingConfig(micro_batch_size=2, global_batch_size=2)
+    plan = build_step_plan(
+        batch, values, values, config, count_multiple=2, dtype=torch.float32, token_kept=kept, **arguments
+    )
+    spread = response_values(plan.micro_batches, {part.index: part.loss_weights for part in plan.micro_batches})
+    assert spread.tolist() == expected
+
+
+def test_without_rejections_both_denominators_are_the_same() -> None:
+    batch = make_batch(3, 5, 4, turns=(2, 1))
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        original, kept, none = (
+            compute_loss_weights(batch, rejected, loss_agg_mode=mode, rs_denominator=denominator, global_batch_size=2)
+            for denominator, rejected in (("original", None), ("kept", torch.ones(6, dtype=torch.bool)), ("kept", None))
+        )
+        assert torch.equal(original, kept)
+        assert torch.equal(original, none)
 
 
 def test_arrival_order_changes_nothing() -> None:
@@ -668,12 +738,16 @@ def test_values_that_are_not_one_per_response_token_are_refused() -> None:
             TrainingConfig(),
             count_multiple=1,
             dtype=torch.bfloat16,
+            token_weights=torch.ones(2),
+            token_kept=torch.ones(3),
         )
     assert str(caught.value) == (
         "micro-batches cannot be made of this step's batch:\n"
         "  - dtype is torch.bfloat16; expected torch.float32 or torch.float64\n"
         "  - token_advantages is torch.float32 [2] on cpu; expected floating [3], one per response token\n"
-        "  - token_returns is torch.int64 [3] on cpu; expected floating [3], one per response token"
+        "  - token_returns is torch.int64 [3] on cpu; expected floating [3], one per response token\n"
+        "  - token_weights is torch.float32 [2] on cpu; expected floating [3], one per response token\n"
+        "  - token_kept is torch.float32 [3] on cpu; expected torch.bool [3], one per response token"
     )
 
 

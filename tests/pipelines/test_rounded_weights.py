@@ -93,9 +93,14 @@ def test_every_bit_comes_back_behind_an_error(error: type[BaseException]) -> Non
     words = [0x3F800001, 0x7FC12345, -(2**31), 1]
     module = module_of(torch.tensor(words, dtype=torch.int32).view(torch.float32))
     (parameter,) = module.parameters()
-    with pytest.raises(error), rounded_weights([module], torch.bfloat16):
-        assert patterns(parameter)[0] == 0x3F800000
-        raise error
+
+    def play() -> None:
+        with rounded_weights([module], torch.bfloat16):
+            assert patterns(parameter)[0] == 0x3F800000
+            raise error
+
+    with pytest.raises(error):
+        play()
     assert patterns(parameter) == words
 
 
@@ -266,5 +271,5 @@ def test_wider_weights_and_no_rounding_are_accepted() -> None:
 
 
 def test_another_precision_is_refused_with_the_one_that_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"actor_infer\.weights_precision: .*'bfloat16'.*got 'float16'"):
+    with pytest.raises(ConfigError, match=r"weights_precision: unknown value 'float16'; known values: bfloat16 "):
         load_config("quickstart", config_path=CONFIGS, overrides=["actor_infer.weights_precision=float16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,16 +127,73 @@ def test_a_micro_batch_without_response_tokens_adds_nothing() -> None:
     assert output.metrics.tolist() == [0.0] * len(VALUE_METRIC_SUMS)
 
 
+def test_a_rejected_token_teaches_the_critic_nothing() -> None:
+    """Nor is it in the sums that explained variance comes from; the denominator has it, unless it is of kept tokens."""
+    nan = math.nan
+    inputs = loss_inputs(
+        [1.0, nan, 2.0, nan], [1.0, nan, 2.0, nan], [2.0, nan, 4.0, nan], mask=[True, True, True, False]
+    )
+    inputs = replace(
+        inputs, kept_mask=torch.tensor([[True, False, True, True]]), loss_weights=row([0.5, nan, 3.0, nan])
+    )
+    output = compute_value_loss(inputs, ValueLossConfig(value_clip=0.5))
+    output.total.backward()
+    assert output.total.item() == 0.5 * 0.5 + 3.0 * 2.0
+    assert output.terms["vf_loss"].tolist() == [[0.25, 0.0, 6.0, 0.0]]
+    assert output.num_tokens.item() == 3
+    assert named(output) == {
+        "vf_loss": 6.25,
+        "vf_clip_frac": 0.0,
+        "value": 3.0,
+        "value_squared_error": 5.0,
+        "return": 6.0,
+        "return_squared": 20.0,
+        "kept_tokens": 2.0,
+        "num_tokens": 3.0,
+    }
+    assert inputs.new_values.grad is not None
+    assert inputs.new_values.grad.tolist() == [[-0.5, 0.0, -6.0, 0.0]]
+    # Errors 1 and 2, variance 1/4; returns 2 and 4, variance 1.
+    assert explained_variance(named(output)) == pytest.approx(0.75, rel=1e-14)
+    of_kept = compute_value_loss(inputs, ValueLossConfig(value_clip=0.5, rs_denominator="kept"))
+    assert of_kept.num_tokens.item() == 2
+
+
+@pytest.mark.parametrize("value_clip", [None, 0.5])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)])
+def test_with_all_tokens_rejected_the_loss_is_0_with_a_live_graph(
+    value_clip: float | None, shape: tuple[int, int]
+) -> None:
+    values = torch.full(shape, math.nan, requires_grad=True)
+    inputs = ValueLossInputs(
+        new_values=values,
+        old_values=values.detach(),
+        returns=values.detach(),
+        response_mask=torch.ones(shape, dtype=torch.bool),
+        kept_mask=torch.zeros(shape, dtype=torch.bool),
+        loss_weights=values.detach(),
+    )
+    output = compute_value_loss(inputs, ValueLossConfig(value_clip=value_clip, rs_denominator="kept"))
+    output.total.backward()
+    assert output.total.item() == output.num_tokens.item() == 0
+    assert output.metrics.tolist() == [0.0] * len(VALUE_METRIC_SUMS)
+    assert values.grad is not None
+    assert values.grad.tolist() == torch.zeros(shape).tolist()
+
+
 def test_other_shapes_are_refused_by_name() -> None:
     inputs = ValueLossInputs(
         new_values=torch.zeros(1, 3),
         old_values=torch.zeros(1, 2),
         returns=torch.zeros(3),
         response_mask=torch.ones(1, 3, dtype=torch.bool),
+        kept_mask=torch.ones(1, 4, dtype=torch.bool),
+        loss_weights=torch.ones(1, 3),
     )
     message = (
         r"^value loss: old_values has shape \[1, 2\], response_mask has \[1, 3\]; "
-        r"returns has shape \[3\], response_mask has \[1, 3\]$"
+        r"returns has shape \[3\], response_mask has \[1, 3\]; "
+        r"kept_mask has shape \[1, 4\], response_mask has \[1, 3\]$"
     )
     with pytest.raises(ValueError, match=message):
         compute_value_loss(inputs, ValueLossConfig(value_clip=None))

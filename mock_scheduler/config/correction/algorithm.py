@@ -1,18 +1,24 @@
 """``algorithm``: what verl keeps under that name and this project reads, ``rollout_correction`` in all its spellings.
 
 verl 0.6.0 had its keys flat in ``algorithm``, and before that one, ``tis_imp_ratio_cap``, with the actor: both are
-read here, and ``flat_keys`` says what they became.
+read here, and ``flat_keys`` says what they became. In 0.6.0 ``rollout_is_threshold`` switches everything on, and
+``rollout_is`` (default false) says whether the weights are applied or only measured.
+Source: verl 0.6.0, ``trainer/config/algorithm.py`` and ``compute_rollout_importance_weights_and_add_to_batch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.config.keyed import raise_keyed
+from mock_scheduler.config.problems import validation_problems
 
+CAP_KEY = "tis_imp_ratio_cap"
 #: Flat key -> key of ``rollout_correction``; ``rollout_is`` and ``rollout_is_level`` are read together.
 _FLAT_KEYS: Mapping[str, str] = {
     "rollout_is_mode": "rollout_is_mode",
@@ -26,7 +32,18 @@ _FLAT_KEYS: Mapping[str, str] = {
     "rollout_token_veto_threshold": "rollout_token_veto_threshold",
 }
 _LEVEL_KEYS = ("rollout_is", "rollout_is_level")
-_CAP_KEY = "tis_imp_ratio_cap"
+#: Keys that 0.6.0 did not have: with one of these, weights are asked for by ``rollout_is``, which names their level.
+_NEWER_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Translation:
+    """The section that flat keys are, its keys' names among them, and what is to be said; ``None`` is off."""
+
+    section: dict[str, object] | None
+    names: Mapping[str, str]
+    remark: str = ""
+    only_measures: bool = False
 
 
 class AlgorithmConfig(ConfigSection):
@@ -40,47 +57,74 @@ class AlgorithmConfig(ConfigSection):
     def _read_flat_keys(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
-        flat = {name: values[name] for name in (*_LEVEL_KEYS, *_FLAT_KEYS, _CAP_KEY) if name in values}
-        others = {name: value for name, value in values.items() if name not in flat}
-        section = others.get("rollout_correction")
+        names = [name for name in (*_LEVEL_KEYS, *_FLAT_KEYS, CAP_KEY) if name in values]
+        others = {name: value for name, value in values.items() if name not in names}
+        flat = {name: values[name] for name in names if values[name] is not None}
         if not flat:
             return others
-        if section is not None:
-            raise ValueError(
-                f"has rollout_correction and the older keys {', '.join(flat)} beside it; keep rollout_correction"
-            )
-        translated = _translate(flat)
-        if translated is None:
-            return others
-        became = ", ".join(f"{name}={value}" for name, value in translated.items())
-        return {
-            **others,
-            "rollout_correction": translated,
-            "flat_keys": f"{', '.join(f'algorithm.{name}' for name in flat)} became rollout_correction: {became}",
-        }
+        if others.get("rollout_correction") is not None:
+            given = ", ".join(flat)
+            text = f"has rollout_correction and the older keys {given} beside it; keep rollout_correction"
+            raise_keyed(cls.__name__, [("", text)], values)
+        if CAP_KEY in flat and len(flat) > 1:
+            text = f"is older than {', '.join(name for name in flat if name != CAP_KEY)} beside it; leave it out"
+            raise_keyed(cls.__name__, [(CAP_KEY, text)], values)
+        translation = _translate(flat)
+        return {**others, **_as_values(flat, translation)}
 
 
-def _translate(flat: Mapping[str, object]) -> dict[str, object] | None:
-    """The section of verl's flat keys; ``None`` where they switch correction off."""
-    translated = {_FLAT_KEYS[name]: value for name, value in flat.items() if name in _FLAT_KEYS and value is not None}
-    if _CAP_KEY in flat:
-        cap = flat[_CAP_KEY]
-        if len(flat) > 1:
-            raise ValueError(f"has {_CAP_KEY} and newer keys beside it; keep one of them")
-        # Values of 0 and below switched it off.
-        is_off = cap is None or (isinstance(cap, int | float) and not isinstance(cap, bool) and cap <= 0)
-        return None if is_off else {"rollout_is": "token", "rollout_is_threshold": cap}
+def is_cap_off(cap: object) -> bool:
+    """Whether a ``tis_imp_ratio_cap`` switched correction off: null, or a number up to 0 (its default was -1)."""
+    return cap is None or (isinstance(cap, int | float) and not isinstance(cap, bool) and cap <= 0)
+
+
+def _translate(flat: Mapping[str, object]) -> _Translation:
+    section = {_FLAT_KEYS[name]: value for name, value in flat.items() if name in _FLAT_KEYS}
+    names = {_FLAT_KEYS[name]: name for name in flat if name in _FLAT_KEYS}
+    if CAP_KEY in flat:
+        cap = flat[CAP_KEY]
+        on = None if is_cap_off(cap) else {"rollout_is": "token", "rollout_is_threshold": cap}
+        return _Translation(section=on, names={"rollout_is_threshold": CAP_KEY})
     switch, level = flat.get("rollout_is"), flat.get("rollout_is_level")
-    if isinstance(switch, bool) or (switch is None and level is not None):
-        is_on = switch is None or switch
-        if is_on and flat.get("rollout_is_threshold") is not None:
-            translated["rollout_is"] = level or "token"
-        else:
-            for name in ("rollout_is_mode", "rollout_is_threshold", "rollout_is_threshold_lower"):
-                translated.pop(name, None)
-    elif switch is not None:
-        translated["rollout_is"] = switch
+    names["rollout_is"] = "rollout_is" if level is None else "rollout_is_level"
+    is_newer = any(name in flat for name in _NEWER_KEYS)
+    if not isinstance(switch, bool) and (switch is not None or (level is None and is_newer)):
+        return _Translation(section=section if switch is None else {**section, "rollout_is": switch}, names=names)
+    if "rollout_is_threshold" not in flat:
+        rejection = {key: value for key, value in section.items() if names[key] in _NEWER_KEYS}
+        return _Translation(section=rejection or None, names=names)
+    section = {"rollout_is": level or "token", **section}
+    if "rollout_is_threshold_lower" in section:
+        section.setdefault("rollout_is_mode", "truncate")
+    remark = ""
+    if switch and "rollout_token_veto_threshold" not in section:
+        remark = "; verl 0.6.0 also vetoed ratios below 1e-4 by default: set rollout_is_veto_threshold for that"
+    return _Translation(section=section, names=names, remark=remark, only_measures=not switch)
+
+
+def _as_values(flat: Mapping[str, object], translation: _Translation) -> dict[str, object]:
+    """The values of ``AlgorithmConfig``; raises ``ValidationError`` that names the flat keys."""
+    read = ", ".join(f"algorithm.{name}" for name in flat)
+    if translation.section is None:
+        return {"flat_keys": f"{read}: rollout correction is off, as {_what_is_off(flat)}"}
+    try:
+        section = RolloutCorrectionConfig.model_validate(translation.section)
+    except ValidationError as error:
+        problems = [
+            (translation.names.get(key, f"rollout_correction.{key}"), text)
+            for key, text in validation_problems(error, RolloutCorrectionConfig)
+        ]
+        raise_keyed(AlgorithmConfig.__name__, problems, flat)
+    if translation.only_measures:
+        section = RolloutCorrectionConfig()
+        became = "an empty section, which only measures, as rollout_is is not true"
     else:
-        for name in ("rollout_is_mode", "rollout_is_threshold", "rollout_is_threshold_lower"):
-            translated.pop(name, None)
-    return translated or None
+        became = ", ".join(f"{name}={value}" for name, value in translation.section.items())
+    return {
+        "rollout_correction": section,
+        "flat_keys": f"{read} became rollout_correction: {became}{translation.remark}",
+    }
+
+
+def _what_is_off(flat: Mapping[str, object]) -> str:
+    return f"{CAP_KEY} is {flat[CAP_KEY]}" if CAP_KEY in flat else "rollout_is_threshold is not set"

@@ -11,7 +11,6 @@ segment, which is one turn, or the sequence) by an estimator that is aggregated 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +18,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.correction.thresholds import Number
+from mock_scheduler.config.keyed import raise_keyed
+from mock_scheduler.config.problems import Problem
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
@@ -60,8 +62,8 @@ class Rule(ConfigSection):
     action: Action
     estimator: Estimator = "ratio"
     aggregation: Aggregation = "sum"
-    lower: float | None = None
-    upper: float | None = None
+    lower: Number | None = None
+    upper: Number | None = None
     when: Condition = "always"
     reverse: bool = False
     clamps_tokens: bool = False
@@ -69,9 +71,9 @@ class Rule(ConfigSection):
 
     @model_validator(mode="after")
     def _check(self) -> Rule:
-        problems = list(_rule_problems(self))
+        problems = _rule_problems(self)
         if problems:
-            raise ValueError("; ".join(problems))
+            raise_keyed("Rule", problems, self.model_dump())
         return self
 
     @property
@@ -105,7 +107,8 @@ class Rule(ConfigSection):
             words = {"sum": "product", "mean": "geometric mean", "max": "maximum"}
             of_ratio = self.estimator == "ratio"
             measure += f" ({words[self.effective_aggregation] if of_ratio else self.effective_aggregation})"
-        bounds = f"[{_bound(self.lower, '0' if self.estimator == 'ratio' else '-inf')}, {_bound(self.upper, 'inf')}]"
+        least = "0" if self.estimator in ("ratio", *_NOT_NEGATIVE) else "-inf"
+        bounds = f"[{_bound(self.lower, least)}, {_bound(self.upper, 'inf')}]"
         condition = "" if self.when == "always" else f" where the advantage is {self.when.split('_advantage')[0]}"
         if self.action == "truncate":
             return f"truncate weights at {_bound(self.upper, 'inf')}"
@@ -121,34 +124,44 @@ def _bound(value: float | None, unlimited: str) -> str:
     return unlimited if value is None else f"{value:.12g}"
 
 
-def _rule_problems(rule: Rule) -> list[str]:
-    given = {"lower": rule.lower, "upper": rule.upper}
-    bounds = {name: value for name, value in given.items() if value is not None}
-    problems = [
-        f"{name} is {value!r}; expected a finite number" for name, value in bounds.items() if not _finite(value)
-    ]
-    if not bounds:
-        problems.append("has neither lower nor upper, and would do nothing; give at least one")
-    if problems:
-        return problems
+def _rule_problems(rule: Rule) -> list[Problem]:
     lower, upper = rule.lower, rule.upper
+    if lower is None and upper is None:
+        return [("", "has neither lower nor upper, and would do nothing; give at least one")]
+    problems: list[Problem] = []
     if lower is not None and upper is not None and lower > upper:
-        problems.append(f"lower {lower} is above upper {upper}: nothing would be within")
-    if rule.estimator == "ratio" and any(value <= 0 for value in bounds.values()):
-        problems.append("bounds of a ratio are above 0; leave lower out where there is none")
-    if rule.estimator in _NOT_NEGATIVE and upper is not None and upper <= 0:
-        problems.append(f"upper is {upper}: {rule.estimator} is never negative, so that nearly all would be outside")
+        problems.append(("lower", f"is {lower:g}, above upper {upper:g}: nothing would be within"))
+    for name, bound in (("lower", lower), ("upper", upper)):
+        text = None if bound is None else _bound_problem(rule, name, bound)
+        if text is not None:
+            problems.append((name, text))
     if rule.action == "truncate" and (upper is None or lower is not None):
-        problems.append("action truncate has upper alone; clip has both bounds")
+        problems.append(("action", "truncate has upper alone; clip has both bounds"))
     if rule.action in _ON_WEIGHTS and (rule.estimator != "ratio" or rule.when != "always" or rule.reverse):
-        problems.append(f"action {rule.action} cuts the weights themselves: estimator ratio, when always, no reverse")
+        problems.append(
+            ("action", f"{rule.action} cuts the weights themselves: estimator ratio, when always, no reverse")
+        )
     if rule.level == "token" and rule.aggregation != "sum":
-        problems.append(f"level token has one token per unit: aggregation {rule.aggregation} has no effect")
+        text = f"{rule.aggregation} has no effect at level token, which has one token per unit; leave it out"
+        problems.append(("aggregation", text))
+    if rule.level == "geometric" and rule.aggregation == "max":
+        problems.append(("aggregation", "max has no effect at level geometric, which is the mean; use level sequence"))
+    if rule.clamps_tokens and rule.estimator == "prob_diff":
+        problems.append(("clamps_tokens", "is of log ratios, and prob_diff has none; leave it out"))
     return problems
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
+def _bound_problem(rule: Rule, name: str, bound: float) -> str | None:
+    """Why a bound cannot be meant, as everything or nothing would be beyond it; ``None`` where it can."""
+    if rule.estimator == "ratio" and bound <= 0:
+        return f"is {bound:g}; bounds of a ratio are above 0: leave {name} out where there is none"
+    if rule.estimator in _NOT_NEGATIVE and bound <= 0:
+        never = "nearly all would be above" if name == "upper" else "nothing would be below"
+        return f"is {bound:g}: {rule.estimator} is never negative, so that {never}"
+    sums = rule.effective_aggregation == "sum" and rule.level != "token"
+    if rule.estimator == "prob_diff" and not sums and (bound >= 1 if name == "upper" else bound <= -1):
+        return f"is {bound:g}: a difference of probabilities is within ± 1, so that nothing would be beyond"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,8 +211,22 @@ class CorrectionSpec:
     def describe(self) -> str:
         """Everything that it does, in one line, with the bounds as they were understood."""
         parts = ["bypass (two policies)" if self.bypass else "decoupled (three policies)", f"loss {self.loss_type}"]
-        parts.append("no weights" if self.weight is None else f"weights per {self.weight}")
+        if self.release is not None:
+            given = [f"{name}={value}" for name, value in self.release_arguments.items() if value is not None]
+            return "; ".join([*parts, f"as verl {self.release} does, with its bugs: {', '.join(given)}"])
+        units = {"geometric": "sequence (geometric mean)", "segment": "turn"}
+        parts.append("no weights" if self.weight is None else f"weights per {units.get(self.weight, self.weight)}")
         parts += [rule.describe() for rule in self.rules]
         parts += ["weights divided by their mean"] if self.batch_normalize else []
-        parts += [f"as verl {self.release} does, with its bugs"] if self.release else []
+        parts += [f"loss + {self.rollout_kl_coef:g}·log(ratio)² per token"] if self.rollout_kl_coef else []
+        parts += [f"advantage - {self.rollout_kl_in_advantage:g}·log(ratio)"] if self.rollout_kl_in_advantage else []
+        if self.weight is None and not self.rules:
+            parts.append("only measured")
+        parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
+        if self.rejects:
+            parts.append(
+                f"rejected tokens {'do not ' if self.rs_denominator == 'kept' else ''}count in the denominator"
+            )
+        if self.max_rejected_fraction is not None:
+            parts.append(f"an error where more than {self.max_rejected_fraction:.12g} of the tokens are rejected")
         return "; ".join(parts)

@@ -1,13 +1,19 @@
 """Thresholds of rollout correction as people write them: numbers, ``"lo_hi"`` and lists of these.
 
-Contract: pure functions; ``ValueError`` says what is wrong and what to write. An unquoted ``0.5_5`` is the number 0.55
-to YAML, and ``5_10`` is 510: what can only be such a number is refused.
+Contract: pure functions; ``KeyedError`` says which key is wrong, what is wrong with it and what to write. An unquoted
+``0.5_5`` is the number 0.55 to YAML, and ``5_10`` is 510. Where a configuration is loaded from files that is found
+there (``number_traps``); here is refused what can only be such a number, wherever it comes from.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from mock_scheduler.config.keyed import KeyedError
 
 #: A whole number from here on is taken for a mistaken ``lo_hi``: no ratio's bound is that large.
 SUSPICIOUS_WHOLE_NUMBER = 100
@@ -46,52 +52,86 @@ def read_scalar(value: object) -> object:
     return float(value)
 
 
+def read_number(value: object) -> object:
+    """A single finite number; raises ``ValueError`` for texts that are none, bools, NaN and infinities.
+
+    Python and pydantic read ``"0.5_5"`` as 0.55 and ``true`` as 1; neither is meant as a number.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        if isinstance(value, str) and "_" in value:
+            raise ValueError
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"is {value!r}, of type {type(value).__name__}; expected one number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"is {value!r}; expected a finite number")
+    return number
+
+
+def read_positive(value: object) -> object:
+    """As ``read_number``, and above 0."""
+    number = read_number(value)
+    if isinstance(number, float) and number <= 0.0:
+        raise ValueError(f"is {value!r}; expected a number above 0")
+    return number
+
+
+Number = Annotated[float, BeforeValidator(read_number)]
+NonNegativeNumber = Annotated[float, Field(ge=0.0), BeforeValidator(read_number)]
+PositiveNumber = Annotated[float, BeforeValidator(read_positive)]
+
+
 def parse_ratio_band(value: Threshold, *, key: str, lower: float | None = None) -> Band:
     """Bounds of a ratio: ``u`` is [lower or 1/u, u], and ``"lo_hi"`` is [lo, hi].
 
-    Raises ``ValueError`` for what is no finite number above 0, an upper bound below 1, a lower bound above it, or two
+    Raises ``KeyedError`` for what is no finite number above 0, an upper bound below 1, a lower bound above it, or two
     lower bounds.
     """
     if isinstance(value, str) and "_" in value:
         parts = value.split("_")
         if len(parts) != 2:
-            raise ValueError(f"{key}: {value!r} has {len(parts)} parts; write two bounds, as in '0.5_2.0'")
+            raise KeyedError(key, f"{value!r} has {len(parts)} parts; write two bounds, as in '0.5_2.0'")
         if lower is not None:
-            raise ValueError(f"{key}: {value!r} has a lower bound, and {key}_lower is {lower}; give one of them")
+            raise KeyedError(key, f"{value!r} has a lower bound, and {key}_lower is {lower:g}; give one of them")
         low, high = (_positive(part, key=key) for part in parts)
         if low > high:
-            raise ValueError(f"{key}: {value!r} has its lower bound above the upper one: nothing would be within")
+            raise KeyedError(key, f"{value!r} has its lower bound above the upper one: nothing would be within")
         return Band(lower=low, upper=high, is_pair=True)
     upper = _positive(value, key=key)
     if upper < 1.0:
-        pair = _mistaken_pair(upper)
-        raise ValueError(
-            f"{key} is {upper:g}, below 1: a policy that has not moved, whose ratio is 1, would be beyond it. An "
-            f"unquoted {pair} is this number to YAML: quote a pair of bounds, as in '{pair}'; `rules` take any bound"
+        raise KeyedError(
+            key,
+            f"is {upper:g}, below 1: a policy that has not moved, whose ratio is 1, would be beyond it"
+            f"{_mistaken_pair(upper)}; write both bounds, as in '{upper:g}_1.5', or use `rules`, which take any bound",
         )
     if lower is not None and lower > upper:
-        raise ValueError(f"{key}_lower {lower:g} is above {key} {upper:g}: nothing would be within")
+        raise KeyedError(f"{key}_lower", f"is {lower:g}, above {key} {upper:g}: nothing would be within")
     return Band(lower=lower if lower is not None else 1.0 / upper, upper=upper, is_pair=lower is not None)
 
 
 def parse_divergence(value: Threshold, *, key: str, option: str) -> float:
-    """The largest k2 or k3 that is kept, above 0; raises ``ValueError`` for pairs and for what is no such number."""
+    """The largest k2 or k3 that is kept, above 0; raises ``KeyedError`` for pairs and for what is no such number."""
     if isinstance(value, str) and "_" in value:
-        raise ValueError(f"{key}: {option} is never negative and has an upper bound alone; {value!r} has two")
+        raise KeyedError(key, f"{option} is never negative and has an upper bound alone; {value!r} has two")
     return _positive(value, key=key)
 
 
 def split_thresholds(value: Threshold, *, key: str, options: list[str]) -> list[Threshold]:
-    """One threshold for each option: as many as options, or one for all; raises ``ValueError`` for other numbers."""
+    """One threshold for each option: as many as options, or one for all; raises ``KeyedError`` for other numbers."""
     if not isinstance(value, str):
         return [value] * len(options)
     parts: list[Threshold] = [part.strip() for part in value.split(",") if part.strip()]
     if not parts:
-        raise ValueError(f"{key} is empty; give one threshold, or one for each of {', '.join(options)}")
+        raise KeyedError(key, f"is empty; give one threshold, or one for each of {', '.join(options)}")
     if len(parts) not in (1, len(options)):
-        raise ValueError(
-            f"{key} {value!r} has {len(parts)} thresholds for {len(options)} options ({', '.join(options)}); give one "
-            "for all, or one for each"
+        raise KeyedError(
+            key,
+            f"{value!r} has {len(parts)} thresholds, and rollout_rs {len(options)} options ({', '.join(options)}); "
+            "give one for all, or one for each",
         )
     return parts * len(options) if len(parts) == 1 else parts
 
@@ -100,13 +140,14 @@ def _positive(value: Threshold, *, key: str) -> float:
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"{key}: {value!r} is no number; write one, or a pair of bounds such as '0.5_2.0'") from None
+        raise KeyedError(key, f"{value!r} is no number; write one, or a pair of bounds such as '0.5_2.0'") from None
     if not math.isfinite(number) or number <= 0.0:
-        raise ValueError(f"{key}: {value!r} is no finite number above 0")
+        raise KeyedError(key, f"{value!r} is no finite number above 0")
     return number
 
 
 def _mistaken_pair(value: float) -> str:
-    """The pair that YAML may have read as this number: 0.55 is 0.5_5."""
+    """A hint at the pair that YAML may have read as this number: 0.55 is 0.5_5; empty where there is none."""
     text = f"{value:g}"
-    return f"{text[:-1]}_{text[-1]}" if len(text) > 3 else f"{text}_5"
+    is_possible = len(text) > 3 and "e" not in text
+    return f" (an unquoted {text[:-1]}_{text[-1]} is this number to YAML)" if is_possible else ""

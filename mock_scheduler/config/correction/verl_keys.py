@@ -1,6 +1,6 @@
 """verl's keys of rollout correction, of every release, as rules.
 
-Contract: pure functions from the keys' values to rules; ``ValueError`` names the key. Options that measure k1 compare
+Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options that measure k1 compare
 the log ratio itself with the logarithms of their bounds, so the kept ratios are [lo, hi], as verl documents them; its
 releases up to 0.9.1 keep [1/hi, 1/lo] (verl#6377).
 Sources: verl ``trainer/ppo/rollout_corr_helper.py`` (0.6.1 to 0.9.1), ``mismatch_helper.py`` (0.6.0, git e7cdce1c).
@@ -8,11 +8,13 @@ Sources: verl ``trainer/ppo/rollout_corr_helper.py`` (0.6.1 to 0.9.1), ``mismatc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
-from mock_scheduler.config.correction.rules import Aggregation, Estimator, Level, Rule, VerlRelease
+from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule, VerlRelease
 from mock_scheduler.config.correction.thresholds import (
     UNLIMITED,
     Threshold,
@@ -20,6 +22,7 @@ from mock_scheduler.config.correction.thresholds import (
     parse_ratio_band,
     split_thresholds,
 )
+from mock_scheduler.config.keyed import KeyedError
 
 VETO = "veto"
 WEIGHTS = "rollout_is"
@@ -39,6 +42,11 @@ DIVERGENCE_OPTIONS: Mapping[str, tuple[Level, Aggregation, Estimator]] = {
     "seq_mean_k3": ("sequence", "mean", "k3"),
     "seq_max_k2": ("sequence", "max", "k2"),
     "seq_max_k3": ("sequence", "max", "k3"),
+}
+#: The most that an estimator says of one token whose log ratio is clamped.
+_LARGEST: Mapping[Estimator, float] = {
+    "k2": 0.5 * LOG_RATIO_BOUND**2,
+    "k3": math.exp(LOG_RATIO_BOUND) - 1.0 - LOG_RATIO_BOUND,
 }
 #: Releases whose options are those of ``RATIO_OPTIONS``.
 _OLD_RELEASES: tuple[VerlRelease, ...] = ("0.6.0", "e7cdce1c", "0.6.1")
@@ -62,19 +70,20 @@ def weight_rules(
     """
     key = "rollout_is_threshold"
     if threshold is None:
-        raise ValueError(
-            f"{key} is null, which bounds no weight; give a number such as 2.0, a pair such as '0.5_5.0', or inf for "
-            "weights without a bound"
+        raise KeyedError(
+            key,
+            "is null, which bounds no weight; give a number such as 2.0, a pair such as '0.5_5.0', or inf for weights "
+            "without a bound",
         )
     if threshold == UNLIMITED:
         if lower is not None or mode == "mask":
-            raise ValueError(f"{key} is inf, which needs no rollout_is_threshold_lower and no mode mask")
+            raise KeyedError(key, "is inf, and rollout_is_threshold_lower or rollout_is_mode mask needs a bound")
         return WeightRule(rules=(), bounds=(None, None))
     band = parse_ratio_band(threshold, key=key, lower=lower)
     is_pair_text = isinstance(threshold, str) and "_" in threshold
     if mode == "truncate" and is_pair_text:
-        raise ValueError(
-            f"{key} {threshold!r} makes weights outside it 0; with rollout_is_mode truncate give one number"
+        raise KeyedError(
+            key, f"{threshold!r} makes weights outside it 0; with rollout_is_mode truncate give one number"
         )
     if mode == "mask" or (mode is None and band.is_pair):
         rule = Rule(level=level, action="zero_weight", lower=band.lower, upper=band.upper, name=WEIGHTS)
@@ -90,18 +99,19 @@ def rejection_rules(
     key = "rollout_rs_threshold"
     options = list(dict.fromkeys(option.strip() for option in text.split(",") if option.strip()))
     if not options:
-        raise ValueError("rollout_rs is empty; name at least one option, or leave it null")
+        raise KeyedError("rollout_rs", "is empty; name at least one option, or leave it null")
     known = _known_options(release)
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"rollout_rs: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+        raise KeyedError("rollout_rs", _describe_unknown(unknown, known, release))
     if threshold is None:
-        raise ValueError(f"{key} is null, and rollout_rs {text!r} rejects nothing without it; give it")
+        raise KeyedError(key, f"is null, and rollout_rs {text!r} rejects nothing without it; give it")
     divergences = [option for option in options if option in DIVERGENCE_OPTIONS]
     if lower is not None and divergences:
-        raise ValueError(
-            f"{key}_lower belongs to the options {', '.join(RATIO_OPTIONS)}; give {', '.join(divergences)} both bounds "
-            f"as {key}: 'lo_hi'"
+        raise KeyedError(
+            f"{key}_lower",
+            f"belongs to the options {', '.join(RATIO_OPTIONS)}; give {', '.join(divergences)} both bounds as "
+            f"{key}: 'lo_hi'",
         )
     thresholds = split_thresholds(threshold, key=key, options=options)
     return tuple(_rule(option, value, lower=lower) for option, value in zip(options, thresholds, strict=True))
@@ -110,6 +120,14 @@ def rejection_rules(
 def veto_rule(threshold: float) -> Rule:
     """Reject every sequence that has a token whose ratio is below ``threshold``."""
     return Rule(level="token", action="reject_sequence", lower=threshold, name=VETO)
+
+
+def _describe_unknown(unknown: list[str], known: list[str], release: VerlRelease | None) -> str:
+    nearest = [*dict.fromkeys(match for name in unknown for match in get_close_matches(name, known, n=1, cutoff=0.5))]
+    hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
+    options = "option" if len(unknown) == 1 else "options"
+    of_release = "" if release is None else f" of verl {release}"
+    return f"unknown {options} {', '.join(unknown)}{hint}; known options{of_release}: {', '.join(known)}"
 
 
 def _known_options(release: VerlRelease | None) -> list[str]:
@@ -133,6 +151,13 @@ def _rule(option: str, threshold: Threshold, *, lower: float | None) -> Rule:
         bottom, top = band.lower, band.upper
     else:
         top = parse_divergence(threshold, key=key, option=option)
+        largest = _LARGEST[estimator]
+        if (level == "token" or aggregation != "sum") and top >= largest:
+            raise KeyedError(
+                key,
+                f"{threshold!r} rejects nothing: with log ratios clamped to ± {LOG_RATIO_BOUND:g} {option} is at most "
+                f"{largest:.6g}",
+            )
     return Rule(
         level=level,
         action=action,

@@ -50,7 +50,7 @@ def correct_as_release(
 
     arguments: by the release's own parameter names; absent ones take its Python defaults. The batch is whole on every
     rank: nothing is communicated, as in verl's driver. Raises what the release raises: ValueError, TypeError,
-    ZeroDivisionError, and for 0.6.0 AssertionError and RuntimeError (``earliest.py``).
+    ZeroDivisionError, RuntimeError where a bound does not fit the dtype, and for 0.6.0 what ``earliest.py`` says.
     """
     behaviour = BEHAVIOURS[release]
     complete = behaviour.complete(arguments)

@@ -214,6 +214,20 @@ def test_0_6_0_asserts_a_token_and_refuses_half_precision() -> None:
         )
 
 
+def test_a_bound_that_float16_cannot_hold_matters_from_two_tokens_on() -> None:
+    """Nothing is clamped for the standard deviation of a single token, which is 0 by definition."""
+    one, two = (torch.zeros(1, length, dtype=torch.float16) for length in (1, 2))
+    arguments = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e9}
+    found = correct_as_release(
+        "0.9.1", old_log_prob=one, rollout_log_prob=one, response_mask=torch.ones(1, 1), arguments=arguments
+    )
+    assert found.metrics["rollout_corr/rollout_rs_token_k2_std"] == 0.0
+    with pytest.raises(RuntimeError, match="overflow"):
+        correct_as_release(
+            "0.9.1", old_log_prob=two, rollout_log_prob=two, response_mask=torch.ones(1, 2), arguments=arguments
+        )
+
+
 def test_an_argument_of_another_release_is_refused_by_name() -> None:
     with pytest.raises(
         TypeError, match="unexpected arguments rollout_token_veto_threshold; this release has rollout_is,"

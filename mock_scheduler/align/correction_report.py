@@ -1,0 +1,156 @@
+"""``mock-scheduler correction``: the health of rollout correction over a recording, and what each preset would do.
+
+Contract: nothing is trained, and nothing is written but the files that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.correction_sources import (
+    TrainingConfig,
+    TrainingScores,
+    open_scores,
+    training_of_contract,
+    training_of_run,
+    training_of_source,
+)
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.errors import ConfigError, ExitCode
+from mock_scheduler.files import encode_json, save_json
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.report.correction_batch import ScoredBatch
+from mock_scheduler.report.correction_builder import ReportBuilder, ReportOptions
+from mock_scheduler.report.correction_page import write_correction_page
+from mock_scheduler.report.correction_presets import list_presets
+from mock_scheduler.report.correction_text import print_correction
+from mock_scheduler.report.correction_view import FORMAT_VERSION, CorrectionReport
+from mock_scheduler.report.json_values import dataclass_to_json
+from mock_scheduler.report.progress_bar import show_progress
+from mock_scheduler.report.recording_commands import parse_steps
+from mock_scheduler.report.terminal import build_console
+from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
+from mock_scheduler.recording.paths import step_folder
+
+_STDOUT = "-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectionOptions:
+    """run: a traced run that replayed the recording, ``None`` for what the recording alone says. source: a
+    configuration whose ``rollout_correction`` is shown first, in the place of the run's or the recording's own.
+    presets: names; all where empty. num_worst: tokens and trajectories to name."""
+
+    run: Path | None = None
+    steps: str | None = None
+    presets: tuple[str, ...] = ()
+    source: ConfigSource | None = None
+    num_worst: int = 10
+    json_path: str | None = None
+    html_path: Path | None = None
+
+
+def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Console | None = None) -> int:
+    """Print the report, and write what was asked for; always 0. ``console``: ``None`` is this terminal.
+
+    Raises ``ConfigError``, ``RecordingError`` or ``TraceError`` for what cannot be read or does not belong together.
+    """
+    presets = list_presets(options.presets)
+    chosen = parse_steps(options.steps)
+    reader = RecordingReader(dump_dir)
+    training = _find_training(reader, options)
+    places = _find_places(reader, chosen)
+    builder = ReportBuilder(
+        ReportOptions(
+            recording=dump_dir,
+            run=None if options.run is None else str(options.run),
+            training=training.side,
+            configured=None if training.section is None else training.section.spec,
+            presets=presets,
+            num_worst=options.num_worst,
+            vocabulary=_recorded_vocabulary(reader),
+        )
+    )
+    with ExitStack() as stack:
+        scores = None if options.run is None else stack.enter_context(open_scores(options.run))
+        _check_steps(scores, places, options.run)
+        on_step = stack.enter_context(show_progress("looking at steps"))
+        for number, place in enumerate(places, start=1):
+            step = open_place(reader, place)
+            batch = step.load()
+            logprobs = None if scores is None else scores.load(batch, step=place.step)
+            builder.add(ScoredBatch(info=step.info, batch=batch, train_logprobs=logprobs))
+            on_step(number, len(places))
+        is_missing = scores is None or any(place.step not in scores.steps for place in places)
+    report = builder.build(next_command=_next_command(dump_dir) if is_missing else "")
+    return _show(report, options, console)
+
+
+def _show(report: CorrectionReport, options: CorrectionOptions, console: Console | None) -> int:
+    files: dict[str, Path] = {}
+    if options.html_path is not None:
+        write_correction_page(report, options.html_path)
+        files["html"] = options.html_path
+    content = {"format_version": FORMAT_VERSION, **dataclass_to_json(report)}
+    if options.json_path == _STDOUT:
+        print(encode_json(content, sort_keys=False).decode(), end="")
+        return int(ExitCode.ALIGNED)
+    if options.json_path is not None:
+        files["json"] = Path(options.json_path)
+        save_json(files["json"], content, sort_keys=False)
+    print_correction(report, console or build_console(), files=files)
+    return int(ExitCode.ALIGNED)
+
+
+def _find_training(reader: RecordingReader, options: CorrectionOptions) -> TrainingConfig:
+    """The configuration that was given, or else the run's, or else the recording's."""
+    if options.source is not None:
+        return training_of_source(options.source)
+    of_run = None if options.run is None else training_of_run(options.run)
+    return of_run or training_of_contract(reader.manifest.contract, dump_dir=reader.dump_dir)
+
+
+def _find_places(reader: RecordingReader, chosen: StepRanges | None) -> list[StepPlace]:
+    """The training steps to look at; raises ``ConfigError`` where there is none."""
+    listings = {listing.folder: listing for listing in list_recording(reader.storage)}
+    listing = listings.get(step_folder("train", DEFAULT_SCHEDULER_ID))
+    places = []
+    if listing is not None:
+        listing.raise_problems()
+        places = listing.chosen(chosen)
+    if places:
+        return places
+    present = {name: list(listing.places) for name, listing in listings.items() if listing.places}
+    what = "training step" if chosen is None else f"training step of --steps {chosen}"
+    raise ConfigError(f"{reader.dump_dir} holds no {what}; steps present: {format_present(present)}")
+
+
+def _check_steps(scores: TrainingScores | None, places: list[StepPlace], run: Path | None) -> None:
+    if scores is not None and not any(place.step in scores.steps for place in places):
+        raise ConfigError(
+            f"{run} has traced none of the recorded steps to look at, {StepRanges.of(place.step for place in places)}; "
+            f"it has {StepRanges.of(scores.steps)}"
+        )
+
+
+def _next_command(dump_dir: str) -> str:
+    return (
+        f"mock-scheduler launch NAME rollout_mock.enable=true rollout_mock.mode=mock rollout_mock.dump_dir={dump_dir} "
+        "output_dir=OUTPUT_DIR trace.level=full 'trace.kinds=[score]'"
+    )
+
+
+def _recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
+    value = reader.manifest.provenance.get("vocabulary")
+    if not isinstance(value, Mapping | list):
+        return None
+    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")

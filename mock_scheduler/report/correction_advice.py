@@ -1,0 +1,201 @@
+"""What is wrong with a batch's log-probabilities or weights, and what to do about it.
+
+Contract: a piece of advice is there exactly where its condition holds, and its condition names the values. The four of
+the guide (verl, ``examples/rollout_correction/README.md``, git e7cdce1c) have its conditions and, where its remedies do
+not do what they say, corrected ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.recording.reading.browse import name_steps
+
+Severity = Literal["problem", "warning", "note"]
+
+#: Standard errors from 1 beyond which the mean ratio is not that of sampling and training distributions.
+BIAS_ERRORS = 5.0
+_MOST_VARIANCE, _LEAST_SAMPLES = 1.0, 0.3
+_MOST_VETOED, _MOST_MASKED = 0.1, 0.5
+_MEAN_BOUNDS = (0.5, 2.0)
+_PREFIXES = ("mismatch/", "rollout_corr/")
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """severity: ``problem`` where numbers mean nothing or training would refuse, ``warning`` where the guide warns,
+    ``note`` else. condition: what was found. remedies: what to do, the likeliest first."""
+
+    severity: Severity
+    title: str
+    condition: str
+    remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Check:
+    """One of the guide's: conditions are texts for those that hold."""
+
+    title: str
+    conditions: Callable[[Metrics], Iterator[str]]
+    remedies: tuple[str, ...]
+
+
+def guide_advice(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> list[Advice]:
+    """The guide's advice for the metrics of a configuration, step by step, under either prefix.
+
+    watched: the configuration, for the text.
+    """
+    found = []
+    for check in _CHECKS:
+        by_step = {step: list(check.conditions(metrics)) for step, metrics in metrics_by_step.items()}
+        steps = [step for step, conditions in by_step.items() if conditions]
+        if steps:
+            first = "; ".join(by_step[steps[0]])
+            where = f" at {name_steps(StepRanges.of(steps))}" if len(metrics_by_step) > 1 else ""
+            values = f" (values of step {steps[0]})" if len(steps) > 1 else ""
+            condition = f"{first}{where}{values}, with {watched}"
+            found.append(Advice(severity="warning", title=check.title, condition=condition, remedies=check.remedies))
+    return found
+
+
+def hidden_variance(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> list[Advice]:
+    """A note where weights vary beyond the guide's bounds before they are bounded, and not after."""
+    hidden = [
+        (step, metrics)
+        for step, metrics in metrics_by_step.items()
+        if list(_varies(metrics, "rollout_is_raw")) and not list(_varies(metrics, "rollout_is"))
+    ]
+    if not hidden:
+        return []
+    metrics = hidden[0][1]
+    where = f" at {name_steps(StepRanges.of(step for step, _ in hidden))}" if len(metrics_by_step) > 1 else ""
+    texts = "; ".join(_varies(metrics, "rollout_is_raw"))
+    return [
+        Advice(
+            severity="note",
+            title="Bounds hide the variance of weights",
+            condition=f"before they are bounded {texts}{where}, with {watched}",
+            remedies=("the bounded weights look healthy since they are bounded: find out where the mismatch is from",),
+        )
+    ]
+
+
+def bias_advice(mean_ratio: float, standard_error: float) -> list[Advice]:
+    """Where the mean ratio is further from 1 than chance explains.
+
+    E[π_train/π_rollout] over tokens sampled from π_rollout is 1, however far the policies are apart and given all
+    earlier tokens, so that the differences of tokens from 1 are uncorrelated.
+    """
+    if not (math.isfinite(mean_ratio) and standard_error > 0.0):
+        return []
+    distance = abs(mean_ratio - 1.0) / standard_error
+    if distance <= BIAS_ERRORS:
+        return []
+    return [
+        Advice(
+            severity="warning",
+            title="The mean ratio is not 1",
+            condition=f"it is {mean_ratio:.6g} with a standard error of {standard_error:.2g}: {distance:.1f} of them "
+            "from 1, which it is for tokens that were sampled from the distribution whose log-probabilities are "
+            "recorded, whatever is trained",
+            remedies=(
+                "check that the engine's log-probabilities are those of the distribution it samples from: temperature, "
+                "top-p, top-k, masked tokens, penalties and biases",
+                "a few tokens of very small rollout probability carry the mean: with heavy tails it is below 1 in "
+                "nearly every batch",
+            ),
+        )
+    ]
+
+
+def problem(title: str, conditions: Sequence[str], *remedies: str) -> list[Advice]:
+    """A problem where there is any condition."""
+    if not conditions:
+        return []
+    return [Advice(severity="problem", title=title, condition="; ".join(conditions), remedies=remedies)]
+
+
+def _value(metrics: Metrics, name: str) -> float | None:
+    return next((metrics[prefix + name] for prefix in _PREFIXES if prefix + name in metrics), None)
+
+
+def _varies(metrics: Metrics, prefix: str) -> Iterator[str]:
+    std, size = _value(metrics, f"{prefix}_std"), _value(metrics, f"{prefix}_eff_sample_size")
+    if std is not None and std > _MOST_VARIANCE:
+        yield f"{prefix}_std {std:.4g} > {_MOST_VARIANCE}"
+    if size is not None and size < _LEAST_SAMPLES:
+        yield f"{prefix}_eff_sample_size {size:.4g} < {_LEAST_SAMPLES}"
+
+
+def _vetoes(metrics: Metrics) -> Iterator[str]:
+    value = _value(metrics, "rollout_is_veto_fraction")
+    if value is not None and value > _MOST_VETOED:
+        yield f"rollout_is_veto_fraction {value:.4g} > {_MOST_VETOED}"
+
+
+def _is_off_centre(metrics: Metrics) -> Iterator[str]:
+    value = _value(metrics, "rollout_is_mean")
+    low, high = _MEAN_BOUNDS
+    if value is not None and value < low:
+        yield f"rollout_is_mean {value:.4g} < {low}"
+    elif value is not None and value > high:
+        yield f"rollout_is_mean {value:.4g} > {high}"
+
+
+def _discards(metrics: Metrics) -> Iterator[str]:
+    for name in ("rollout_is_masked_fraction", "rollout_rs_masked_fraction"):
+        value = _value(metrics, name)
+        if value is not None and value > _MOST_MASKED:
+            yield f"{name} {value:.4g} > {_MOST_MASKED}"
+
+
+_CHECKS = (
+    _Check(
+        title="High variance in IS weights",
+        conditions=lambda metrics: _varies(metrics, "rollout_is"),
+        remedies=(
+            "with rollout_is sequence, set rollout_is token, or reject by the geometric mean as well: rollout_rs "
+            "geometric (seq_mean_k1). The guide says to switch the level to geometric: there that is an option of "
+            "rollout_rs alone, so it rejects sequences and weighs nothing",
+            "tighten rollout_is_threshold",
+            "check whether rollout and training are too different: the KL by position and by policy lag below",
+        ),
+    ),
+    _Check(
+        title="Too many sequences vetoed",
+        conditions=_vetoes,
+        remedies=(
+            "lower rollout_token_veto_threshold, from 1e-4 to 1e-5 say, or set it to null. The guide's 1e-3 vetoes "
+            "more: a sequence is rejected for a token whose ratio is below the threshold",
+            "look at the worst tokens below for numerical faults in either log-probability",
+            "verify that rollout and training are not of quite different policies",
+        ),
+    ),
+    _Check(
+        title="Mean IS weight far from 1",
+        conditions=_is_off_centre,
+        remedies=(
+            "check that the engine returns log-probabilities (verl: calculate_log_probs true) and none is a filler",
+            "verify that rollout log-probabilities are those of the very tokens that are trained on",
+            "look for a systematic bias: temperature, logprobs mode, top-p and top-k of rollout and training",
+        ),
+    ),
+    _Check(
+        title="Too much data discarded",
+        conditions=_discards,
+        remedies=(
+            "widen the thresholds",
+            "truncate in the place of masking: rollout_is_threshold as one number, rollout_is_mode truncate",
+            "with rollout_rs token or sequence, try geometric (seq_mean_k1), with bounds as wide as the batch needs: "
+            "it is an option of rejection, and the guide's own bounds, 1.0002 to 1.001, are so tight that they reject "
+            "more than any other",
+        ),
+    ),
+)

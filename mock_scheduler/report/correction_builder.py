@@ -1,0 +1,323 @@
+"""Adds up the report of rollout correction, one recorded step after another.
+
+Contract: of a step's tokens only log ratios (float32) and the worst few stay in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.batch import SamplingParams
+from mock_scheduler.config.correction.rules import CorrectionSpec
+from mock_scheduler.correction import CorrectionStates, correction_metrics
+from mock_scheduler.correction.comparable import (
+    VALID_COLUMN,
+    comparison_problems,
+    logprob_problems,
+    zero_only_rows,
+)
+from mock_scheduler.correction.states import BUCKET_SUMS, LAG_EDGES, POSITION_EDGES, FloatArray, bucket_names, exact_sum
+from mock_scheduler.errors import CorrectionError
+from mock_scheduler.report.correction_advice import (
+    Advice,
+    Metrics,
+    bias_advice,
+    guide_advice,
+    hidden_variance,
+    problem,
+)
+from mock_scheduler.report.correction_bars import count_bars
+from mock_scheduler.report.correction_batch import ScoredBatch
+from mock_scheduler.report.correction_presets import (
+    BASIC,
+    CONFIGURED,
+    Candidate,
+    PresetTable,
+    correct,
+    effective_sample_size,
+    missing_for,
+    preset_candidate,
+    step_metrics,
+)
+from mock_scheduler.report.correction_view import (
+    Bucket,
+    CorrectionReport,
+    Measured,
+    StepHealth,
+    TrainingSide,
+)
+from mock_scheduler.report.correction_worst import WorstFinder
+from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.text import count_of, list_some
+
+#: Weights of the ratio of every token, without rules: what is measured of the two policies themselves.
+_MEASURE = CorrectionSpec(weight="token")
+_PREFIX = "rollout_corr/"
+_POLICIES = (
+    *("kl", "k3_kl", "chi2_token", "chi2_seq"),
+    *("training_ppl", "rollout_ppl", "ppl_ratio", "training_log_ppl", "rollout_log_ppl"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min"),
+    *("probs_diff_mean", "probs_diff_max", "probs_diff_std", "probs_pearson_corr"),
+)
+_QUANTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+_NUM_LISTED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """recording, run: for the report's head. configured: the correction that a configuration asks for, shown first.
+    presets: what else would do what. num_worst: tokens and trajectories to name. vocabulary: texts of tokens."""
+
+    recording: str
+    run: str | None
+    training: TrainingSide
+    configured: CorrectionSpec | None
+    presets: Sequence[Candidate]
+    num_worst: int
+    vocabulary: Vocabulary | None
+
+
+class ReportBuilder:
+    """Takes steps by ``add`` and makes the report of all of them."""
+
+    def __init__(self, options: ReportOptions) -> None:
+        self._options = options
+        configured = options.configured
+        own = [] if configured is None else [Candidate(name=CONFIGURED, spec=configured)]
+        self._watched = own[0] if own else preset_candidate(BASIC)
+        self._table = PresetTable([*own, *options.presets])
+        self._worst = WorstFinder(num=options.num_worst, vocabulary=options.vocabulary)
+        self._steps: list[StepHealth] = []
+        self._sampling: list[SamplingParams] = []
+        self._problems: list[str] = []
+        self._refused: list[str] = []
+        self._states: list[CorrectionStates] = []
+        self._log_ratios: list[npt.NDArray[np.float32]] = []
+        self._sequence_sums: list[FloatArray] = []
+        self._metrics: dict[int, Metrics] = {}
+        self._not_finite = 0
+
+    def add(self, step: ScoredBatch) -> None:
+        """Look at one more step."""
+        batch = step.batch
+        if batch.sampling not in self._sampling:
+            self._sampling.append(batch.sampling)
+        self._problems += [f"step {step.info.step}: {text}" for text in logprob_problems(batch)]
+        health = _recorded_health(step)
+        if step.train_logprobs is not None:
+            health = self._measure(step, health)
+        self._steps.append(health)
+
+    def build(self, *, next_command: str = "") -> CorrectionReport:
+        """The report of all steps; ``next_command`` makes the training log-probabilities that are missing."""
+        measured = self._measured()
+        return CorrectionReport(
+            recording=self._options.recording,
+            run=self._options.run,
+            training=self._options.training,
+            sampling=tuple(map(_describe_sampling, self._sampling)),
+            steps=tuple(self._steps),
+            measured=measured,
+            advice=tuple(self._advice(measured)),
+            next_command=next_command,
+        )
+
+    def _measure(self, step: ScoredBatch, health: StepHealth) -> StepHealth:
+        log_ratio = step.log_ratio()
+        is_known = ~log_ratio.isnan()
+        sums, counts = step.sum_by_sequence(log_ratio.nan_to_num(0.0)), step.sum_by_sequence(is_known)
+        assert step.train_logprobs is not None
+        self._not_finite += int((~step.train_logprobs.isfinite()).sum())
+        self._worst.add(step, log_ratio, sums, counts)
+        self._log_ratios.append(log_ratio[is_known].float().numpy())
+        self._sequence_sums.append(sums[counts > 0].numpy())
+        self._table.add(step)
+        self._watch(step)
+        result = correct(step, _MEASURE)
+        self._states.append(replace(result.states, log_weights=np.empty(0, dtype=np.float32)))
+        metrics = correction_metrics(result.states, _MEASURE)
+        if not bool(is_known.any()):
+            return health
+        return replace(
+            health,
+            kl=metrics[f"{_PREFIX}kl"],
+            k3_kl=metrics[f"{_PREFIX}k3_kl"],
+            chi2_token=metrics[f"{_PREFIX}chi2_token"],
+            effective_sample_size=metrics[f"{_PREFIX}rollout_is_raw_eff_sample_size"],
+            smallest_log_ratio=result.states.smallest("log_ratio"),
+            largest_log_ratio=result.states.largest("log_ratio"),
+        )
+
+    def _watch(self, step: ScoredBatch) -> None:
+        """Metrics of the configuration whose advice is given."""
+        spec = self._watched.spec
+        missing = missing_for(spec, step)
+        if missing:
+            self._refused.append(f"step {step.info.step}: the configured correction {missing}")
+            return
+        try:
+            result = correct(step, spec)
+        except CorrectionError as error:
+            self._refused.append(f"step {step.info.step}: {error}")
+            return
+        self._metrics[step.info.step] = step_metrics(result, spec)
+        limit, num_rejected = spec.max_rejected_fraction, int((~result.kept).sum())
+        if limit is not None and num_rejected > limit * len(result.kept):
+            self._refused.append(
+                f"step {step.info.step}: {num_rejected / len(result.kept):.1%} of response tokens would be rejected, "
+                f"above max_rejected_fraction {limit:g}"
+            )
+
+    def _measured(self) -> Measured | None:
+        if not self._states:
+            return None
+        states = CorrectionStates.merge(self._states)
+        values, sums = np.concatenate(self._log_ratios), np.concatenate(self._sequence_sums)
+        metrics = correction_metrics(states, _MEASURE)
+        quantiles = np.quantile(values, [percent / 100 for percent in _QUANTILES]).tolist() if len(values) else []
+        log_sums = torch.from_numpy(sums)
+        sequence_weights = (log_sums - log_sums.max()).exp() if len(sums) else log_sums
+        return Measured(
+            steps=tuple(step.step for step in self._steps if step.kl is not None),
+            num_tokens=len(values),
+            num_sequences=len(sums),
+            num_unknown=int(states.total("unknown")),
+            num_equal=int((values == 0).sum()),
+            policies={name: metrics[_PREFIX + name] for name in _POLICIES if _PREFIX + name in metrics},
+            mean_ratio=metrics.get(f"{_PREFIX}rollout_is_raw_mean", math.nan),
+            std_ratio=metrics.get(f"{_PREFIX}rollout_is_raw_std", math.nan),
+            token_ess=metrics.get(f"{_PREFIX}rollout_is_raw_eff_sample_size", math.nan),
+            sequence_ess=effective_sample_size(sequence_weights) if len(sums) else math.nan,
+            quantiles={f"p{percent}": value for percent, value in zip(_QUANTILES, quantiles, strict=False)},
+            token_bars=count_bars(values),
+            sequence_bars=count_bars(sums),
+            positions=tuple(_buckets(states.positions, POSITION_EDGES)),
+            lags=None if states.lags is None else tuple(_buckets(states.lags, LAG_EDGES)),
+            worst_sequences=tuple(self._worst.sequences),
+            worst_tokens=tuple(self._worst.tokens),
+            outcomes=tuple(self._table.outcomes()),
+            watched=self._watched_name(),
+        )
+
+    def _watched_name(self) -> str:
+        if self._watched.name == CONFIGURED:
+            return "the configured rollout_correction"
+        return f"the guide's basic configuration ({BASIC}), since none is configured"
+
+    def _advice(self, measured: Measured | None) -> list[Advice]:
+        found = self._comparability()
+        found += problem("Missing log-probabilities", self._problems)
+        positive = sum(step.positive for step in self._steps)
+        above = [f"{count_of(positive, 'rollout log-probability', 'rollout log-probabilities')} above 0"]
+        found += problem(
+            "Log-probabilities above 0",
+            above if positive else [],
+            "no probability is above 1: they are of something else, or were scaled",
+        )
+        found += problem(
+            "Training log-probabilities that are not finite",
+            [count_of(self._not_finite, "response token")] if self._not_finite else [],
+            "look for the first NaN with trace.kinds=all and mock-scheduler compare; a token that the policy cannot "
+            "choose has -inf",
+        )
+        found += problem("Training would stop", self._refused[:_NUM_LISTED])
+        if measured is not None:
+            found += guide_advice(self._metrics, watched=self._watched_name())
+            found += hidden_variance(self._metrics, watched=self._watched_name())
+            error = measured.std_ratio / math.sqrt(measured.num_tokens) if measured.num_tokens else 0.0
+            found += bias_advice(measured.mean_ratio, error)
+            found += _equal_policies(measured)
+        found += self._unused_tokens()
+        return found
+
+    def _comparability(self) -> list[Advice]:
+        training = self._options.training
+        if training.temperature is None or training.restricts_vocabulary is None:
+            return []
+        texts = [
+            text
+            for sampling in self._sampling
+            for text in comparison_problems(
+                sampling, temperature=training.temperature, restricts_vocabulary=training.restricts_vocabulary
+            )
+        ]
+        return problem("Log-probabilities of another distribution", list(dict.fromkeys(texts)))
+
+    def _unused_tokens(self) -> list[Advice]:
+        invalid = sum(step.invalid for step in self._steps)
+        if not invalid:
+            return []
+        steps = [str(step.step) for step in self._steps if step.invalid]
+        return [
+            Advice(
+                severity="note",
+                title="Tokens without a rollout log-probability",
+                condition=f"{count_of(invalid, 'response token')} at step {list_some(steps, 5, ', ')}, as the column "
+                f"{VALID_COLUMN} says",
+                remedies=("rollout_correction.nan_policy decides what becomes of them: reject, ratio_one or error",),
+            )
+        ]
+
+
+def _recorded_health(step: ScoredBatch) -> StepHealth:
+    batch, logprobs = step.batch, step.batch.rollout_logprobs
+    versions, lags = batch.policy_versions, step.versions_behind
+    return StepHealth(
+        step=step.info.step,
+        trajectories=batch.num_trajectories,
+        rows=len(batch),
+        response_tokens=len(logprobs),
+        policy_version=step.info.policy_version,
+        policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
+        lag=None if lags is None or not len(lags) else (int(lags.min()), int(lags.max())),
+        has_valid_column=VALID_COLUMN in batch.extras,
+        invalid=0 if step.valid is None else int((~step.valid).sum()),
+        zeros=int((logprobs == 0).sum()),
+        positive=int((logprobs > 0).sum()),
+        zero_rows=len(zero_only_rows(batch)),
+    )
+
+
+def _describe_sampling(sampling: SamplingParams) -> str:
+    return (
+        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
+        f"log-probabilities {sampling.logprobs_mode}"
+    )
+
+
+def _buckets(table: FloatArray, edges: tuple[int, ...]) -> list[Bucket]:
+    """The buckets that have tokens; table: float64 ``[S, len(edges), len(BUCKET_SUMS)]``."""
+    buckets = []
+    for index, name in enumerate(bucket_names(edges)):
+        sums = {column: exact_sum(table[:, index, place]) for place, column in enumerate(BUCKET_SUMS)}
+        tokens = sums["tokens"]
+        if tokens:
+            buckets.append(
+                Bucket(
+                    name=name,
+                    tokens=int(tokens),
+                    kl=-sums["log_ratio"] / tokens,
+                    k3_kl=sums["k3"] / tokens,
+                    mean_ratio=sums["weight"] / tokens,
+                    effective_sample_size=min(sums["weight"] ** 2 / (tokens * sums["weight_squared"]), 1.0),
+                )
+            )
+    return buckets
+
+
+def _equal_policies(measured: Measured) -> list[Advice]:
+    if not measured.num_tokens or measured.num_equal < measured.num_tokens:
+        return []
+    return [
+        Advice(
+            severity="note",
+            title="Nothing to correct",
+            condition="every training log-probability is equal to the recorded one, to the last bit",
+        )
+    ]

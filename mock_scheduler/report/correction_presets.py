@@ -1,0 +1,194 @@
+"""What a configuration of rollout correction would do to recorded steps, without training: one line for each.
+
+Contract: every number comes from ``compute_correction``, which training uses too, step by step, and totals are of all
+steps. Where a step lacks what a rule asks for, the line says so and has no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import numpy as np
+import torch
+
+from mock_scheduler.config.correction.presets import PRESETS
+from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction import CorrectionResult, CorrectionSpec, CorrectionStates, compute_correction
+from mock_scheduler.correction import correction_metrics as compute_metrics
+from mock_scheduler.errors import ConfigError, CorrectionError
+from mock_scheduler.report.correction_batch import ScoredBatch
+
+CONFIGURED = "configured"
+#: The guide's basic configuration, which is looked at where none is configured.
+BASIC = "decoupled_token_is"
+_NO_ADVANTAGES = "asks for advantages; a group of one trajectory has no mean to compare its reward with"
+_NO_TURNS = "asks for turns, and the response mask shows another number of them than the recording says"
+_WITH_ADVANTAGES = "advantages: reward less its group's mean"
+#: What a specification's numbers follow from; the rest of it is about the loss.
+_COMPUTED = ("weight", "rules", "weight_bounds", "batch_normalize", "nan_policy", "release", "release_arguments")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A configuration by name, and where it comes from."""
+
+    name: str
+    spec: CorrectionSpec
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedWeights:
+    """Weights over response tokens; raw_mean: before any bound. The others as the loss has them: 0 where a token is
+    rejected, and divided by their mean where so configured. effective_sample_size: (Σw)² / (N·Σw²)."""
+
+    raw_mean: float
+    mean: float
+    std: float
+    largest: float
+    effective_sample_size: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a candidate does to all response tokens.
+
+    weights: ``None`` without importance weights. kept_fraction: of response tokens. rejected_sequences: fraction of
+    those with response tokens that have none left. note: what the numbers rest on, or why there are none.
+    """
+
+    name: str
+    description: str
+    source: str
+    is_bypass: bool
+    weights: AppliedWeights | None = None
+    kept_fraction: float | None = None
+    rejected_sequences: float | None = None
+    note: str = ""
+
+
+def list_presets(names: Sequence[str]) -> list[Candidate]:
+    """These presets, or all; raises ``ConfigError`` that lists the names that are none."""
+    wrong = [name for name in names if name not in PRESETS]
+    if wrong:
+        nearest = [get_close_matches(name, PRESETS, n=1) for name in wrong]
+        hints = [f"{name}{f' (nearest: {near[0]})' if near else ''}" for name, near in zip(wrong, nearest, strict=True)]
+        raise ConfigError(f"--preset: there is no {', '.join(hints)}; there are: {', '.join(sorted(PRESETS))}")
+    return [preset_candidate(name) for name in dict.fromkeys(names or PRESETS)]
+
+
+def preset_candidate(name: str) -> Candidate:
+    """A preset by its name."""
+    section = RolloutCorrectionConfig.model_validate({"preset": name})
+    remark = PRESETS[name].remark
+    return Candidate(name=name, spec=section.spec, source=PRESETS[name].source + (f" ({remark})" if remark else ""))
+
+
+class PresetTable:
+    """Adds up what candidates do to one step after another; candidates that compute the same are computed once."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+        self._totals: list[_Total] = []
+        self._total_of = [self._find(candidate.spec) for candidate in candidates]
+
+    def _find(self, spec: CorrectionSpec) -> _Total:
+        for total in self._totals:
+            if all(getattr(total.spec, name) == getattr(spec, name) for name in _COMPUTED):
+                return total
+        self._totals.append(_Total(spec))
+        return self._totals[-1]
+
+    def add(self, step: ScoredBatch) -> None:
+        """What they do to this step."""
+        for total in self._totals:
+            total.add(step)
+
+    def outcomes(self) -> list[Outcome]:
+        """One line per candidate, in their order."""
+        return [total.outcome(candidate) for candidate, total in zip(self._candidates, self._total_of, strict=True)]
+
+
+class _Total:
+    def __init__(self, spec: CorrectionSpec) -> None:
+        self.spec = spec
+        self.parts: list[CorrectionStates] = []
+        self.problem = ""
+
+    def add(self, step: ScoredBatch) -> None:
+        if self.problem:
+            return
+        self.problem = missing_for(self.spec, step)
+        if self.problem:
+            return
+        try:
+            states = correct(step, self.spec).states
+        except CorrectionError as error:
+            self.problem = str(error)
+            return
+        self.parts.append(replace(states, log_weights=np.empty(0, dtype=np.float32)))
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        spec = candidate.spec
+        line = Outcome(name=candidate.name, description=spec.describe(), source=candidate.source, is_bypass=spec.bypass)
+        if self.problem or not self.parts:
+            return replace(line, note=self.problem)
+        states = CorrectionStates.merge(self.parts)
+        every = states.sums["tokens"] + states.sums["unknown"]
+        if not every.any():
+            return replace(line, note="no response tokens")
+        return replace(
+            line,
+            weights=None if spec.weight is None else _measure_weights(states),
+            kept_fraction=states.total("kept") / float(every.sum()),
+            rejected_sequences=float((states.sums["kept"][every > 0] == 0).mean()),
+            note=_WITH_ADVANTAGES if spec.needs_advantages else "",
+        )
+
+
+def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:
+    """What a specification asks for that the step does not tell; empty where nothing."""
+    if spec.needs_advantages and step.advantages is None:
+        return _NO_ADVANTAGES
+    needs_turns = spec.weight == "segment" or any(rule.level == "segment" for rule in spec.rules)
+    return _NO_TURNS if needs_turns and step.turns is None else ""
+
+
+def correct(step: ScoredBatch, spec: CorrectionSpec) -> CorrectionResult:
+    """The correction of a step; how much it rejects is no error here."""
+    return compute_correction(step.inputs(), replace(spec, max_rejected_fraction=None))
+
+
+def step_metrics(result: CorrectionResult, spec: CorrectionSpec) -> Mapping[str, float]:
+    """What training would log of a step: with ``verl_compat`` what that release does."""
+    if result.release_metrics is not None:
+        return result.release_metrics
+    return compute_metrics(result.states, spec)
+
+
+def effective_sample_size(weights: Iterable[float] | torch.Tensor) -> float:
+    """(Σw)² / (N·Σw²) of weights, 0 to 1; 0 where all are 0 or there is none."""
+    values = torch.as_tensor(weights, dtype=torch.float64)
+    largest = float(values.max()) if len(values) else 0.0
+    if not largest > 0.0:
+        return 0.0
+    values = values / largest
+    return min(float(values.sum() ** 2 / (len(values) * values.square().sum())), 1.0)
+
+
+def _measure_weights(states: CorrectionStates) -> AppliedWeights | None:
+    """``None`` where no ratio is known."""
+    known = states.total("tokens")
+    if not known:
+        return None
+    mean, square = states.total("applied") / known, states.total("applied_squared") / known
+    return AppliedWeights(
+        raw_mean=states.total("raw") / known,
+        mean=mean,
+        std=math.sqrt(max(square - mean * mean, 0.0)),
+        largest=states.largest("applied"),
+        effective_sample_size=min(mean * mean / square, 1.0) if square > 0.0 else 0.0,
+    )
