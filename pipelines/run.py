@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.correction.describe import describe_correction
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
@@ -124,6 +125,8 @@ class AgenticPipeline:
         )
         if runtime.is_writer:
             prepare_output_dir(self._output_dir, resume=self._is_resumed)
+            for line in describe_correction(config.algorithm):
+                logger.info("%s", line)
         self._scheduler = build_scheduler(
             config.rollout_mock,
             self._make_real,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     GrammarParseError,
@@ -31,6 +34,7 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from mock_scheduler.config.dialects import resolve_dialects
+from mock_scheduler.config.number_traps import SourceFile, find_number_traps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
@@ -85,7 +89,8 @@ def load_config(
 
     A plain override ``a.b=c`` sets any key of the schema, whether or not the YAML has it; where its key names a folder
     under ``config_path`` it selects from that config group, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
-    Integers in ``system_envs`` become strings. AReaL's and verl's sections for recording become ``rollout_mock``
+    Integers in ``system_envs`` become strings. Numbers that were meant as pairs of bounds are refused where they are
+    written (``number_traps``). AReaL's and verl's sections for recording become ``rollout_mock``
     (``dialects``). Raises ConfigError.
     """
     folder = Path(config_path).absolute()
@@ -93,8 +98,8 @@ def load_config(
     _check_file_exists(folder, name)
     parsed = _parse_overrides(overrides)
     origin = f"configuration '{name}' ({folder / name}.yaml)"
-    composed = _compose(folder, name, [_as_hydra_override(override, folder) for override in parsed], origin)
-    problems = list(_interpolation_problems(composed))
+    composed, files = _compose(folder, name, [_as_hydra_override(override, folder) for override in parsed], origin)
+    problems = [*_interpolation_problems(composed), *find_number_traps(files, parsed, composed)]
     if problems:
         raise_problems(origin, problems, source_of=_source_of(parsed))
     return _check(composed, origin, parsed)
@@ -145,15 +150,29 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parsed, problems = [], []
     for text in overrides:
         try:
-            parsed.append(parser.parse_override(text))
+            override = parser.parse_override(text)
         except HydraException as error:
             problems.append(f"{text!r}: {str(error).splitlines()[0]}")
+            continue
+        parsed.append(override)
+        if override.is_sweep_override():
+            problems.append(f"{text!r}: {_describe_sweep(text, override)}")
     if problems:
         raise ConfigError(
             f"overrides that cannot be read:{bullet_list(problems, limit=None)}\n"
             "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
         )
     return parsed
+
+
+def _describe_sweep(text: str, override: Override) -> str:
+    key, _, value = text.partition("=")
+    if override.value_type is not ValueType.SIMPLE_CHOICE_SWEEP or '"' in value or "'" in value:
+        return "is a sweep over several runs for Hydra, and this is one; give one value"
+    return (
+        "values with a comma are a sweep over several runs for Hydra, and this is one; quote them, as in "
+        f"""{shlex.quote(f'{key}="{value}"')}, or write a list as {shlex.quote(f"{key}=[{value}]")}"""
+    )
 
 
 def _as_hydra_override(override: Override, folder: Path) -> str:
@@ -164,14 +183,18 @@ def _as_hydra_override(override: Override, folder: Path) -> str:
     return text if is_group or override.type is not OverrideType.CHANGE else f"++{text}"
 
 
-def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> DictConfig:
+def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> tuple[DictConfig, list[SourceFile]]:
+    """The composed configuration, and the files that it is of, in the order in which they count."""
     try:
         # Hydra only warns of a defaults list without _self_, whose order it then guesses.
         with warnings.catch_warnings(), initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             warnings.simplefilter("error", UserWarning)
-            return compose(config_name=name, overrides=overrides)
+            composed = compose(config_name=name, overrides=overrides)
+            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(name, overrides, RunMode.RUN)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning) as error:
         raise ConfigError(f"{origin} cannot be composed: {error}") from error
+    places = [(folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
+    return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:

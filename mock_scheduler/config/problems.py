@@ -67,11 +67,27 @@ def _dotted(section: str, path: _KeyPath) -> str:
 
 
 def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) -> str:
-    parent, name = _dotted(section, path[:-1]), str(path[-1])
-    known = sorted(_section_fields(path[:-1], model))
-    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; nearest known key: {'.'.join(filter(None, (parent, nearest[0])))}" if nearest else ""
-    return f"unknown key{hint}; known keys of {parent or 'the top level'}: {', '.join(known)}"
+    parent = _dotted(section, path[:-1])
+    nearest = _nearest_key(path, model, section)
+    hint = f"; nearest known key: {nearest}" if nearest else ""
+    known = ", ".join(sorted(_section_fields(path[:-1], model)))
+    return f"unknown key{hint}; known keys of {parent or 'the top level'}: {known}"
+
+
+def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | None:
+    """The whole key that may be meant: of this name in a section below or at the top level, else of a close one."""
+    name, known = str(path[-1]), sorted(_section_fields(path[:-1], model))
+    prefix = tuple(filter(None, (section, _dotted("", path[:-1]))))
+    below = {field: (*prefix, outer, field) for outer in known for field in _section_fields((*path[:-1], outer), model)}
+    if name in below:
+        return ".".join(below[name])
+    if len(path) > 1 and not section and name in model.model_fields:
+        return name
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return ".".join((*prefix, close[0]))
+    close = get_close_matches(name, below, n=1, cutoff=0.8)
+    return ".".join(below[close[0]]) if close else None
 
 
 def _section_fields(path: _KeyPath, model: type[BaseModel]) -> list[str]:

@@ -169,12 +169,15 @@ def _measure(tokens: list[Token], index: int, rule: Rule) -> None:
         is_outside = (low is not None and value < low) or (high is not None and value > high)
         is_outside = is_outside or len(known) < len(unit)
         advantage = math.fsum(token.advantage for token in known)
-        is_outside = is_outside and {
-            "always": True,
-            "positive_advantage": advantage > 0,
-            "negative_advantage": advantage < 0,
-            "not_positive_advantage": advantage <= 0,
-        }[rule.when]
+        is_outside = (
+            is_outside
+            and {
+                "always": True,
+                "positive_advantage": advantage > 0,
+                "negative_advantage": advantage < 0,
+                "not_positive_advantage": advantage <= 0,
+            }[rule.when]
+        )
         for token in known:
             token.values[index] = value
             if is_outside:
