@@ -272,6 +272,40 @@ def show(
     raise typer.Exit(code)
 
 
+@app.command()
+def correction(
+    recording: RecordingDir,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="output_dir of a run that replayed it, with trace.level=full trace.kinds=[score]"),
+    ] = None,
+    steps: Steps = None,
+    preset: Annotated[
+        list[str] | None, typer.Option("--preset", help="only this preset; may be given several times")
+    ] = None,
+    config_name: Annotated[
+        str | None, typer.Option("--config", help="configuration whose rollout_correction comes first; else the run's")
+    ] = None,
+    config_path: ConfigPath = "configs",
+    num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
+    json_path: JsonOutput = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+) -> None:
+    """Say how far rollout and training policy are apart, and what each kind of rollout correction would do."""
+    from mock_scheduler.align.correction_report import CorrectionOptions, run_correction  # imports torch
+
+    options = CorrectionOptions(
+        run=run,
+        steps=steps,
+        presets=tuple(preset or ()),
+        source=None if config_name is None else _source(config_name, config_path, None),
+        num_worst=num_worst,
+        json_path=json_path,
+        html_path=html_path,
+    )
+    raise typer.Exit(run_correction(recording, options))
+
+
 @app.command(name="replay-actions")
 def replay_actions(
     config_name: ConfigName,

@@ -5,6 +5,7 @@ Contract: nothing is trained, and nothing is written but the files that were ask
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.files import encode_json, save_json
-from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.correction_batch import ScoredBatch
@@ -39,7 +40,6 @@ from mock_scheduler.report.recording_commands import parse_steps
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
-from mock_scheduler.recording.paths import step_folder
 
 _STDOUT = "-"
 
@@ -144,8 +144,8 @@ def _check_steps(scores: TrainingScores | None, places: list[StepPlace], run: Pa
 
 def _next_command(dump_dir: str) -> str:
     return (
-        f"mock-scheduler launch NAME rollout_mock.enable=true rollout_mock.mode=mock rollout_mock.dump_dir={dump_dir} "
-        "output_dir=OUTPUT_DIR trace.level=full 'trace.kinds=[score]'"
+        "mock-scheduler launch NAME rollout_mock.enable=true rollout_mock.mode=mock "
+        f"rollout_mock.dump_dir={shlex.quote(dump_dir)} output_dir=OUTPUT_DIR trace.level=full 'trace.kinds=[score]'"
     )
 
 

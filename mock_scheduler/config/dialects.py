@@ -1,8 +1,9 @@
 """Other frameworks' names for recording and replay, in a configuration of ours: AReaL's and verl's.
 
 Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does
-what they asked for and says in ``origin`` what became of them. They are refused together with an enabled
-``rollout_mock``, and with one another. The differences from the originals are in docs/dialects.md.
+what they asked for and says in ``origin`` what became of them; verl's keys of rollout correction among them become
+``algorithm``. They are refused together with an enabled ``rollout_mock``, and with one another. The differences from
+the originals are in docs/dialects.md.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mock_scheduler.config.dialect_verl import (
     translate_verl,
     verl_switches,
 )
+from mock_scheduler.config.dialect_verl_correction import read_verl_correction
 from mock_scheduler.config.dialect_verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
@@ -65,6 +67,8 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
     Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
     verl's folders are taken from it: all problems of both are in ``problems``.
     """
+    correction = read_verl_correction(values)
+    values = correction.values
     areal = {name: _section(values[name]) for name in AREAL_SECTIONS if name in values and not _is_own(name, values)}
     verl = {name: _section(values[name]) for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
     if not any(name in verl for name in VERL_SECTIONS):
@@ -72,12 +76,15 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
     own = {key: value for key, value in values.items() if key not in areal and key not in verl}
     if not areal and not verl:
         return Resolved(values=own)
-    problems: list[Problem] = []
+    problems: list[Problem] = [*correction.problems]
     config = _validated(PipelineConfig, own, problems)
+    if config is not None:
+        problems += correction.conflicts(config.algorithm)
     areal_sections = _validated(_ArealSections, areal, problems)
     read, unread = set_aside_unread(VerlSections, verl)
+    unread += correction.unread
     verl_sections = _validated(VerlSections, read, problems)
-    if config is None or areal_sections is None or verl_sections is None:
+    if config is None or areal_sections is None or verl_sections is None or problems:
         return Resolved(values=own, problems=tuple(problems))
     try:
         mock = _translate(config, areal_sections, verl_sections, unread)

@@ -34,7 +34,7 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from mock_scheduler.config.dialects import resolve_dialects
-from mock_scheduler.config.number_traps import SourceFile, find_number_traps
+from mock_scheduler.config.number_traps import SourceFile, find_number_traps, may_have_traps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
@@ -171,7 +171,7 @@ def _describe_sweep(text: str, override: Override) -> str:
         return "is a sweep over several runs for Hydra, and this is one; give one value"
     return (
         "values with a comma are a sweep over several runs for Hydra, and this is one; quote them, as in "
-        f"""{shlex.quote(f'{key}="{value}"')}, or write a list as {shlex.quote(f"{key}=[{value}]")}"""
+        f"""{shlex.quote(f'{key}="{value}"')}, or where the key takes a list write {shlex.quote(f"{key}=[{value}]")}"""
     )
 
 
@@ -184,12 +184,14 @@ def _as_hydra_override(override: Override, folder: Path) -> str:
 
 
 def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> tuple[DictConfig, list[SourceFile]]:
-    """The composed configuration, and the files that it is of, in the order in which they count."""
+    """The composed configuration, and where that matters the files that it is of, in the order in which they count."""
     try:
         # Hydra only warns of a defaults list without _self_, whose order it then guesses.
         with warnings.catch_warnings(), initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             warnings.simplefilter("error", UserWarning)
             composed = compose(config_name=name, overrides=overrides)
+            if not may_have_traps(composed):
+                return composed, []
             defaults = GlobalHydra.instance().config_loader().compute_defaults_list(name, overrides, RunMode.RUN)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning) as error:
         raise ConfigError(f"{origin} cannot be composed: {error}") from error

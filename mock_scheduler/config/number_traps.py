@@ -3,8 +3,8 @@
 YAML 1.1 allows ``_`` within numbers, so that a pair of bounds without quotes, ``0.5_5``, is 0.55, and ``5_10`` is 510.
 Nothing of that is left in what was loaded: the files and the command line themselves are read again.
 
-Contract: pure functions of texts; what cannot be read was refused before. Only keys of sections that take pairs are
-looked at: ``max_steps: 1_000`` is a number as it is meant.
+Contract: pure functions of texts; what cannot be read was refused before. Only keys that may take pairs are looked
+at: ``max_steps: 1_000`` is a number as it is meant.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from mock_scheduler.config.problems import Problem
 
-#: Sections in which a pair of bounds may stand.
-_SECTIONS = ("algorithm", "actor_rollout_ref.actor")
+#: Sections and keys in which a pair of bounds may stand.
+_PLACES = ("algorithm", "actor_rollout_ref.actor.tis_imp_ratio_cap")
 _NUMBER_LIKE = re.compile(r"[-+.0-9][-+.:0-9A-Za-z]*_[-+.:0-9A-Za-z_]*")
 _QUOTED_OR_WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[-+.\w]+""")
 
@@ -40,6 +40,13 @@ class SourceFile:
 class _Trap:
     number: int | float
     message: str
+
+
+def may_have_traps(composed: DictConfig) -> bool:
+    """Whether there is a number at all where a pair of bounds may stand; without one the files need not be read."""
+    values = [OmegaConf.select(composed, place, throw_on_resolution_failure=False) for place in _PLACES]
+    plain = [OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for value in values]
+    return any(isinstance(leaf, int | float) for value in plain for _, leaf, _ in _leaves(value, value, ""))
 
 
 def find_number_traps(
@@ -63,7 +70,7 @@ def _selected(composed: DictConfig, key: str) -> object:
 
 
 def _is_looked_at(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{section}.") for section in _SECTIONS)
+    return any(f"{key}.".startswith(f"{place}.") for place in _PLACES)
 
 
 def _traps_of_file(file: SourceFile) -> dict[str, _Trap | None]:
@@ -97,7 +104,7 @@ def _trap_of_scalar(node: yaml.ScalarNode, path: Path) -> _Trap | None:
     text = str(node.value)
     if node.style is not None or not _NUMBER_LIKE.fullmatch(text):
         return None
-    number = OmegaConf.create(f"value: {text}")["value"]
+    number = OmegaConf.select(OmegaConf.create(f"value: {text}"), "value")
     if not isinstance(number, int | float):
         return None
     place = f"{path.name}, line {node.start_mark.line + 1}"
@@ -106,7 +113,7 @@ def _trap_of_scalar(node: yaml.ScalarNode, path: Path) -> _Trap | None:
 
 def _traps_of_override(override: Override) -> dict[str, _Trap | None]:
     line, key = override.input_line or "", override.key_or_group
-    if "=" not in line or not any(_overlap(key, section) for section in _SECTIONS):
+    if "=" not in line or not any(_overlap(key, place) for place in _PLACES):
         return {}
     name, _, raw = line.partition("=")
     words: dict[str, int | float] = {}
@@ -137,8 +144,8 @@ def _traps_of_override(override: Override) -> dict[str, _Trap | None]:
     return traps
 
 
-def _overlap(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.") or f"{section}.".startswith(f"{key}.")
+def _overlap(key: str, place: str) -> bool:
+    return f"{key}.".startswith(f"{place}.") or f"{place}.".startswith(f"{key}.")
 
 
 def _leaves(read: object, meant: object, key: str) -> Iterator[tuple[str, object, object]]:
@@ -155,6 +162,6 @@ def _leaves(read: object, meant: object, key: str) -> Iterator[tuple[str, object
 
 def _describe(text: str, number: int | float, reader: str, *, place: str, quoted: str) -> str:
     return (
-        f"is {text} without quotes{place}, which {reader} reads as the number {number}: quote a pair of bounds, as in "
-        f"{quoted}, or write {number} for the number"
+        f"is {text} without quotes{place}, which {reader} reads as the number {number}: quote it where it is a pair "
+        f"of bounds, as in {quoted}, or write {number} where it is that number"
     )

@@ -31,6 +31,7 @@ from mock_scheduler.config.base import (
     RolloutMode,
 )
 from mock_scheduler.config.correction.algorithm import AlgorithmConfig
+from mock_scheduler.config.correction.combinations import combination_problems
 from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
 from mock_scheduler.config.environments import (
     ActorInferConfig,
@@ -40,7 +41,9 @@ from mock_scheduler.config.environments import (
     GeneratingArgs,
     SokobanEnvConfig,
     check_held_out,
+    weights_precision_problem,
 )
+from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.model import ModelConfig
@@ -205,6 +208,18 @@ class PipelineConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _check_weights_precision(self) -> PipelineConfig:
+        problem = weights_precision_problem(
+            self.actor_infer,
+            precision=self.precision,
+            worker_type=self.rollout_worker.type,
+            modes_in_use=self.rollout_mock.modes_in_use,
+        )
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _check_training_service(self) -> PipelineConfig:
         if self.training_service.url is None:
             return self
@@ -260,6 +275,18 @@ class PipelineConfig(ConfigSection):
             )
         if problems:
             raise ValueError(f"the loss cannot be computed so:{bullet_list(problems, limit=None)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rollout_correction(self) -> PipelineConfig:
+        problems = combination_problems(
+            self.algorithm,
+            adv_estimator=self.adv_estimator,
+            reward_normalization=self.reward_normalization,
+            dual_clip=self.dual_clip,
+        )
+        if problems:
+            raise_keyed(type(self).__name__, problems, dict(self))
         return self
 
     @model_validator(mode="after")

@@ -234,6 +234,7 @@ def rows(folder: Path, layout: str) -> RolloutBatch:
 
 ROUNDED = ActorInferConfig(weights_precision="bfloat16")
 REAL = frozenset({"real"})
+REPLAY = ("rollout_mock.enable=true", "rollout_mock.mode=mock")
 
 
 def problem(
@@ -273,3 +274,11 @@ def test_wider_weights_and_no_rounding_are_accepted() -> None:
 def test_another_precision_is_refused_with_the_one_that_there_is() -> None:
     with pytest.raises(ConfigError, match=r"weights_precision: unknown value 'float16'; known values: bfloat16 "):
         load_config("quickstart", config_path=CONFIGS, overrides=["actor_infer.weights_precision=float16"])
+
+
+def test_a_configuration_in_which_nothing_would_be_rounded_is_refused_when_it_loads() -> None:
+    overrides = ["actor_infer.weights_precision=bfloat16", "precision=bfloat16"]
+    with pytest.raises(ConfigError, match=r"weights_precision bfloat16 would have no effect: with precision bfloat16 "):
+        load_config("quickstart", config_path=CONFIGS, overrides=overrides)
+    replay = load_config("quickstart", config_path=CONFIGS, overrides=[*overrides, *REPLAY])
+    assert replay.actor_infer.weights_precision == "bfloat16"

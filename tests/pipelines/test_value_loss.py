@@ -131,30 +131,30 @@ def test_a_rejected_token_teaches_the_critic_nothing() -> None:
     """Nor is it in the sums that explained variance comes from; the denominator has it, unless it is of kept tokens."""
     nan = math.nan
     inputs = loss_inputs(
-        [1.0, nan, 2.0, nan], [1.0, nan, 2.0, nan], [2.0, nan, 4.0, nan], mask=[True, True, True, False]
+        [1.0, nan, 2.0, nan], [1.0, nan, 2.0, nan], [2.0, nan, 5.0, nan], mask=[True, True, True, False]
     )
     inputs = replace(
         inputs, kept_mask=torch.tensor([[True, False, True, True]]), loss_weights=row([0.5, nan, 3.0, nan])
     )
     output = compute_value_loss(inputs, ValueLossConfig(value_clip=0.5))
     output.total.backward()
-    assert output.total.item() == 0.5 * 0.5 + 3.0 * 2.0
-    assert output.terms["vf_loss"].tolist() == [[0.25, 0.0, 6.0, 0.0]]
+    assert output.total.item() == 0.5 * 0.5 + 3.0 * 4.5
+    assert output.terms["vf_loss"].tolist() == [[0.25, 0.0, 13.5, 0.0]]
     assert output.num_tokens.item() == 3
     assert named(output) == {
-        "vf_loss": 6.25,
+        "vf_loss": 13.75,
         "vf_clip_frac": 0.0,
         "value": 3.0,
-        "value_squared_error": 5.0,
-        "return": 6.0,
-        "return_squared": 20.0,
+        "value_squared_error": 10.0,
+        "return": 7.0,
+        "return_squared": 29.0,
         "kept_tokens": 2.0,
         "num_tokens": 3.0,
     }
     assert inputs.new_values.grad is not None
-    assert inputs.new_values.grad.tolist() == [[-0.5, 0.0, -6.0, 0.0]]
-    # Errors 1 and 2, variance 1/4; returns 2 and 4, variance 1.
-    assert explained_variance(named(output)) == pytest.approx(0.75, rel=1e-14)
+    assert inputs.new_values.grad.tolist() == [[-0.5, 0.0, -9.0, 0.0]]
+    # Errors 1 and 3, variance 1; returns 2 and 5, variance 9/4.
+    assert explained_variance(named(output)) == pytest.approx(1.0 - 4 / 9, rel=1e-14)
     of_kept = compute_value_loss(inputs, ValueLossConfig(value_clip=0.5, rs_denominator="kept"))
     assert of_kept.num_tokens.item() == 2
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mock_scheduler.config.correction.presets import PRESETS
 from mock_scheduler.config.correction.rules import Level, VerlRelease
 from mock_scheduler.config.correction.thresholds import UNLIMITED
 from mock_scheduler.config.problems import Problem
@@ -166,9 +167,8 @@ def _release_problems(section: RolloutCorrectionConfig, release: VerlRelease) ->
 
 def _describe_absent(section: RolloutCorrectionConfig, key: str, release: VerlRelease) -> str:
     hint = f"; {_IN_PLACE[key]}" if key in _IN_PLACE else "; leave it out"
-    origin = ""
-    if section.preset is not None and key not in _IN_PLACE:
-        origin = f" (see preset {section.preset})"
+    is_of_preset = section.preset is not None and key in PRESETS[section.preset].values
+    origin = f" by preset {section.preset}" if is_of_preset else ""
     shown = "is given" if key == "rules" else f"is {_value(section, key)}"
     return f"{shown}{origin}, and verl_compat {release} reproduces a release that has no such key{hint}"
 
