@@ -83,11 +83,11 @@ def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | 
         return ".".join(below[name])
     if len(path) > 1 and not section and name in model.model_fields:
         return name
+    misspelt_below = get_close_matches(name, below, n=1, cutoff=0.9)
+    if misspelt_below:
+        return ".".join(below[misspelt_below[0]])
     close = get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return ".".join((*prefix, close[0]))
-    close = get_close_matches(name, below, n=1, cutoff=0.8)
-    return ".".join(below[close[0]]) if close else None
+    return ".".join((*prefix, close[0])) if close else None
 
 
 def _section_fields(path: _KeyPath, model: type[BaseModel]) -> list[str]:

@@ -98,21 +98,33 @@ def bias_advice(mean_ratio: float, standard_error: float) -> list[Advice]:
     distance = abs(mean_ratio - 1.0) / standard_error
     if distance <= BIAS_ERRORS:
         return []
+    remedies = [
+        "check that the engine's log-probabilities are those of the distribution it samples from: temperature, top-p, "
+        "top-k, masked tokens, penalties and biases"
+    ]
+    if mean_ratio < 1:
+        remedies.append(
+            "or nothing is wrong, and tokens that are likelier in training than in the rollout, which carry the mean, "
+            "were too rare to be sampled: so it is where the policies are far apart"
+        )
     return [
         Advice(
             severity="warning",
             title="The mean ratio is not 1",
-            condition=f"it is {mean_ratio:.6g} with a standard error of {standard_error:.2g}: {distance:.1f} of them "
-            "from 1, which it is for tokens that were sampled from the distribution whose log-probabilities are "
-            "recorded, whatever is trained",
-            remedies=(
-                "check that the engine's log-probabilities are those of the distribution it samples from: temperature, "
-                "top-p, top-k, masked tokens, penalties and biases",
-                "a few tokens of very small rollout probability carry the mean: with heavy tails it is below 1 in "
-                "nearly every batch",
-            ),
+            condition=f"it is {mean_ratio:.6g} with a standard error of {standard_error:.2g}, {distance:.1f} of them "
+            "from 1. Over tokens sampled from the distribution whose log-probabilities are recorded it is 1, whatever "
+            "policy is trained",
+            remedies=tuple(remedies),
         )
     ]
+
+
+def equal_policies(num_equal: int, *, num_tokens: int) -> list[Advice]:
+    """A note where both log-probabilities of all tokens are equal."""
+    if not num_tokens or num_equal < num_tokens:
+        return []
+    condition = "every training log-probability is equal to the recorded one, to the last bit"
+    return [Advice(severity="note", title="Nothing to correct", condition=condition)]
 
 
 def problem(title: str, conditions: Sequence[str], *remedies: str) -> list[Advice]:

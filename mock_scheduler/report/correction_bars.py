@@ -40,6 +40,16 @@ def count_bars(values: npt.NDArray[np.floating], *, max_bars: int = MAX_BARS) ->
     )
 
 
+def count_middle_bars(values: npt.NDArray[np.floating]) -> tuple[Bar, ...]:
+    """Bars of the 1st to the 99th percentile; empty where these reach more than a quarter as far as all."""
+    if not len(values):
+        return ()
+    low, high = np.quantile(values, [0.01, 0.99])
+    if not 0 < high - low < (values.max() - values.min()) / 4:
+        return ()
+    return count_bars(values[(values >= low) & (values <= high)])
+
+
 def _round_width(least: float) -> float:
     """The smallest of 1, 2 and 5 · 10^k that is at least ``least``, which is above 0."""
     power = 10.0 ** math.floor(math.log10(least))

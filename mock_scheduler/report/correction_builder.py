@@ -20,19 +20,19 @@ from mock_scheduler.correction.comparable import (
     VALID_COLUMN,
     comparison_problems,
     logprob_problems,
-    zero_only_rows,
 )
-from mock_scheduler.correction.states import BUCKET_SUMS, LAG_EDGES, POSITION_EDGES, FloatArray, bucket_names, exact_sum
+from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.report.correction_advice import (
     Advice,
     Metrics,
     bias_advice,
+    equal_policies,
     guide_advice,
     hidden_variance,
     problem,
 )
-from mock_scheduler.report.correction_bars import count_bars
+from mock_scheduler.report.correction_bars import count_bars, count_middle_bars
 from mock_scheduler.report.correction_batch import ScoredBatch
 from mock_scheduler.report.correction_presets import (
     BASIC,
@@ -45,8 +45,8 @@ from mock_scheduler.report.correction_presets import (
     preset_candidate,
     step_metrics,
 )
+from mock_scheduler.report.correction_steps import ROUNDING, describe_sampling, recorded_health, sum_buckets
 from mock_scheduler.report.correction_view import (
-    Bucket,
     CorrectionReport,
     Measured,
     StepHealth,
@@ -101,7 +101,7 @@ class ReportBuilder:
         self._log_ratios: list[npt.NDArray[np.float32]] = []
         self._sequence_sums: list[FloatArray] = []
         self._metrics: dict[int, Metrics] = {}
-        self._not_finite = 0
+        self._not_finite = self._train_positive = 0
 
     def add(self, step: ScoredBatch) -> None:
         """Look at one more step."""
@@ -109,7 +109,7 @@ class ReportBuilder:
         if batch.sampling not in self._sampling:
             self._sampling.append(batch.sampling)
         self._problems += [f"step {step.info.step}: {text}" for text in logprob_problems(batch)]
-        health = _recorded_health(step)
+        health = recorded_health(step)
         if step.train_logprobs is not None:
             health = self._measure(step, health)
         self._steps.append(health)
@@ -121,7 +121,7 @@ class ReportBuilder:
             recording=self._options.recording,
             run=self._options.run,
             training=self._options.training,
-            sampling=tuple(map(_describe_sampling, self._sampling)),
+            sampling=tuple(map(describe_sampling, self._sampling)),
             steps=tuple(self._steps),
             measured=measured,
             advice=tuple(self._advice(measured)),
@@ -134,6 +134,7 @@ class ReportBuilder:
         sums, counts = step.sum_by_sequence(log_ratio.nan_to_num(0.0)), step.sum_by_sequence(is_known)
         assert step.train_logprobs is not None
         self._not_finite += int((~step.train_logprobs.isfinite()).sum())
+        self._train_positive += int((step.train_logprobs > ROUNDING).sum())
         self._worst.add(step, log_ratio, sums, counts)
         self._log_ratios.append(log_ratio[is_known].float().numpy())
         self._sequence_sums.append(sums[counts > 0].numpy())
@@ -196,9 +197,10 @@ class ReportBuilder:
             sequence_ess=effective_sample_size(sequence_weights) if len(sums) else math.nan,
             quantiles={f"p{percent}": value for percent, value in zip(_QUANTILES, quantiles, strict=False)},
             token_bars=count_bars(values),
+            middle_bars=count_middle_bars(values),
             sequence_bars=count_bars(sums),
-            positions=tuple(_buckets(states.positions, POSITION_EDGES)),
-            lags=None if states.lags is None else tuple(_buckets(states.lags, LAG_EDGES)),
+            positions=tuple(sum_buckets(states.positions, POSITION_EDGES)),
+            lags=None if states.lags is None else tuple(sum_buckets(states.lags, LAG_EDGES)),
             worst_sequences=tuple(self._worst.sequences),
             worst_tokens=tuple(self._worst.tokens),
             outcomes=tuple(self._table.outcomes()),
@@ -213,12 +215,11 @@ class ReportBuilder:
     def _advice(self, measured: Measured | None) -> list[Advice]:
         found = self._comparability()
         found += problem("Missing log-probabilities", self._problems)
-        positive = sum(step.positive for step in self._steps)
-        above = [f"{count_of(positive, 'rollout log-probability', 'rollout log-probabilities')} above 0"]
+        sides = (("rollout", sum(step.positive for step in self._steps)), ("training", self._train_positive))
         found += problem(
             "Log-probabilities above 0",
-            above if positive else [],
-            "no probability is above 1: they are of something else, or were scaled",
+            [f"{count_of(number, 'token')} of {side}" for side, number in sides if number],
+            "no probability is above 1: they are of something else, or were changed",
         )
         found += problem(
             "Training log-probabilities that are not finite",
@@ -232,7 +233,7 @@ class ReportBuilder:
             found += hidden_variance(self._metrics, watched=self._watched_name())
             error = measured.std_ratio / math.sqrt(measured.num_tokens) if measured.num_tokens else 0.0
             found += bias_advice(measured.mean_ratio, error)
-            found += _equal_policies(measured)
+            found += equal_policies(measured.num_equal, num_tokens=measured.num_tokens)
         found += self._unused_tokens()
         return found
 
@@ -263,61 +264,3 @@ class ReportBuilder:
                 remedies=("rollout_correction.nan_policy decides what becomes of them: reject, ratio_one or error",),
             )
         ]
-
-
-def _recorded_health(step: ScoredBatch) -> StepHealth:
-    batch, logprobs = step.batch, step.batch.rollout_logprobs
-    versions, lags = batch.policy_versions, step.versions_behind
-    return StepHealth(
-        step=step.info.step,
-        trajectories=batch.num_trajectories,
-        rows=len(batch),
-        response_tokens=len(logprobs),
-        policy_version=step.info.policy_version,
-        policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
-        lag=None if lags is None or not len(lags) else (int(lags.min()), int(lags.max())),
-        has_valid_column=VALID_COLUMN in batch.extras,
-        invalid=0 if step.valid is None else int((~step.valid).sum()),
-        zeros=int((logprobs == 0).sum()),
-        positive=int((logprobs > 0).sum()),
-        zero_rows=len(zero_only_rows(batch)),
-    )
-
-
-def _describe_sampling(sampling: SamplingParams) -> str:
-    return (
-        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
-        f"log-probabilities {sampling.logprobs_mode}"
-    )
-
-
-def _buckets(table: FloatArray, edges: tuple[int, ...]) -> list[Bucket]:
-    """The buckets that have tokens; table: float64 ``[S, len(edges), len(BUCKET_SUMS)]``."""
-    buckets = []
-    for index, name in enumerate(bucket_names(edges)):
-        sums = {column: exact_sum(table[:, index, place]) for place, column in enumerate(BUCKET_SUMS)}
-        tokens = sums["tokens"]
-        if tokens:
-            buckets.append(
-                Bucket(
-                    name=name,
-                    tokens=int(tokens),
-                    kl=-sums["log_ratio"] / tokens,
-                    k3_kl=sums["k3"] / tokens,
-                    mean_ratio=sums["weight"] / tokens,
-                    effective_sample_size=min(sums["weight"] ** 2 / (tokens * sums["weight_squared"]), 1.0),
-                )
-            )
-    return buckets
-
-
-def _equal_policies(measured: Measured) -> list[Advice]:
-    if not measured.num_tokens or measured.num_equal < measured.num_tokens:
-        return []
-    return [
-        Advice(
-            severity="note",
-            title="Nothing to correct",
-            condition="every training log-probability is equal to the recorded one, to the last bit",
-        )
-    ]

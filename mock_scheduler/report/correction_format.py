@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mock_scheduler.report.correction_presets import Outcome
 from mock_scheduler.report.correction_view import CorrectionReport, Measured, StepHealth, TrainingSide
@@ -132,6 +132,25 @@ def outcome_cells(outcome: Outcome) -> list[str]:
         percent(outcome.kept_fraction),
         percent(outcome.rejected_sequences),
     ]
+
+
+def group_outcomes(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Those that compute the same, together, in the order of the first of each."""
+    groups: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.group, []).append(outcome)
+    return list(groups.values())
+
+
+def others_text(group: Sequence[Outcome]) -> str:
+    """``also slime_tis, aipo (bypass)``; empty for a group of one."""
+    names = [name_outcome(outcome) for outcome in group[1:]]
+    return f"also {', '.join(names)}" if names else ""
+
+
+def name_outcome(outcome: Outcome) -> str:
+    """``aipo (bypass)``."""
+    return f"{outcome.name}{' (bypass)' if outcome.is_bypass else ''}"
 
 
 def headline(report: CorrectionReport) -> tuple[str, str]:

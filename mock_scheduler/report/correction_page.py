@@ -12,15 +12,20 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import written_aside
+from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.correction_advice import Advice
 from mock_scheduler.report.correction_figures import histogram_figure, steps_figure
 from mock_scheduler.report.correction_format import (
+    group_outcomes,
     headline,
     lag_text,
+    name_outcome,
     number,
+    others_text,
     outcome_cells,
     policy_rows,
     recording_rows,
@@ -57,7 +62,7 @@ def render_correction_page(report: CorrectionReport) -> str:
     figures: list[JSON] = []
     sections = [_head_section(report), *_advice_sections(report.advice)]
     if report.measured is not None:
-        sections += _measured_sections(report, report.measured, figures)
+        sections += _measured_sections(report.measured, figures)
     sections.append(_steps_section(report.steps, figures))
     title = f"rollout correction: {report.recording}"
     return "\n".join(
@@ -101,7 +106,7 @@ def _advice_sections(advice: Sequence[Advice]) -> list[str]:
     return [_section("Advice", "", "".join(parts))]
 
 
-def _measured_sections(report: CorrectionReport, measured: Measured, figures: list[JSON]) -> list[str]:
+def _measured_sections(measured: Measured, figures: list[JSON]) -> list[str]:
     figures.append(
         histogram_figure(measured.token_bars, "tokens", x_title="log ratio of a token", y_title="response tokens")
     )
@@ -110,20 +115,32 @@ def _measured_sections(report: CorrectionReport, measured: Measured, figures: li
             measured.sequence_bars, "sequences", x_title="sum of a trajectory's log ratios", y_title="trajectories"
         )
     )
+    plots = _plot("tokens") + _plot("sequences")
+    if measured.middle_bars:
+        figures.append(
+            histogram_figure(
+                measured.middle_bars, "middle", x_title="log ratio, 1st to 99th percentile", y_title="response tokens"
+            )
+        )
+        plots += _plot("middle")
     quantiles = ", ".join(f"{name} {number(value, digits=3)}" for name, value in measured.quantiles.items())
-    plots = f'<div class="two">{_plot("tokens")}{_plot("sequences")}</div>'
-    steps = f"Of steps {', '.join(map(str, measured.steps))}. " if len(measured.steps) <= 10 else ""
-    sections = [
-        _section("Log ratios", f"{steps}Counts on a log axis. Quantiles of tokens: {quantiles}.", plots),
-        _outcomes_section(measured.outcomes),
-        _section("The two policies", "", facts(policy_rows(measured))),
-    ]
+    note = f"Counts on a log axis, of {name_steps(StepRanges.of(measured.steps))}. Quantiles of tokens: {quantiles}."
+    rows = list(policy_rows(measured))
+    half = -(-len(rows) // 2)
     tables = _buckets_html("position in the trajectory", measured.positions)
     tables += "" if measured.lags is None else _buckets_html("policy lag", measured.lags)
-    note = "" if measured.lags is not None else "The recording does not tell which policy sampled which token."
-    sections.append(_section("Where", note, f'<div class="two">{tables}</div>'))
-    sections.append(_worst_section(measured))
-    return sections
+    unknown = "" if measured.lags is not None else "The recording does not tell which policy sampled which token."
+    return [
+        _section("Log ratios", note, _two(plots)),
+        _section("The two policies", "", _two(facts(rows[:half]) + facts(rows[half:]))),
+        _section("By position and policy lag", unknown, _two(tables)),
+        _outcomes_section(measured.outcomes),
+        _worst_section(measured),
+    ]
+
+
+def _two(content: str) -> str:
+    return f'<div class="two">{content}</div>'
 
 
 def _outcomes_section(outcomes: Sequence[Outcome]) -> str:
@@ -134,18 +151,19 @@ def _outcomes_section(outcomes: Sequence[Outcome]) -> str:
         *(("max applied", "n"), ("ESS applied", "n"), ("tokens kept", "n"), ("sequences rejected", "n")),
     ]
     rows = []
-    for outcome in outcomes:
-        words = "".join(
-            f'<span class="words">{escape(text)}</span>' for text in (outcome.description, outcome.note) if text
-        )
-        name = f'<td title="{escape(outcome.source)}"><b>{escape(outcome.name)}</b>{words}</td>'
-        is_first = " class=first" if outcome.name == CONFIGURED else ""
-        cells = "".join(f'<td class="n">{escape(cell)}</td>' for cell in outcome_cells(outcome))
-        rows.append(f"<tr{is_first}>{name}{cells}</tr>")
+    for group in group_outcomes(outcomes):
+        first = group[0]
+        texts = (first.computation, others_text(group), first.note)
+        words = "".join(f'<span class="words">{escape(text)}</span>' for text in texts if text)
+        sources = "; ".join(dict.fromkeys(outcome.source for outcome in group if outcome.source))
+        name = f'<td style="width:46%" title="{escape(sources)}"><b>{escape(name_outcome(first))}</b>{words}</td>'
+        is_own = " class=first" if first.name == CONFIGURED else ""
+        cells = "".join(f'<td class="n">{escape(cell)}</td>' for cell in outcome_cells(first))
+        rows.append(f"<tr{is_own}>{name}{cells}</tr>")
     note = (
-        "Computed from the recorded and the training log-probabilities, without training. Applied weights are 0 where "
-        "a token is rejected. In bypass the training policy moves with every update; these are of the one before the "
-        "first."
+        "Computed from both log-probabilities, without training; those that compute the same share a row. Applied "
+        "weights are 0 where a token is rejected. In bypass the training policy moves with every update; these numbers "
+        "are of the one before the first."
     )
     return _section("What each configuration would do", note, _table(headers, rows), is_long=True)
 
@@ -242,7 +260,7 @@ def _row(names: Iterable[str], numbers: Iterable[str]) -> str:
 
 
 def _table(headers: Sequence[tuple[str, str]], rows: Sequence[str]) -> str:
-    head = "".join(f"<th{f' class={kind}' if kind else ''}>{escape(text)}</th>" for text, kind in headers)
+    head = "".join(f'<th class="{kind}" style="white-space:normal">{escape(text)}</th>' for text, kind in headers)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

@@ -56,11 +56,15 @@ class AppliedWeights:
 class Outcome:
     """What a candidate does to all response tokens.
 
-    weights: ``None`` without importance weights. kept_fraction: of response tokens. rejected_sequences: fraction of
-    those with response tokens that have none left. note: what the numbers rest on, or why there are none.
+    group: outcomes of one number compute the same, which ``computation`` says; they differ in mode and loss alone.
+    description: all that the configuration is. weights: ``None`` without importance weights. kept_fraction: of
+    response tokens. rejected_sequences: fraction of those with response tokens that have none left. note: what the
+    numbers rest on, or why there are none.
     """
 
     name: str
+    group: int
+    computation: str
     description: str
     source: str
     is_bypass: bool
@@ -93,14 +97,14 @@ class PresetTable:
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self._candidates = candidates
         self._totals: list[_Total] = []
-        self._total_of = [self._find(candidate.spec) for candidate in candidates]
+        self._groups = [self._find(candidate.spec) for candidate in candidates]
 
-    def _find(self, spec: CorrectionSpec) -> _Total:
-        for total in self._totals:
+    def _find(self, spec: CorrectionSpec) -> int:
+        for group, total in enumerate(self._totals):
             if all(getattr(total.spec, name) == getattr(spec, name) for name in _COMPUTED):
-                return total
+                return group
         self._totals.append(_Total(spec))
-        return self._totals[-1]
+        return len(self._totals) - 1
 
     def add(self, step: ScoredBatch) -> None:
         """What they do to this step."""
@@ -109,7 +113,8 @@ class PresetTable:
 
     def outcomes(self) -> list[Outcome]:
         """One line per candidate, in their order."""
-        return [total.outcome(candidate) for candidate, total in zip(self._candidates, self._total_of, strict=True)]
+        pairs = zip(self._candidates, self._groups, strict=True)
+        return [self._totals[group].outcome(candidate, group) for candidate, group in pairs]
 
 
 class _Total:
@@ -131,9 +136,16 @@ class _Total:
             return
         self.parts.append(replace(states, log_weights=np.empty(0, dtype=np.float32)))
 
-    def outcome(self, candidate: Candidate) -> Outcome:
+    def outcome(self, candidate: Candidate, group: int) -> Outcome:
         spec = candidate.spec
-        line = Outcome(name=candidate.name, description=spec.describe(), source=candidate.source, is_bypass=spec.bypass)
+        line = Outcome(
+            name=candidate.name,
+            group=group,
+            computation=describe_computation(spec),
+            description=spec.describe(),
+            source=candidate.source,
+            is_bypass=spec.bypass,
+        )
         if self.problem or not self.parts:
             return replace(line, note=self.problem)
         states = CorrectionStates.merge(self.parts)
@@ -149,6 +161,15 @@ class _Total:
         )
 
 
+def describe_computation(spec: CorrectionSpec) -> str:
+    """Weights and rules, without the mode and the loss that they are for."""
+    parts = ["no weights" if spec.weight is None else f"weights per {spec.weight}"]
+    parts += [rule.describe() for rule in spec.rules]
+    parts += ["weights divided by their mean"] if spec.batch_normalize else []
+    parts += [f"as verl {spec.release} does, with its bugs"] if spec.release else []
+    return "; ".join(parts)
+
+
 def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:
     """What a specification asks for that the step does not tell; empty where nothing."""
     if spec.needs_advantages and step.advantages is None:
@@ -158,8 +179,14 @@ def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:
 
 
 def correct(step: ScoredBatch, spec: CorrectionSpec) -> CorrectionResult:
-    """The correction of a step; how much it rejects is no error here."""
-    return compute_correction(step.inputs(), replace(spec, max_rejected_fraction=None))
+    """The correction of a step; how much it rejects is no error here. Raises ``CorrectionError``, also for what a
+    release of verl raises of its own."""
+    try:
+        return compute_correction(step.inputs(), replace(spec, max_rejected_fraction=None))
+    except (ValueError, ArithmeticError) as error:
+        if spec.release is None or isinstance(error, CorrectionError):
+            raise
+        raise CorrectionError(f"verl {spec.release} raises {type(error).__name__}: {error}") from error
 
 
 def step_metrics(result: CorrectionResult, spec: CorrectionSpec) -> Mapping[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +14,12 @@ from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.report.columns import TextColumn, lay_out
 from mock_scheduler.report.correction_advice import Advice
 from mock_scheduler.report.correction_format import (
+    group_outcomes,
     headline,
     lag_text,
+    name_outcome,
     number,
+    others_text,
     outcome_cells,
     policy_rows,
     recording_rows,
@@ -27,17 +31,11 @@ from mock_scheduler.text import shorten
 
 _STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold"}
 _NUM_STEPS = 20
-_OUTCOME_HEADERS = (
-    *(
-        "mean\nraw",
-        "mean\napplied",
-        "std\napplied",
-        "max\napplied",
-        "ESS\napplied",
-        "tokens\nkept",
-        "sequences\nrejected",
-    ),
+_OUTCOME_COLUMNS = (
+    *(("mean\nraw", 2), ("mean\napplied", 1), ("std\napplied", 2), ("max\napplied", 3)),
+    *(("ESS\napplied", 0), ("tokens\nkept", 0), ("sequences\nrejected", 1)),
 )
+_MAX_LINES = 21
 
 
 def print_correction(report: CorrectionReport, console: Console, *, files: Mapping[str, Path]) -> None:
@@ -108,6 +106,8 @@ def _print_measured(measured: Measured, console: Console) -> None:
     print_labelled(console, policy_rows(measured), indent=2)
     quantiles = ", ".join(f"{name} {number(value, digits=3)}" for name, value in measured.quantiles.items())
     _print_bars("log ratio of tokens", quantiles, measured.token_bars, console)
+    if measured.middle_bars:
+        _print_bars("log ratio of tokens", "1st to 99th percentile", measured.middle_bars, console)
     note = "one for each trajectory"
     _print_bars("sum of log ratios", note, measured.sequence_bars, console)
     _print_buckets("by position in the trajectory", measured.positions, console)
@@ -125,6 +125,7 @@ def _print_bars(title: str, note: str, bars: Sequence[Bar], console: Console) ->
 
 def _draw(bars: Sequence[Bar], *, width: int, ascii_only: bool) -> Iterator[str]:
     """Lines as long as the logarithm of their counts; runs of empty bars are one line."""
+    bars = bars if len(bars) <= _MAX_LINES else list(_in_threes(bars))
     labels = [f"{bar.low:g}" if bar.low == bar.high else f"{bar.low:g} to {bar.high:g}" for bar in bars]
     label_width = max(map(len, labels), default=0)
     count_width = max((len(f"{bar.count:,}") for bar in bars), default=0)
@@ -140,6 +141,14 @@ def _draw(bars: Sequence[Bar], *, width: int, ascii_only: bool) -> Iterator[str]
         is_gap = False
         length = max(round(room * math.log1p(bar.count) / most), 1)
         yield f"{label:>{label_width}}  {bar.count:>{count_width},} {('#' if ascii_only else '█') * length}"
+
+
+def _in_threes(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """Bars three times as wide, the one around 0 in the middle of its three."""
+    width = bars[0].high - bars[0].low
+    for _, group in groupby(bars, key=lambda bar: round((bar.low + bar.high) / 2 / width / 3)):
+        three = list(group)
+        yield Bar(low=three[0].low, high=three[-1].high, count=sum(bar.count for bar in three))
 
 
 def _print_buckets(title: str, buckets: Sequence[Bucket], console: Console) -> None:
@@ -158,48 +167,63 @@ def _print_buckets(title: str, buckets: Sequence[Bucket], console: Console) -> N
 
 
 def _print_worst(measured: Measured, console: Console) -> None:
-    if measured.worst_sequences:
+    sequences, tokens = measured.worst_sequences, measured.worst_tokens
+    if sequences:
         _print_title("worst trajectories", console, "by |sum of log ratios|")
-    for item in measured.worst_sequences:
-        tag = f" {item.tag}" if item.tag else ""
-        head = (
-            f"{number(item.log_ratio_sum)} over {item.length} tokens (mean {number(item.log_ratio_mean)})  step "
-            f"{item.step}, {item.identity}{tag}, reward {number(item.reward)}"
-        )
-        print_wrapped(console, Text(head), indent=2)
-        print_wrapped(console, Text(f"worst token: {_describe_token(item.worst_token)}", style="dim"), indent=6)
-    if measured.worst_tokens:
-        _print_title("worst tokens", console, "by |log ratio|")
-    for token in measured.worst_tokens:
-        print_wrapped(console, Text(f"{_describe_token(token)}  step {token.step}, {token.identity}"), indent=2)
+        columns = [
+            ("sum", 0, [number(item.log_ratio_sum) for item in sequences]),
+            ("mean", 0, [number(item.log_ratio_mean) for item in sequences]),
+            ("tokens", 1, [f"{item.length:,}" for item in sequences]),
+            ("reward", 3, [number(item.reward) for item in sequences]),
+            *_token_columns([item.worst_token for item in sequences], "worst\n"),
+            ("tag", 4, [shorten(item.tag, 20) for item in sequences]),
+            ("step", 1, [str(item.step) for item in sequences]),
+            ("trajectory", 0, [item.identity for item in sequences]),
+        ]
+        _print_table(columns, console)
+    if tokens:
+        _print_title("worst tokens", console, "by |log ratio|; tokens are counted from 0 in the trajectory's response")
+        columns = [
+            *_token_columns(tokens, ""),
+            ("training", 1, [number(token.train_logprob) for token in tokens]),
+            ("rollout", 1, [number(token.rollout_logprob) for token in tokens]),
+            ("step", 1, [str(token.step) for token in tokens]),
+            ("row", 0, [token.identity for token in tokens]),
+        ]
+        _print_table(columns, console)
 
 
-def _describe_token(token: WorstToken) -> str:
-    text = "" if token.text is None else f" {shorten(token.text, 24)!r}"
-    return (
-        f"{number(token.log_ratio)} (training {number(token.train_logprob)}, rollout {number(token.rollout_logprob)}) "
-        f"response token {token.position}, {token.token_id}{text}"
-    )
+def _token_columns(tokens: Sequence[WorstToken], before: str) -> list[tuple[str, int, Sequence[str]]]:
+    columns: list[tuple[str, int, Sequence[str]]] = [
+        (f"{before}log ratio", 0, [number(token.log_ratio) for token in tokens]),
+        (f"{before}at token", 1, [f"{token.position:,}" for token in tokens]),
+        (f"{before}id", 2, [str(token.token_id) for token in tokens]),
+    ]
+    if any(token.text is not None for token in tokens):
+        texts = ["" if token.text is None else shorten(repr(token.text), 20) for token in tokens]
+        columns.append((f"{before}text", 2, texts))
+    return columns
 
 
 def _print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+    """A line of numbers for all that compute the same, under it what this is."""
     if not outcomes:
         return
-    _print_title("what each configuration would do to these steps", console, "without training")
-    cells = [outcome_cells(outcome) for outcome in outcomes]
-    orders = (2, 1, 2, 3, 0, 0, 1)
-    columns = [("", 0, [outcome.name for outcome in outcomes])]
+    note = "computed, not trained; those that compute the same share a line"
+    _print_title("what each configuration would do to these steps", console, note)
+    groups = group_outcomes(outcomes)
+    cells = [outcome_cells(group[0]) for group in groups]
+    columns = [TextColumn(header="", drop_order=0, cells=[name_outcome(group[0]) for group in groups])]
     columns += [
-        (header, order, [row[index] for row in cells])
-        for index, (header, order) in enumerate(zip(_OUTCOME_HEADERS, orders, strict=True))
+        TextColumn(header=header, drop_order=order, cells=[row[index] for row in cells])
+        for index, (header, order) in enumerate(_OUTCOME_COLUMNS)
     ]
-    _print_table(columns, console)
-    for outcome in outcomes:
-        if outcome.name == CONFIGURED or len(outcomes) <= 2:
-            print_wrapped(console, Text(f"{outcome.name}: {outcome.description}"), indent=2)
-    noted: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        if outcome.note:
-            noted.setdefault(outcome.note, []).append(outcome.name)
-    for note, names in noted.items():
-        print_wrapped(console, Text(f"{', '.join(names)}: {note}", style="dim"), indent=2)
+    lines = list(lay_out(columns, width=console.width - 2))
+    header, rows = lines[: -len(groups)], lines[-len(groups) :]
+    for line in header:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    for line, group in zip(rows, groups, strict=True):
+        is_own = group[0].name == CONFIGURED
+        console.print(Text(f"  {line}", style="bold" if is_own else ""), soft_wrap=True)
+        texts = [group[0].computation, others_text(group), group[0].note]
+        print_wrapped(console, Text("; ".join(filter(None, texts)), style="dim"), indent=6)

@@ -109,7 +109,9 @@ class Measured:
     policies: KL, chi² and perplexities by the names of metrics. quantiles: of the log ratios of tokens, by percent.
     token_ess, sequence_ess: (Σw)² / (N·Σw²) of unbounded ratios of tokens, and of whole sequences. num_unknown: tokens
     without a finite, valid log-probability on either side, which are in no other number. token_bars, sequence_bars: of
-    log ratios, and of their sums over sequences. lags: ``None`` where they are not known.
+    log ratios, and of their sums over sequences; middle_bars: of log ratios of the 1st to the 99th percentile, empty
+    where these reach nearly as far as all. lags: ``None`` where they are not known. watched: the configuration that
+    advice is about.
     """
 
     steps: tuple[int, ...]
@@ -124,6 +126,7 @@ class Measured:
     sequence_ess: float
     quantiles: dict[str, float]
     token_bars: tuple[Bar, ...]
+    middle_bars: tuple[Bar, ...]
     sequence_bars: tuple[Bar, ...]
     positions: tuple[Bucket, ...]
     lags: tuple[Bucket, ...] | None

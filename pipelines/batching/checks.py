@@ -179,7 +179,7 @@ def _content_problems(cells: _Cells) -> list[str]:
     problems = []
     for name, right in expected.items():
         problems += cells.problems(values[name] != right, _describe_value(name, values[name], right))
-    for name in ("advantages", "returns"):
+    for name in ("advantages", "returns", "weights", "kept_mask", "loss_weights"):
         is_wrong = ~expected["response_mask"] & (values[name] != 0)
         problems += cells.problems(is_wrong, _describe_value(name, values[name], np.zeros_like(values[name])))
     return problems

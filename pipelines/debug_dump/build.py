@@ -29,7 +29,15 @@ class DebugDump:
         targets = self.targets(step)
         if not targets:
             return None
-        return DebugProbe(runtime, step=step, targets=targets, parameters=self.parameters, ranks=ranks)
+        correction = self.config.algorithm.rollout_correction
+        return DebugProbe(
+            runtime,
+            step=step,
+            targets=targets,
+            parameters=self.parameters,
+            ranks=ranks,
+            divides_by_kept=correction is not None and correction.spec.rs_denominator == "kept",
+        )
 
     def remove_steps_from(self, step: int) -> None:
         """Remove what an earlier run dumped of this step and later ones, before a resumed run dumps them anew.

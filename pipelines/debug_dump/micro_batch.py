@@ -69,6 +69,7 @@ def loss_content(
     terms: as ``PolicyLossOutput.terms``. ``loss``, ``pg_loss``, ``entropy_loss`` and ``kl_loss`` are means over the
     share's response tokens, 0 where it has none, exactly rounded sums in float64, so that their order does not matter.
     The update's loss is the sum of ``loss`` × ``num_tokens`` over all shares, divided by ``num_update_tokens``.
+    ``effective_valid``: response tokens that rollout correction keeps.
     """
     mask = micro_batch.response_mask.cpu()
     by_token = {name: term.detach().cpu().clone() for name, term in terms.items()}
@@ -92,7 +93,8 @@ def loss_content(
         "elementwise_pg_loss": by_token["pg_loss"],
         "elementwise_entropy_loss": outputs["entropy"],
         **with_reference,
-        "effective_valid": mask,
+        "importance_weights": micro_batch.weights,
+        "effective_valid": micro_batch.kept_mask.cpu(),
     }
 
 

@@ -48,7 +48,10 @@ class DumpTarget:
 
 
 class DebugProbe(TrainingProbe):
-    """The dump of one step. ``parameters``: which of them, where a target wants any."""
+    """The dump of one step. ``parameters``: which of them, where a target wants any.
+
+    divides_by_kept: whether the loss is divided by the tokens that rollout correction keeps.
+    """
 
     def __init__(
         self,
@@ -58,12 +61,14 @@ class DebugProbe(TrainingProbe):
         targets: Sequence[DumpTarget],
         parameters: ParameterDump | None,
         ranks: RankGroup,
+        divides_by_kept: bool = False,
     ) -> None:
         self._runtime = runtime
         self._step = step
         self._targets = targets
         self._parameters = parameters
         self._ranks = ranks
+        self._divides_by_kept = divides_by_kept
         self._holds_losses = runtime.is_last_stage and runtime.tp_rank == 0
         self._kinds = frozenset().union(*(target.kinds for target in targets))
         self._batch: RolloutBatch | None = None
@@ -104,7 +109,9 @@ class DebugProbe(TrainingProbe):
         runtime = self._runtime
         own = [batch.index for batch in micro_batches[runtime.dp_rank :: runtime.dp_size]]
         self._micros = {index: micro for micro, index in enumerate(own)}
-        self._num_update_tokens = sum(batch.num_tokens for batch in micro_batches)
+        self._num_update_tokens = sum(
+            batch.num_kept_tokens if self._divides_by_kept else batch.num_tokens for batch in micro_batches
+        )
         for index in own:
             self._num_passes[index] = self._num_passes.get(index, 0) + 1
         if self._holds_losses:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mock_scheduler.config.schema import PipelineConfig
+from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.value_loss import (
     VALUE_METRIC_SUMS,
     ValueLossConfig,
@@ -33,7 +34,11 @@ class CriticTrainer:
 
     def __init__(self, config: PipelineConfig, runtime: Runtime, *, vocab_size: int) -> None:
         self._config = config
-        self._loss_config = ValueLossConfig(value_clip=config.critic.value_clip)
+        spec = correction_spec(config)
+        self._loss_config = ValueLossConfig(
+            value_clip=config.critic.value_clip,
+            rs_denominator="original" if spec is None else spec.rs_denominator,
+        )
         self._runtime = runtime
         self.model = TrainedModel(
             config, runtime, vocab_size=vocab_size, head="value", name=CRITIC, lr=config.critic.lr
@@ -97,7 +102,8 @@ class CriticTrainer:
 
 
 def _value_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Means per response token of an update's sums, and how much of the returns' variance the values explain."""
-    num_tokens = max(totals["num_tokens"], 1.0)
-    means = {name: totals[name] / num_tokens for name in ("vf_loss", "vf_clip_frac", "value", "return")}
+    """The loss as it is minimised, means per kept token, and how much of the returns' variance the values explain."""
+    num_kept = max(totals["kept_tokens"], 1.0)
+    means = {name: totals[name] / num_kept for name in ("vf_clip_frac", "value", "return")}
+    means["vf_loss"] = totals["vf_loss"] / max(totals["num_tokens"], 1.0)
     return {**means, "explained_variance": explained_variance(totals)}

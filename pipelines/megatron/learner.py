@@ -195,21 +195,22 @@ class Learner:
         for _ in range(self.config.ppo_epochs):
             for position, (micro_batches, batches) in enumerate(updates):
                 number = len(results)
-                probe.start_update(number, micro_batches)
+                old_logprobs, term_scale, own = scores.old_logprobs, 1.0, batches
+                to_update: Sequence[MicroBatch] = micro_batches
+                if bypass is not None and trains_policy:
+                    known = scores.old_logprobs if number == 0 else None
+                    corrected = bypass.correct(position, micro_batches, batches, known)
+                    to_update, term_scale = corrected.micro_batches, corrected.term_scale
+                    own = self._owned(to_update)
+                    old_logprobs = {share.batch.index: share.batch.rollout_logprobs for share in own}
+                probe.start_update(number, to_update)
                 metrics: dict[str, float] = {}
                 if self.critic is not None and scores.values is not None:
                     metrics |= self.critic.update(micro_batches, batches, scores.values, number=number, probe=probe)
                 if trains_policy:
-                    old_logprobs, term_scale = scores.old_logprobs, 1.0
-                    if bypass is not None:
-                        known = scores.old_logprobs if number == 0 else None
-                        corrected = bypass.correct(position, micro_batches, batches, known)
-                        term_scale = corrected.term_scale
-                        batches = self._owned(corrected.micro_batches)
-                        old_logprobs = {own.batch.index: own.batch.rollout_logprobs for own in batches}
                     metrics |= self.policy.update(
-                        micro_batches,
-                        batches,
+                        to_update,
+                        own,
                         old_logprobs,
                         scores.ref_logprobs if self.config.use_kl_loss else None,
                         number=number,
