@@ -33,7 +33,8 @@ _WORKERS = "num_env_workers"
 _TRAINING = (
     *("parallel", "training", "precision", "max_steps", "eval_steps"),
     *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
-    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "dual_clip", "policy_loss", "loss_agg_mode"),
+    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "pg_clip_high"),
+    *("dual_clip", "policy_loss", "loss_agg_mode"),
     *("entropy_loss_coef", "entropy_loss_coef_final", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator", "algorithm"),
 )
 

@@ -23,6 +23,7 @@ from mock_scheduler.align.correction_sources import (
 )
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.files import encode_json, save_json
 from mock_scheduler.recording.paths import format_present, step_folder
@@ -106,9 +107,16 @@ def _show(report: CorrectionReport, options: CorrectionOptions, console: Console
         return int(ExitCode.ALIGNED)
     if options.json_path is not None:
         files["json"] = Path(options.json_path)
-        save_json(files["json"], content, sort_keys=False)
+        _save(content, files["json"])
     print_correction(report, console or build_console(), files=files)
     return int(ExitCode.ALIGNED)
+
+
+def _save(content: Mapping[str, JSON], path: Path) -> None:
+    try:
+        save_json(path, content, sort_keys=False)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _find_training(reader: RecordingReader, options: CorrectionOptions) -> TrainingConfig:

@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from mock_scheduler.config.problems import Problem
@@ -130,7 +131,10 @@ def _traps_of_override(override: Override) -> dict[str, _Trap | None]:
         return f'"{text}"'
 
     quoted = _QUOTED_OR_WORD.sub(quote, raw)
-    meant = parser.parse_override(f"{name}={quoted}").value() if words else override.value()
+    try:
+        meant = parser.parse_override(f"{name}={quoted}").value() if words else override.value()
+    except HydraException:
+        return {}  # part of a longer text, in which no quotes may stand
     traps: dict[str, _Trap | None] = {}
     for path, read, text in _leaves(override.value(), meant, key):
         if _is_looked_at(path):

@@ -122,6 +122,7 @@ class PipelineConfig(ConfigSection):
     critic: CriticConfig = CriticConfig()
     ppo_epochs: PositiveInt = 1
     pg_clip: float = Field(default=0.2, gt=0.0)
+    pg_clip_high: float | None = Field(default=None, gt=0.0)
     dual_clip: float | None = Field(default=None, gt=1.0)
     policy_loss: Literal["ppo", "gmpo"] = "ppo"
     loss_agg_mode: LossAggMode = "token-mean"

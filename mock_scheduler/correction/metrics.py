@@ -138,8 +138,9 @@ def _weights(view: View, spec: CorrectionSpec) -> dict[str, float]:
     lower, upper = spec.weight_bounds
     metrics = moments(view, "bounded", "rollout_is")
     if spec.weight != "token":
-        metrics["rollout_is_max"] = math.exp(min(states.largest("log_weight"), LOG_RATIO_BOUND))
-        metrics["rollout_is_min"] = math.exp(max(states.smallest("log_weight"), -LOG_RATIO_BOUND))
+        extremes = {"max": states.largest("log_weight"), "min": states.smallest("log_weight")}
+        for name, value in extremes.items():
+            metrics[f"rollout_is_{name}"] = math.exp(min(max(value, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
     metrics |= moments(view, "raw", "rollout_is_raw") | moments(view, "applied", "rollout_is_applied")
     for name, bound, column in (("high", upper, "raw_high"), ("low", lower, "raw_low")):
         if bound is not None:

@@ -32,12 +32,13 @@ def reduce_runs(values: torch.Tensor, lengths: torch.Tensor, reduction: Reductio
         return torch.segment_reduce(
             values, reduction, lengths=lengths.to(values.device), initial=_EMPTY[reduction], unsafe=True
         )
-    result = torch.full((len(lengths),), _EMPTY[reduction], dtype=torch.float64)
-    filled = lengths > 0
-    if bool(filled.any()):
-        starts = (lengths.cumsum(0) - lengths)[filled]
-        result[filled] = torch.from_numpy(_UFUNCS[reduction].reduceat(values.numpy(), starts.numpy()))
-    return result
+    counts = lengths.numpy()
+    result = np.full(len(counts), _EMPTY[reduction])
+    filled = counts > 0
+    if filled.any():
+        starts = (counts.cumsum() - counts)[filled]
+        result[filled] = _UFUNCS[reduction].reduceat(values.numpy(), starts)
+    return torch.from_numpy(result)
 
 
 class Units:

@@ -238,14 +238,15 @@ class ReportBuilder:
         return found
 
     def _comparability(self) -> list[Advice]:
+        """Where training's own values are not known, what is wrong whatever they are."""
         training = self._options.training
-        if training.temperature is None or training.restricts_vocabulary is None:
-            return []
         texts = [
             text
             for sampling in self._sampling
             for text in comparison_problems(
-                sampling, temperature=training.temperature, restricts_vocabulary=training.restricts_vocabulary
+                sampling,
+                temperature=sampling.temperature if training.temperature is None else training.temperature,
+                restricts_vocabulary=bool(training.restricts_vocabulary),
             )
         ]
         return problem("Log-probabilities of another distribution", list(dict.fromkeys(texts)))

@@ -46,6 +46,20 @@ def check_correctable(batch: RolloutBatch, config: PipelineConfig) -> None:
         )
 
 
+def with_known_logprobs(batch: RolloutBatch, logprobs: torch.Tensor, tokens: slice | None = None) -> RolloutBatch:
+    """The batch with ``logprobs`` where the engine gave none, so that its fillers are in no ratio and in no loss.
+
+    logprobs: floating, of the policy under training, one per response token, or per token of ``tokens``.
+    """
+    valid = valid_logprobs(batch)
+    if valid is None or bool(valid.all()):
+        return batch
+    tokens = tokens or slice(0, len(valid))
+    recorded = batch.rollout_logprobs.clone()
+    recorded[tokens] = torch.where(valid[tokens], recorded[tokens], logprobs.to(recorded.dtype))
+    return replace(batch, rollout_logprobs=recorded)
+
+
 class BatchCorrector:
     """Corrects the trajectories of one batch, all at once or some after others."""
 
@@ -59,9 +73,9 @@ class BatchCorrector:
         self._valid = valid_logprobs(batch)
 
     @property
-    def rollout_logprobs(self) -> torch.Tensor:
-        """float32 ``[M]``, as sampled."""
-        return self._batch.rollout_logprobs
+    def batch(self) -> RolloutBatch:
+        """What is corrected, as recorded."""
+        return self._batch
 
     def token_range(self, first: int, last: int) -> slice:
         """The response tokens of trajectories ``first`` to ``last`` - 1."""

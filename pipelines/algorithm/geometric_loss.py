@@ -19,6 +19,9 @@ from pipelines.algorithm.losses import (
     sum_terms,
 )
 
+#: What verl 0.9.1 adds to every weight before it takes logarithms.
+VERL_ZERO_WEIGHT_FLOOR = 1e-10
+
 
 def compute_geometric_loss(
     inputs: PolicyLossInputs, config: PolicyLossConfig, *, zero_weight_floor: float | None = None

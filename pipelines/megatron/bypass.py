@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction import CorrectionResult, CorrectionSpec
-from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics
+from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics, with_known_logprobs
 from pipelines.algorithm.preparation import TrainingValues
 from pipelines.megatron.merging import exchange_tokens
 from pipelines.megatron.places import OwnBatch
@@ -39,7 +40,8 @@ class CorrectedUpdate:
 class BypassCorrector:
     """Corrects the updates of one step. Every rank makes one and calls it alike.
 
-    compute: the policy's log-probabilities of a rank's batches. plan_with: the step's plan with such values.
+    compute: the policy's log-probabilities of a rank's batches. plan_with: the step's plan with such values, of a batch
+    with such log-probabilities of the rollout policy.
     trajectories_per_update: those of update u are [u·G, (u + 1)·G).
     """
 
@@ -52,7 +54,7 @@ class BypassCorrector:
         *,
         compute: LogprobsFunction,
         as_computed: Callable[[torch.Tensor], torch.Tensor],
-        plan_with: Callable[[TrainingValues], StepPlan],
+        plan_with: Callable[[RolloutBatch, TrainingValues], StepPlan],
         trajectories_per_update: int,
     ) -> None:
         self._corrector = corrector
@@ -86,7 +88,9 @@ class BypassCorrector:
         trajectories = (position * self._size, (position + 1) * self._size)
         result = self._corrector.correct(logprobs, trajectories=trajectories, advantages=self._values.advantages)
         self._results.append(result)
-        plan = self._plan_with(self._corrected_values(result, logprobs, self._corrector.token_range(*trajectories)))
+        tokens = self._corrector.token_range(*trajectories)
+        batch = with_known_logprobs(self._corrector.batch, logprobs, tokens)
+        plan = self._plan_with(batch, self._corrected_values(result, logprobs, batch, tokens))
         num_kept, num_tokens = int(result.kept.sum()), len(result.kept)
         is_kept = self._spec.rs_denominator == "kept"
         return CorrectedUpdate(
@@ -94,7 +98,9 @@ class BypassCorrector:
             term_scale=num_kept / num_tokens if is_kept and num_tokens else 1.0,
         )
 
-    def _corrected_values(self, result: CorrectionResult, logprobs: torch.Tensor, tokens: slice) -> TrainingValues:
+    def _corrected_values(
+        self, result: CorrectionResult, logprobs: torch.Tensor, batch: RolloutBatch, tokens: slice
+    ) -> TrainingValues:
         """The step's values with those of this update's tokens; the others are in no micro-batch of it."""
         values, spec = self._values, self._spec
         advantages, kept, weights = values.advantages, torch.ones(len(values.advantages), dtype=torch.bool), None
@@ -103,7 +109,7 @@ class BypassCorrector:
             weights = result.weights_by_token.new_ones(len(kept))
             weights[tokens] = result.weights_by_token
         if spec.rollout_kl_in_advantage > 0:
-            log_ratio = logprobs.double() - self._corrector.rollout_logprobs[tokens].double()
+            log_ratio = logprobs.double() - batch.rollout_logprobs[tokens].double()
             advantages = advantages.clone()
             advantages[tokens] -= spec.rollout_kl_in_advantage * log_ratio
         return TrainingValues(advantages=advantages, returns=values.returns, weights=weights, kept=kept)

@@ -13,8 +13,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.correction.comparable import valid_logprobs
 from mock_scheduler.digests import JSON
-from pipelines.algorithm.correction import BatchCorrector, correction_spec
+from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
 from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
@@ -112,7 +113,7 @@ class Learner:
     ) -> dict[str, float]:
         """The second half of a step: all its updates, with these values."""
         differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
-        plan = self._plan(scored.batch, values)
+        plan = self._plan(self._known_batch(scored), values)
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
@@ -120,6 +121,13 @@ class Learner:
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
         return means | differences | correction | last | {"num_updates": float(len(results))}
+
+    def _known_batch(self, scored: ScoredStep) -> RolloutBatch:
+        """The step's batch, with what the policy says of tokens where the engine said nothing. Collective then."""
+        if self._spec is None or valid_logprobs(scored.batch) is None:
+            return scored.batch
+        own = scored.scores.old_logprobs
+        return with_known_logprobs(scored.batch, self._response_values(scored.plan, scored.batches, own))
 
     def _bypass(self, scored: ScoredStep, values: TrainingValues, *, step: int) -> BypassCorrector | None:
         """What corrects each update where the correction is one of two policies."""
@@ -133,7 +141,7 @@ class Learner:
             self.runtime,
             compute=self.policy.compute_logprobs,
             as_computed=self.values.as_computed,
-            plan_with=lambda corrected: self._plan(scored.batch, corrected),
+            plan_with=self._plan,
             trajectories_per_update=self.config.training.global_batch_size,
         )
 

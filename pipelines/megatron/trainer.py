@@ -6,6 +6,7 @@ The same calls run every layout: a pipeline stage that holds no logits simply co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -13,7 +14,7 @@ from megatron.core import parallel_state
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction import CorrectionSpec
 from pipelines.algorithm.correction import correction_spec
-from pipelines.algorithm.geometric_loss import compute_geometric_loss
+from pipelines.algorithm.geometric_loss import VERL_ZERO_WEIGHT_FLOOR, compute_geometric_loss
 from pipelines.algorithm.losses import (
     METRIC_SUMS,
     PolicyLossConfig,
@@ -78,6 +79,7 @@ class PolicyTrainer:
         )
         return PolicyLossConfig(
             pg_clip=config.pg_clip,
+            pg_clip_high=config.pg_clip_high,
             dual_clip=config.dual_clip,
             entropy_loss_coef=first + (last - first) * progress,
             kl_loss_coef=config.kl_loss_coef if config.use_kl_loss else 0.0,
@@ -141,7 +143,10 @@ class PolicyTrainer:
 
         loss_config = self._loss_config(term_scale)
         is_bypass = self._spec is not None and self._spec.bypass
-        compute = compute_geometric_loss if self.config.policy_loss == "gmpo" else compute_policy_loss
+        compute = compute_policy_loss
+        if self.config.policy_loss == "gmpo":
+            has_floor = self._spec is not None and self._spec.release is not None
+            compute = partial(compute_geometric_loss, zero_weight_floor=VERL_ZERO_WEIGHT_FLOOR if has_floor else None)
 
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             batch = own.batch

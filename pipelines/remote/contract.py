@@ -12,7 +12,8 @@ from pipelines.environments.registry import vocab_size_in_effect
 _KEYS = (
     *("seed", "sequence_length", "rollout_form", "rollout_batch_size", "max_steps"),
     *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
-    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "dual_clip", "policy_loss", "loss_agg_mode"),
+    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "pg_clip_high"),
+    *("dual_clip", "policy_loss", "loss_agg_mode"),
     *("entropy_loss_coef", "entropy_loss_coef_final", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator"),
     "algorithm",
 )

@@ -9,12 +9,14 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 
 SECTION = "algorithm.rollout_correction"
+VETO = Rule(level="token", action="reject_sequence", lower=1e-4, name="veto")
 
 
 def load_text(folder: Path, text: str, *overrides: str) -> PipelineConfig:
@@ -45,3 +47,22 @@ def problems_of(correction: object, **others: object) -> list[str]:
         PipelineConfig.model_validate(values)
     found = [f"{key}: {text}" for key, text in validation_problems(caught.value, PipelineConfig)]
     return [problem.removeprefix(f"{SECTION}.") for problem in found]
+
+
+def nested(*lines: str) -> str:
+    return "algorithm:\n  rollout_correction:\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def cut(level: Level, upper: float) -> Rule:
+    return Rule(level=level, action="truncate", upper=upper, name="rollout_is")
+
+
+def outside(level: Level, lower: float, upper: float) -> Rule:
+    action = "reject_token" if level == "token" else "reject_sequence"
+    return Rule(level=level, action=action, lower=lower, upper=upper, name=level)
+
+
+def spec_of(config: PipelineConfig) -> CorrectionSpec:
+    section = config.algorithm.rollout_correction
+    assert section is not None
+    return section.spec

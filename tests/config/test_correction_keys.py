@@ -12,6 +12,7 @@ from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from tests.config.correction_configs import SECTION, problems_of, problems_of_text
 
 KNOWN_KEYS = ", ".join(sorted(RolloutCorrectionConfig.model_fields))
+REJECT = {"level": "token", "action": "reject_token"}
 TOKEN = {"rollout_is": "token"}
 RS = {"rollout_rs": "token_k1"}
 OPTIONS = (
@@ -253,92 +254,6 @@ def test_what_cannot_work_or_has_no_effect_is_refused(correction: dict[str, obje
     assert problems_of(correction) == [problem]
 
 
-REJECT = {"level": "token", "action": "reject_token"}
-CUT = {"level": "token", "action": "truncate"}
-
-
-@pytest.mark.parametrize(
-    ("rule", "problem"),
-    [
-        (
-            {"level": "turn", "action": "reject_token", "upper": 2},
-            ".level: unknown value 'turn'; known values: token, segment, sequence, geometric",
-        ),
-        ({"action": "reject_token", "upper": 2}, ".level: is required and not given"),
-        ({**REJECT, "upper": True}, ".upper: is True, of type bool; expected one number"),
-        ({**REJECT, "upper": "0.5_5"}, ".upper: is '0.5_5', of type str; expected one number"),
-        ({**REJECT, "upper": math.nan}, ".upper: is nan; expected a finite number"),
-        (
-            {**REJECT, "upper": 2, "aggregaton": "sum"},
-            f".aggregaton: unknown key; nearest known key: {SECTION}.rules.0.aggregation; known keys of "
-            f"{SECTION}.rules.0: action, aggregation, clamps_tokens, estimator, level, lower, name, reverse, upper, "
-            "when",
-        ),
-        (REJECT, ": has neither lower nor upper, and would do nothing; give at least one"),
-        ({**REJECT, "lower": 2, "upper": 1}, ".lower: is 2, above upper 1: nothing would be within"),
-        (
-            {**REJECT, "lower": 0},
-            ".lower: is 0; bounds of a ratio are above 0: leave lower out where there is none",
-        ),
-        (
-            {**REJECT, "estimator": "k3", "upper": -1},
-            ".upper: is -1: k3 is never negative, so that nearly all would be above",
-        ),
-        (
-            {**REJECT, "estimator": "k2", "lower": 0},
-            ".lower: is 0: k2 is never negative, so that nothing would be below",
-        ),
-        (
-            {**REJECT, "estimator": "prob_diff", "upper": 1},
-            ".upper: is 1: a difference of probabilities is within ± 1, so that nothing would be beyond",
-        ),
-        (
-            {**REJECT, "estimator": "prob_diff", "upper": 0.2, "clamps_tokens": True},
-            ".clamps_tokens: is of log ratios, and prob_diff has none; leave it out",
-        ),
-        (
-            {**REJECT, "upper": 2, "aggregation": "mean"},
-            ".aggregation: mean has no effect at level token, which has one token per unit; leave it out",
-        ),
-        (
-            {"level": "geometric", "action": "reject_sequence", "upper": 2, "aggregation": "max"},
-            ".aggregation: max has no effect at level geometric, which is the mean; use level sequence",
-        ),
-        ({**CUT, "lower": 0.5, "upper": 2}, ".action: truncate has upper alone; clip has both bounds"),
-        (
-            {**CUT, "upper": 2, "when": "positive_advantage"},
-            ".action: truncate cuts the weights themselves: estimator ratio, when always, no reverse",
-        ),
-        (3, ": is 3, should be a section: keys with their values"),
-        ({**CUT, "upper": 1.5}, ": action truncate changes weights, and there are none: set rollout_is"),
-        (
-            {"level": "sequence", "action": "zero_weight", "upper": 1.5},
-            ": action zero_weight changes weights, and there are none: set rollout_is",
-        ),
-    ],
-)
-def test_a_rule_that_is_wrong_is_named_by_its_place(rule: object, problem: str) -> None:
-    assert problems_of({"rules": [rule]}) == [f"rules.0{problem}"]
-
-
-@pytest.mark.parametrize(
-    ("rule", "problem"),
-    [
-        (
-            {"level": "sequence", "action": "clip", "lower": 0.5, "upper": 1.5},
-            "action clip cuts weights at level sequence; rollout_is, the level of weights, is token",
-        ),
-        (
-            {**CUT, "upper": 2.0},
-            "action truncate at 2 has no effect: rollout_is_threshold truncates at 2 already; set rollout_is_threshold "
-            "inf",
-        ),
-    ],
-)
-def test_a_rule_that_cuts_no_weight_is_refused(rule: object, problem: str) -> None:
-    assert problems_of({**TOKEN, "rules": [rule]}) == [f"rules.0: {problem}"]
-
-
 def test_all_problems_of_a_section_are_listed_at_once() -> None:
     correction = {
         "rollout_is": "token",
@@ -366,112 +281,6 @@ def test_types_and_unknown_keys_are_listed_together() -> None:
         "rules.0.levle",
         "rules.1.upper",
         "bypass",
-    ]
-
-
-ABSENT = "reproduces a release that has no such key"
-
-
-@pytest.mark.parametrize(
-    ("release", "correction", "problem"),
-    [
-        (
-            "0.9.1",
-            {"rules": [{**REJECT, "upper": 2}]},
-            f"rules: is given, and verl_compat 0.9.1 {ABSENT}; leave it out",
-        ),
-        ("0.9.1", {"nan_policy": "error"}, f"nan_policy: is 'error', and verl_compat 0.9.1 {ABSENT}; leave it out"),
-        ("0.9.1", {"rollout_kl_coef": 0.1}, f"rollout_kl_coef: is 0.1, and verl_compat 0.9.1 {ABSENT}; leave it out"),
-        (
-            "0.9.1",
-            {"rollout_token_veto_threshold": 1e-4},
-            f"rollout_token_veto_threshold: is 0.0001, and verl_compat 0.9.1 {ABSENT}; nearest: rollout_rs seq_max_k2, "
-            "which is two-sided",
-        ),
-        (
-            "0.7.1",
-            {"rollout_is_threshold_lower": 0.5, **TOKEN},
-            f"rollout_is_threshold_lower: is 0.5, and verl_compat 0.7.1 {ABSENT}; only 0.6.0 has one; in 0.9.1 "
-            "rollout_is_threshold 'lo_hi'",
-        ),
-        (
-            "0.7.1",
-            {"use_policy_gradient": True, "bypass_mode": True},
-            f"use_policy_gradient: is true, and verl_compat 0.7.1 {ABSENT}; use loss_type reinforce",
-        ),
-        (
-            "0.6.1",
-            {"loss_type": "reinforce", "bypass_mode": True},
-            f"loss_type: is 'reinforce', and verl_compat 0.6.1 {ABSENT}; use use_policy_gradient true, of 0.6.1",
-        ),
-        (
-            "e7cdce1c",
-            {"rollout_is_batch_normalize": True, **TOKEN},
-            f"rollout_is_batch_normalize: is true, and verl_compat e7cdce1c {ABSENT}; leave it out",
-        ),
-        (
-            "0.6.1",
-            {"rollout_is_mode": "mask", **TOKEN},
-            f"rollout_is_mode: is 'mask', and verl_compat 0.6.1 {ABSENT}; it only truncates, and 0.9.1 has "
-            "rollout_is_threshold 'lo_hi'",
-        ),
-        (
-            "0.7.1",
-            {
-                "rollout_rs": "token_k1",
-                "rollout_rs_threshold": 2.0,
-                "rs_denominator": "kept",
-                "loss_type": "ratio",
-                "bypass_mode": True,
-            },
-            "loss_type: is ratio; verl_compat 0.7.1 has ppo_clip, reinforce",
-        ),
-        ("0.9.1", {"rollout_is": "geometric"}, "rollout_is: is geometric; verl_compat 0.9.1 has token, sequence"),
-        (
-            "0.6.0",
-            {"rollout_is": "segment"},
-            "rollout_is: is segment; verl_compat 0.6.0 has token, sequence, geometric",
-        ),
-        (
-            "0.7.1",
-            {**TOKEN, "rollout_is_threshold": "0.5_5.0"},
-            "rollout_is_threshold: is '0.5_5.0'; verl_compat 0.7.1 takes one number",
-        ),
-        (
-            "0.6.1",
-            {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2.0"},
-            "rollout_rs_threshold: is '0.5_2.0'; verl_compat 0.6.1 takes one number, and a lower one as "
-            "rollout_rs_threshold_lower",
-        ),
-        (
-            "0.6.1",
-            {"rollout_rs": "token,sequence", "rollout_rs_threshold": 2.0},
-            "rollout_rs: is 'token,sequence'; verl_compat 0.6.1 takes one option",
-        ),
-        (
-            "0.6.1",
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-            "rollout_rs: unknown option token_k1; nearest: token; known options of verl 0.6.1: token, sequence, "
-            "geometric",
-        ),
-    ],
-)
-def test_a_release_is_only_asked_for_what_it_had(release: str, correction: dict[str, object], problem: str) -> None:
-    assert problems_of({"verl_compat": release, **correction}) == [problem]
-
-
-def test_a_release_without_rejection_says_what_it_has_in_its_place() -> None:
-    correction = {"verl_compat": "0.6.0", "rollout_rs": "token", "rollout_rs_threshold": 2.0}
-    found = problems_of(correction)
-    assert found[:2] == [
-        f"rollout_rs: is 'token', and verl_compat 0.6.0 {ABSENT}; use rollout_is_mode mask",
-        f"rollout_rs_threshold: is 2, and verl_compat 0.6.0 {ABSENT}; use rollout_is_mode mask",
-    ]
-
-
-def test_a_preset_that_a_release_cannot_be_is_named() -> None:
-    assert problems_of({"preset": "trl_sequence_mask", "verl_compat": "0.9.1"}) == [
-        f"rules: is given by preset trl_sequence_mask, and verl_compat 0.9.1 {ABSENT}; leave it out"
     ]
 
 

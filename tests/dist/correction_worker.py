@@ -1,6 +1,6 @@
 """Trains corrected steps of cases of ``pipelines.layouts``: ``python -m tests.dist.correction_worker FOLDER TASK ...``.
 
-A task is ``{correction}/{layout}/{option}`` with a correction of ``CORRECTIONS``. ``FOLDER/{task}/{rank}.json`` gets the
+A task is ``{correction}/{layout}/{option}``, a correction of ``CORRECTIONS``. ``FOLDER/{task}/{rank}.json`` gets the
 step's metrics and, by ``kind/update/name`` and ``row,position``, the weights and kept tokens that this rank trained
 with. The rollouts' log-probabilities are those of a policy that differs from the one that is trained, by a noise that
 follows from the seed. Nothing is judged here.
@@ -55,6 +55,12 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "rollout_kl_in_advantage": 0.01,
     },
     "ratio": {"preset": "prime_ipo"},
+    "gmpo": {"rollout_is": "token", "rollout_is_threshold": "0.7_1.4"},
+}
+# Keys beside the correction.
+OTHER_KEYS: dict[str, dict[str, Any]] = {
+    "decoupled": {"loss_agg_mode": "seq-mean-token-mean"},
+    "gmpo": {"policy_loss": "gmpo", "loss_agg_mode": "seq-mean-token-sum"},
 }
 
 
@@ -93,7 +99,12 @@ def config_of(correction: str, layout: str, option: str) -> PipelineConfig:
     section = CORRECTIONS[correction]
     plain["model"]["num_layers"] = 2
     return PipelineConfig.model_validate(
-        {**plain, "ppo_epochs": 2, "algorithm": {"rollout_correction": section} if section else {}}
+        {
+            **plain,
+            "ppo_epochs": 2,
+            "algorithm": {"rollout_correction": section} if section else {},
+            **OTHER_KEYS.get(correction, {}),
+        }
     )
 
 

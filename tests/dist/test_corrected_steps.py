@@ -14,9 +14,11 @@ from tests.dist.correction_worker import CORRECTIONS
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 REFERENCE = "tp1/plain"
-CORRECTED = [name for name in CORRECTIONS if name != "off"]
+CORRECTED = [name for name in CORRECTIONS if name not in ("off", "gmpo")]
 ALONE = (REFERENCE, "tp1/micro-batch-4", "tp1/packing", "tp1/turns")
 SHARED = ("tp2/plain", "pp2/micro-batch-4", "cp2/plain", "dp2/packing")
+# GMPO takes every sequence as one line.
+GMPO = ("gmpo/tp2/plain", "gmpo/pp2/micro-batch-4", "gmpo/dp2/micro-batch-4")
 LONG = ("tp2-sp-pp2/plain", "pp2-dp2/dynamic", "tp2-cp2/micro-batch-4", "cp2-dp2/packing")
 
 
@@ -27,8 +29,10 @@ def tasks_of(ways: tuple[str, ...], corrections: list[str] = CORRECTED) -> tuple
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corrected")
-    launch(1, folder, (*tasks_of(ALONE), f"off/{REFERENCE}"), module="tests.dist.correction_worker")
-    launch(2, folder, tasks_of(SHARED), module="tests.dist.correction_worker")
+    launch(
+        1, folder, (*tasks_of(ALONE), f"off/{REFERENCE}", f"gmpo/{REFERENCE}"), module="tests.dist.correction_worker"
+    )
+    launch(2, folder, (*tasks_of(SHARED), *GMPO), module="tests.dist.correction_worker")
     return folder
 
 
@@ -62,6 +66,12 @@ def assert_same(root: Path, correction: str, way: str) -> None:
 @pytest.mark.parametrize("way", [*ALONE[1:3], *SHARED])
 @pytest.mark.parametrize("correction", CORRECTED)
 def test_every_layout_and_batching_trains_with_the_same_correction(root: Path, correction: str, way: str) -> None:
+    assert_same(root, correction, way)
+
+
+@pytest.mark.parametrize("task", GMPO)
+def test_the_loss_of_whole_sequences_is_the_same_in_every_layout(root: Path, task: str) -> None:
+    correction, way = task.split("/", 1)
     assert_same(root, correction, way)
 
 

@@ -11,7 +11,12 @@ from mock_scheduler.batch import SamplingParams
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import CorrectionError
-from pipelines.algorithm.correction import BatchCorrector, check_correctable, correction_spec
+from pipelines.algorithm.correction import (
+    BatchCorrector,
+    check_correctable,
+    correction_spec,
+    with_known_logprobs,
+)
 from pipelines.algorithm.preparation import ResponseScores, ValueMaker, needed_scores
 from tests.batches import make_batch
 
@@ -111,3 +116,20 @@ def test_policy_lag_is_counted_in_versions_behind_the_policy_under_training() ->
     of_even_rows = int(batch.response_lengths[::2].sum())  # version 0 under version 3: three behind; the others two
     assert tokens_by_lag[3] == of_even_rows
     assert tokens_by_lag[2] == len(batch.rollout_logprobs) - of_even_rows
+
+
+def test_fillers_are_in_no_ratio_of_the_loss() -> None:
+    """In bypass a kept token's ratio had the filler of a missing log-probability as its denominator."""
+    batch = make_batch(4, 2)
+    valid = torch.ones(len(batch.rollout_logprobs), dtype=torch.bool)
+    valid[2] = valid[7] = False
+    column = TensorColumn(values=valid, offsets=batch.response_offsets)
+    batch = replace(batch, extras={**batch.extras, "rollout_logprobs_valid": column})
+    policy = batch.rollout_logprobs - 0.5
+    known = with_known_logprobs(batch, policy)
+    assert known.rollout_logprobs[2] == policy[2]
+    assert torch.equal(known.rollout_logprobs[valid], batch.rollout_logprobs[valid])
+    some = with_known_logprobs(batch, policy[5:], slice(5, len(policy)))
+    assert some.rollout_logprobs[2] == batch.rollout_logprobs[2]
+    assert some.rollout_logprobs[7] == policy[7]
+    assert with_known_logprobs(make_batch(4, 2), policy).rollout_logprobs.tolist() == batch.rollout_logprobs.tolist()
