@@ -285,6 +285,7 @@ class PipelineConfig(ConfigSection):
             adv_estimator=self.adv_estimator,
             reward_normalization=self.reward_normalization,
             dual_clip=self.dual_clip,
+            pg_clip_high=self.pg_clip_high,
         )
         if problems:
             raise_keyed(type(self).__name__, problems, dict(self))

@@ -147,7 +147,7 @@ def check_inputs(inputs: CorrectionInputs) -> None:
     """Raise ``CorrectionError`` naming every tensor of another shape, dtype or device, and offsets that do not fit."""
     mask = inputs.response_mask
     problems = [
-        f"{name} is {shape_text(tensor)} on {tensor.device}; response_mask is {shape_text(mask)} on {mask.device}"
+        f"{name} is {shape_text(tensor)}; response_mask is {shape_text(mask)}"
         for name, tensor in inputs.tensors().items()
         if tensor.shape != mask.shape or tensor.device != mask.device
     ]

@@ -88,7 +88,8 @@ def exact_sum(values: FloatArray) -> float:
     try:
         return math.fsum(values.tolist())
     except (OverflowError, ValueError):
-        return float(values.sum())
+        with np.errstate(all="ignore"):
+            return float(values.sum())
 
 
 def _join(parts: Sequence[CorrectionStates], join: Callable[[str, list[FloatArray]], FloatArray]) -> CorrectionStates:

@@ -97,7 +97,7 @@ class ReportBuilder:
         self._sampling: list[SamplingParams] = []
         self._problems: list[str] = []
         self._refused: list[str] = []
-        self._states: list[CorrectionStates] = []
+        self._states: CorrectionStates | None = None
         self._log_ratios: list[npt.NDArray[np.float32]] = []
         self._sequence_sums: list[FloatArray] = []
         self._metrics: dict[int, Metrics] = {}
@@ -141,7 +141,7 @@ class ReportBuilder:
         self._table.add(step)
         self._watch(step)
         result = correct(step, _MEASURE)
-        self._states.append(replace(result.states, log_weights=np.empty(0, dtype=np.float32)))
+        self._merge(result.states)
         metrics = correction_metrics(result.states, _MEASURE)
         if not bool(is_known.any()):
             return health
@@ -154,6 +154,11 @@ class ReportBuilder:
             smallest_log_ratio=result.states.smallest("log_ratio"),
             largest_log_ratio=result.states.largest("log_ratio"),
         )
+
+    def _merge(self, states: CorrectionStates) -> None:
+        """Step by step, so that no more than one merged set is kept."""
+        own = replace(states, log_weights=np.empty(0, dtype=np.float32))
+        self._states = own if self._states is None else CorrectionStates.merge([self._states, own])
 
     def _watch(self, step: ScoredBatch) -> None:
         """Metrics of the configuration whose advice is given."""
@@ -176,9 +181,9 @@ class ReportBuilder:
             )
 
     def _measured(self) -> Measured | None:
-        if not self._states:
+        states = self._states
+        if states is None:
             return None
-        states = CorrectionStates.merge(self._states)
         values, sums = np.concatenate(self._log_ratios), np.concatenate(self._sequence_sums)
         metrics = correction_metrics(states, _MEASURE)
         quantiles = np.quantile(values, [percent / 100 for percent in _QUANTILES]).tolist() if len(values) else []

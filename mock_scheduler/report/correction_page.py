@@ -219,7 +219,7 @@ def _token_row(token: WorstToken) -> str:
 
 def _name_token(token: WorstToken) -> str:
     text = "" if token.text is None else f" {token.text!r}"
-    return f"response token {token.position}, {token.token_id}{text}"
+    return f"response token {token.position}, id {token.token_id}{text}"
 
 
 def _steps_section(steps: Sequence[StepHealth], figures: list[JSON]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-import numpy as np
 import torch
 
 from mock_scheduler.config.correction.presets import PRESETS
@@ -117,16 +116,22 @@ class PresetTable:
         return [self._totals[group].outcome(candidate, group) for candidate, group in pairs]
 
 
+#: What is kept of a step: plain numbers, since a small array that outlives a step's large ones keeps the memory
+#: around it from being given back.
+_SUMS = ("known", "every", "kept", "raw", "applied", "applied_squared", "sequences", "rejected_sequences")
+
+
 class _Total:
+    """What one computation does to all steps so far."""
+
     def __init__(self, spec: CorrectionSpec) -> None:
         self.spec = spec
-        self.parts: list[CorrectionStates] = []
         self.problem = ""
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self._largest = 0.0
 
     def add(self, step: ScoredBatch) -> None:
-        if self.problem:
-            return
-        self.problem = missing_for(self.spec, step)
+        self.problem = self.problem or missing_for(self.spec, step)
         if self.problem:
             return
         try:
@@ -134,7 +139,10 @@ class _Total:
         except CorrectionError as error:
             self.problem = str(error)
             return
-        self.parts.append(replace(states, log_weights=np.empty(0, dtype=np.float32)))
+        for name, value in _step_sums(states).items():
+            self._sums[name] += value
+        if self.spec.weight is not None:
+            self._largest = max(self._largest, states.largest("applied"))
 
     def outcome(self, candidate: Candidate, group: int) -> Outcome:
         spec = candidate.spec
@@ -146,19 +154,43 @@ class _Total:
             source=candidate.source,
             is_bypass=spec.bypass,
         )
-        if self.problem or not self.parts:
-            return replace(line, note=self.problem)
-        states = CorrectionStates.merge(self.parts)
-        every = states.sums["tokens"] + states.sums["unknown"]
-        if not every.any():
-            return replace(line, note="no response tokens")
+        if self.problem or not self._sums["every"]:
+            return replace(line, note=self.problem or "no response tokens")
         return replace(
             line,
-            weights=None if spec.weight is None else _measure_weights(states),
-            kept_fraction=states.total("kept") / float(every.sum()),
-            rejected_sequences=float((states.sums["kept"][every > 0] == 0).mean()),
+            weights=self._weights(),
+            kept_fraction=self._sums["kept"] / self._sums["every"],
+            rejected_sequences=self._sums["rejected_sequences"] / self._sums["sequences"],
             note=_WITH_ADVANTAGES if spec.needs_advantages else "",
         )
+
+    def _weights(self) -> AppliedWeights | None:
+        """``None`` where no ratio is known."""
+        known = self._sums["known"]
+        if self.spec.weight is None or not known:
+            return None
+        mean, square = self._sums["applied"] / known, self._sums["applied_squared"] / known
+        return AppliedWeights(
+            raw_mean=self._sums["raw"] / known,
+            mean=mean,
+            std=math.sqrt(max(square - mean * mean, 0.0)),
+            largest=self._largest,
+            effective_sample_size=min(mean * mean / square, 1.0) if square > 0.0 else 0.0,
+        )
+
+
+def _step_sums(states: CorrectionStates) -> dict[str, float]:
+    """By the names of ``_SUMS``; those of weights where there are any."""
+    every = states.sums["tokens"] + states.sums["unknown"]
+    weights = [name for name in ("raw", "applied", "applied_squared") if name in states.sums]
+    return {
+        "known": states.total("tokens"),
+        "every": float(every.sum()),
+        "kept": states.total("kept"),
+        "sequences": float((every > 0).sum()),
+        "rejected_sequences": float((states.sums["kept"][every > 0] == 0).sum()),
+        **{name: states.total(name) for name in weights},
+    }
 
 
 def describe_computation(spec: CorrectionSpec) -> str:
@@ -204,18 +236,3 @@ def effective_sample_size(weights: Iterable[float] | torch.Tensor) -> float:
         return 0.0
     values = values / largest
     return min(float(values.sum() ** 2 / (len(values) * values.square().sum())), 1.0)
-
-
-def _measure_weights(states: CorrectionStates) -> AppliedWeights | None:
-    """``None`` where no ratio is known."""
-    known = states.total("tokens")
-    if not known:
-        return None
-    mean, square = states.total("applied") / known, states.total("applied_squared") / known
-    return AppliedWeights(
-        raw_mean=states.total("raw") / known,
-        mean=mean,
-        std=math.sqrt(max(square - mean * mean, 0.0)),
-        largest=states.largest("applied"),
-        effective_sample_size=min(mean * mean / square, 1.0) if square > 0.0 else 0.0,
-    )

@@ -286,8 +286,9 @@ def test_types_and_unknown_keys_are_listed_together() -> None:
 
 def test_keys_of_the_algorithm_beside_it_that_have_no_effect_are_refused() -> None:
     correction = {"bypass_mode": True, "loss_type": "reinforce"}
-    assert problems_of(correction, dual_clip=3.0) == [
-        f"dual_clip: is 3 and has no effect: {SECTION}.loss_type reinforce has no clip; leave it out"
+    assert problems_of(correction, dual_clip=3.0, pg_clip_high=0.3) == [
+        f"dual_clip: is 3 and has no effect: {SECTION}.loss_type reinforce has no clip; leave it out",
+        f"pg_clip_high: is 0.3 and has no effect: {SECTION}.loss_type reinforce has no clip; leave it out",
     ]
     compared = {"adv_estimator": "gae", "reward_normalization": {"method": "none"}}
     for key, value in (("lone_survivor", "zero"), ("exclude_rejected_from_baseline", False)):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from tests.correction.context_parallel_worker import NUM_RANKS, run
 
 
 def test_shards_of_sequences_are_corrected_as_the_whole(tmp_path: Path) -> None:
     """Weights and masks equal, metrics of added states up to rounding; see the worker for each check."""
-    mp.spawn(run, args=(str(tmp_path),), nprocs=NUM_RANKS, join=True)
+    spawn(run, args=(str(tmp_path),), nprocs=NUM_RANKS, join=True)  # type: ignore[no-untyped-call]
     assert sorted(path.name for path in tmp_path.glob("*.done")) == ["rank0.done", "rank1.done"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,11 +25,11 @@ class Variant:
     """A preset with other values. bounds: of its rules, in their order; ``None`` takes a bound away."""
 
     preset: str
-    values: Mapping[str, object] = ()  # type: ignore[assignment]
+    values: Mapping[str, object] = field(default_factory=dict)
     bounds: tuple[Mapping[str, object], ...] = ()
 
     def section(self) -> RolloutCorrectionConfig:
-        values: dict[str, object] = {"preset": self.preset, **dict(self.values)}
+        values: dict[str, object] = {"preset": self.preset, **self.values}
         if self.bounds:
             rules = PRESETS[self.preset].values["rules"]
             assert isinstance(rules, list)
@@ -121,7 +121,6 @@ def test_golden_other_system(case_id: str) -> None:
     assert result.weights is not None
     wanted = _at_tokens(case, expected[named[0]])
     kept = (result.mask != 0).double()
-    # AReaL and IcePop set weights to 0 where they reject; slime leaves them.
     torch.testing.assert_close(result.weights.double(), wanted, rtol=1e-6, atol=1e-7)
     mask = expected.get("modified_response_mask", case["inputs"]["response_mask"])
     assert torch.equal(kept, tensor(mask, torch.float64))

@@ -38,28 +38,28 @@ def metrics_of(
 
 
 def test_raw_bounded_and_applied_weights() -> None:
-    """Ratios 1, 2, 3 and 6, truncated at 3; the token of ratio 6 is rejected; the mean of 1, 2, 3 and 3 is 9/4."""
+    """Ratios 1, 2, 3 and 6, truncated at 4; the token of ratio 6 is rejected; the mean of 1, 2, 3 and 4 is 5/2."""
     spec = section(
         rollout_is="token",
-        rollout_is_threshold=3.0,
+        rollout_is_threshold=4.0,
         rollout_is_batch_normalize=True,
-        rules=[{"level": "token", "action": "reject_token", "upper": 4.0}],
+        rules=[{"level": "token", "action": "reject_token", "upper": 5.0}],
     ).spec
     metrics = metrics_of([[0.0, LOG2, LOG3, LOG2 + LOG3]], spec)
     expected = {
         "rollout_is_raw_mean": 3.0,
         "rollout_is_raw_max": 6.0,
         "rollout_is_raw_eff_sample_size": 144.0 / (4.0 * 50.0),
-        "rollout_is_mean": 9.0 / 4.0,
-        "rollout_is_max": 3.0,
-        "rollout_is_eff_sample_size": 81.0 / (4.0 * 23.0),
-        "rollout_is_batch_norm_factor": 9.0 / 4.0,
-        # 1, 2, 3 and 0, times 4/9.
-        "rollout_is_applied_mean": 6.0 / 4.0 * 4.0 / 9.0,
-        "rollout_is_applied_max": 4.0 / 3.0,
+        "rollout_is_mean": 5.0 / 2.0,
+        "rollout_is_max": 4.0,
+        "rollout_is_eff_sample_size": 100.0 / (4.0 * 30.0),
+        "rollout_is_batch_norm_factor": 5.0 / 2.0,
+        # 1, 2, 3 and 0, times 2/5.
+        "rollout_is_applied_mean": 6.0 / 4.0 * 2.0 / 5.0,
+        "rollout_is_applied_max": 6.0 / 5.0,
         "rollout_is_applied_min": 0.0,
         "rollout_is_applied_eff_sample_size": 36.0 / (4.0 * 14.0),
-        # Of the raw weights, above 3 and below 1/3.
+        # Of the raw weights, above 4 and below 1/4.
         "rollout_is_ratio_fraction_high": 0.25,
         "rollout_is_ratio_fraction_low": 0.0,
         "kept_fraction": 0.75,

@@ -70,22 +70,22 @@ def test_every_input_of_another_shape_or_dtype_is_named() -> None:
     with pytest.raises(CorrectionError) as raised:
         compute_correction(inputs, SEGMENTS)
     assert str(raised.value) == (
-        "rollout correction: train_logprobs is float32 [2, 4] on cpu; response_mask is float32 [2, 3] on cpu; "
-        "rollout_logprobs is int64 [2, 3]; expected a floating dtype; turn_ids is float32 [2, 3]; expected an integer "
-        "dtype; positions is bool [2, 3]; expected an integer dtype"
+        "rollout correction: train_logprobs is torch.float32 [2, 4] on cpu; response_mask is torch.float32 [2, 3] on "
+        "cpu; rollout_logprobs is torch.int64 [2, 3] on cpu; expected a floating dtype; turn_ids is torch.float32 "
+        "[2, 3] on cpu; expected an integer dtype; positions is torch.bool [2, 3] on cpu; expected an integer dtype"
     )
 
 
 @pytest.mark.parametrize(
     ("offsets", "shape", "problem"),
     [
-        (None, (6,), "response_mask is float32 [6]; expected [B, T], or [N] with cu_seqlens"),
-        ([0, 6], (2, 3), "cu_seqlens is given, and response_mask is float32 [2, 3]; expected [N]"),
+        (None, (6,), "response_mask is torch.float32 [6] on cpu; expected [B, T], or [N] with cu_seqlens"),
+        ([0, 6], (2, 3), "cu_seqlens is given, and response_mask is torch.float32 [2, 3] on cpu; expected [N]"),
         ([1, 6], (6,), "cu_seqlens must rise from 0 to 6"),
         ([0, 5], (6,), "cu_seqlens must rise from 0 to 6"),
         ([0, 4, 2, 6], (6,), "cu_seqlens must rise from 0 to 6"),
-        ([], (6,), "cu_seqlens is int64 [0]; expected integer [S + 1]"),
-        ([0.0, 6.0], (6,), "cu_seqlens is float32 [2]; expected integer [S + 1]"),
+        ([], (6,), "cu_seqlens is torch.int64 [0] on cpu; expected integer [S + 1]"),
+        ([0.0, 6.0], (6,), "cu_seqlens is torch.float32 [2] on cpu; expected integer [S + 1]"),
     ],
 )
 def test_offsets_that_do_not_fit_are_refused(offsets: list[float] | None, shape: tuple[int, ...], problem: str) -> None:

@@ -15,6 +15,7 @@ def combination_problems(
     adv_estimator: AdvantageEstimator,
     reward_normalization: RewardNormalizationConfig,
     dual_clip: float | None,
+    pg_clip_high: float | None,
 ) -> list[Problem]:
     """Every key that would have no effect beside the others, with its dotted key; empty where correction is off."""
     section = algorithm.rollout_correction
@@ -22,9 +23,11 @@ def combination_problems(
         return []
     problems: list[Problem] = []
     loss_type = section.effective_loss_type
-    if dual_clip is not None and loss_type != "ppo_clip":
-        text = f"is {dual_clip:g} and has no effect: {_KEY}.loss_type {loss_type} has no clip; leave it out"
-        problems.append(("dual_clip", text))
+    problems += [
+        (name, f"is {value:g} and has no effect: {_KEY}.loss_type {loss_type} has no clip; leave it out")
+        for name, value in {"dual_clip": dual_clip, "pg_clip_high": pg_clip_high}.items()
+        if value is not None and loss_type != "ppo_clip"
+    ]
     has_baseline = adv_estimator == "rloo" or reward_normalization.method != "none"
     about_baseline = {
         "exclude_rejected_from_baseline": (section.exclude_rejected_from_baseline, True),
