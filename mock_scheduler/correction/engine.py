@@ -61,8 +61,7 @@ def compute_correction(
         return _correct_as_release(inputs, spec)
     if spec.needs_advantages and inputs.advantages is None:
         raise CorrectionError("rollout correction: a rule asks for the sign of advantages, and none are given")
-    needs_turns = spec.weight == "segment" or any(rule.level == "segment" for rule in spec.rules)
-    tokens = read_tokens(inputs, spec.nan_policy, needs_turns=needs_turns)
+    tokens = read_tokens(inputs, spec.nan_policy, needs_turns=spec.needs_turns)
     computation = _Computation(tokens, context_group)
     measured = [computation.measure(rule) for rule in spec.rules]
     weights = computation.weights(spec, measured, batch_group) if spec.weight is not None else None

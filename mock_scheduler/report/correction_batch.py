@@ -1,7 +1,6 @@
 """A recorded step as rollout correction sees it: trajectories one after another, and what is known of their tokens.
 
-Contract: a sequence is a trajectory, of one row or of several, and a segment one of its turns, as in training. What a
-batch does not tell, such as turns of which the mask shows fewer, is ``None`` and never guessed.
+Contract: trajectories and turns are those of ``correction.batches``, as in training.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.correction import CorrectionInputs
-from mock_scheduler.correction.comparable import valid_column_problems, valid_logprobs
+from mock_scheduler.correction import CorrectionInputs, CorrectionSpec
+from mock_scheduler.correction.batches import BatchTokens
 from mock_scheduler.recording.step.step_info import StepInfo
 
 
@@ -29,57 +27,34 @@ class ScoredBatch:
     train_logprobs: torch.Tensor | None
 
     @cached_property
+    def tokens(self) -> BatchTokens:
+        """The batch's trajectories, turns and policy lag."""
+        return BatchTokens(batch=self.batch, policy_version=self.info.policy_version)
+
+    @property
     def first_rows(self) -> list[int]:
         """The first row of every trajectory, ``[S]``."""
-        keys = [identity.trajectory_key for identity in self.batch.identities]
-        return [row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]]
+        return self.tokens.first_rows
 
-    @cached_property
+    @property
     def offsets(self) -> torch.Tensor:
         """int64 ``[S + 1]``: where the response tokens of each trajectory start."""
-        return self.batch.response_offsets[[*self.first_rows, len(self.batch)]]
+        return self.tokens.offsets
+
+    @property
+    def versions_behind(self) -> torch.Tensor | None:
+        """int64 ``[M]``: by how many versions the policy that sampled each token was older than that of the step."""
+        return self.tokens.versions_behind
 
     @cached_property
     def places(self) -> torch.Tensor:
         """int64 ``[M]``: which of the batch's tokens each response token is."""
         return self.batch.response_mask.nonzero().flatten()
 
-    @cached_property
+    @property
     def valid(self) -> torch.Tensor | None:
         """bool ``[M]``, ``None`` where the batch does not say or its column is malformed."""
-        return None if valid_column_problems(self.batch) else valid_logprobs(self.batch)
-
-    @cached_property
-    def turns(self) -> torch.Tensor | None:
-        """int64 ``[M]``: which of the batch's turns each response token is of; ``None`` where that is not told.
-
-        The k-th turn of a row is its k-th unbroken run of response tokens; all of a row's tokens are its only turn.
-        """
-        batch, mask = self.batch, self.batch.response_mask.numpy()
-        starts = mask.copy()
-        starts[1:] &= ~mask[:-1]
-        first_tokens = batch.row_offsets[:-1].numpy()
-        starts[first_tokens] = mask[first_tokens]
-        before = np.concatenate(([0], starts.cumsum(dtype=np.int64)))
-        first_runs, num_runs = before[first_tokens], np.diff(before[batch.row_offsets.numpy()])
-        num_turns = batch.turn_offsets.diff().numpy()
-        if not ((num_runs == num_turns) | (num_runs == 0) | (num_turns == 1)).all():
-            return None
-        row = np.repeat(np.arange(len(batch)), batch.response_lengths.numpy())
-        within = np.where(num_turns[row] == 1, 0, before[1:][mask] - 1 - first_runs[row])
-        return batch.turn_offsets[:-1][row] + torch.from_numpy(within)
-
-    @cached_property
-    def versions_behind(self) -> torch.Tensor | None:
-        """int64 ``[M]``: by how many versions the policy that sampled each token was older than that of the step."""
-        batch, versions = self.batch, self.batch.policy_versions.long()
-        if self.turns is not None:
-            by_token = versions[self.turns]
-        elif bool((versions == versions[0]).all()) if len(versions) else False:
-            by_token = versions[:1].expand(len(batch.rollout_logprobs))
-        else:
-            return None
-        return (self.info.policy_version - by_token).clamp(min=0)
+        return self.tokens.valid
 
     @cached_property
     def advantages(self) -> torch.Tensor | None:
@@ -116,20 +91,7 @@ class ScoredBatch:
         index = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, index, values.double())
 
-    def inputs(self) -> CorrectionInputs:
+    def inputs(self, spec: CorrectionSpec) -> CorrectionInputs:
         """What correction reads of a step whose training log-probabilities are known."""
         assert self.train_logprobs is not None
-        turn_ids = None
-        if self.turns is not None:
-            firsts = self.batch.turn_offsets[self.first_rows]
-            turn_ids = self.turns - torch.repeat_interleave(firsts, self.offsets.diff())
-        return CorrectionInputs(
-            train_logprobs=self.train_logprobs,
-            rollout_logprobs=self.batch.rollout_logprobs,
-            response_mask=torch.ones(len(self.batch.rollout_logprobs), dtype=torch.bool),
-            cu_seqlens=self.offsets,
-            logprob_valid=self.valid,
-            turn_ids=turn_ids,
-            versions_behind=self.versions_behind,
-            advantages=self.advantages,
-        )
+        return self.tokens.inputs(self.train_logprobs, spec, advantages=self.advantages)

@@ -206,15 +206,14 @@ def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:
     """What a specification asks for that the step does not tell; empty where nothing."""
     if spec.needs_advantages and step.advantages is None:
         return _NO_ADVANTAGES
-    needs_turns = spec.weight == "segment" or any(rule.level == "segment" for rule in spec.rules)
-    return _NO_TURNS if needs_turns and step.turns is None else ""
+    return _NO_TURNS if spec.needs_turns and step.tokens.turns is None else ""
 
 
 def correct(step: ScoredBatch, spec: CorrectionSpec) -> CorrectionResult:
     """The correction of a step; how much it rejects is no error here. Raises ``CorrectionError``, also for what a
     release of verl raises of its own."""
     try:
-        return compute_correction(step.inputs(), replace(spec, max_rejected_fraction=None))
+        return compute_correction(step.inputs(spec), replace(spec, max_rejected_fraction=None))
     except (ValueError, ArithmeticError) as error:
         if spec.release is None or isinstance(error, CorrectionError):
             raise

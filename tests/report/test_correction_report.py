@@ -111,15 +111,15 @@ def test_turns_are_runs_of_the_mask_where_there_are_as_many() -> None:
     tokens, mask = (1, 2, 3, 4, 5), (False, True, True, False, True)
     row = make_row(tokens=tokens, response=mask, rollout_logprobs=(-1.0, -1.0, -1.0), prompt_length=1)
     step = ScoredBatch(info=make_info(), batch=make_batch([row]), train_logprobs=None)
-    assert step.turns is not None
-    assert step.turns.tolist() == [0, 0, 1]
+    assert step.tokens.turns is not None
+    assert step.tokens.turns.tolist() == [0, 0, 1]
     one = replace(row, turn_rewards=torch.ones(1), policy_versions=torch.zeros(1, dtype=torch.int32))
     step = ScoredBatch(info=make_info(), batch=make_batch([one]), train_logprobs=None)
-    assert step.turns is not None
-    assert step.turns.tolist() == [0, 0, 0]
+    assert step.tokens.turns is not None
+    assert step.tokens.turns.tolist() == [0, 0, 0]
     three = replace(row, turn_rewards=torch.ones(3), policy_versions=torch.tensor([0, 1, 1], dtype=torch.int32))
     step = ScoredBatch(info=make_info(), batch=make_batch([three]), train_logprobs=None)
-    assert step.turns is None
+    assert step.tokens.turns is None
     assert step.versions_behind is None
 
 

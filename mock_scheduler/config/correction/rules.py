@@ -204,6 +204,11 @@ class CorrectionSpec:
         return any(rule.when != "always" for rule in self.rules)
 
     @property
+    def needs_turns(self) -> bool:
+        """Whether weights or a rule are of turns."""
+        return self.weight == "segment" or any(rule.level == "segment" for rule in self.rules)
+
+    @property
     def rejects(self) -> bool:
         """Whether a token can be rejected by a rule."""
         return any(rule.rejects for rule in self.rules)
