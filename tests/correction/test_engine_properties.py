@@ -117,6 +117,16 @@ def test_padded_is_packed(batch_seed: int, spec_seed: int, has_turns: bool) -> N
     assert correction_metrics(padded.states, spec) == correction_metrics(packed.states, spec)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_padded_is_packed_for_every_kind_of_rule_at_once(seed: int) -> None:
+    """Turns are runs of the mask here, and sequences end with a response token when packed."""
+    batch = random_batch(seed, width=23)
+    padded = compute_correction(batch.inputs(has_turns=False), EVERYTHING)
+    packed = compute_correction(batch.packed(has_turns=False), EVERYTHING)
+    assert torch.equal(padded.kept, packed.kept)
+    assert correction_metrics(padded.states, EVERYTHING) == correction_metrics(packed.states, EVERYTHING)
+
+
 @pytest.mark.parametrize("width", [129, 1000, 8193])
 def test_padded_is_packed_for_long_sequences(width: int) -> None:
     """Sums over more tokens than one block of numpy's pairwise summation, with values that are on no grid."""

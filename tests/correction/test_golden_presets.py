@@ -88,3 +88,81 @@ def test_golden_yaml_threshold(text: str) -> None:
 
 def test_golden_yaml_thresholds_are_all_here() -> None:
     assert {entry["yaml"] for entry in GOLDEN["yaml_parsing"]} == YAML.keys()
+
+
+#: Preset of another system -> the level of its weights, and of each rule the action, level, estimator and bounds, as in
+#: section 7 of the reference that the presets were made from.
+OTHERS: dict[str, tuple[str | None, list[tuple[str, str, str, float | None, float | None]]]] = {
+    "trl_token_truncate": ("token", [("truncate", "token", "ratio", None, 3.0)]),
+    "trl_token_mask": ("token", [("zero_weight", "token", "ratio", None, 3.0)]),
+    "trl_sequence_truncate": ("sequence", [("truncate", "sequence", "ratio", None, 3.0)]),
+    "trl_sequence_mask": ("sequence", [("zero_weight", "sequence", "ratio", None, 3.0)]),
+    "trl_opsm": (None, [("reject_sequence", "sequence", "k1", None, 1e-4)]),
+    "slime_tis": ("token", [("truncate", "token", "ratio", None, 2.0)]),
+    "slime_mis": (
+        "token",
+        [
+            ("truncate", "token", "ratio", None, 2.0),
+            ("reject_token", "token", "ratio", 0.5, 2.0),
+            ("reject_sequence", "token", "ratio", 1e-4, None),
+        ],
+    ),
+    "icepop": ("token", [("zero_weight", "token", "ratio", 0.5, 5.0)]),
+    "icepop_prime": ("token", [("zero_weight", "token", "ratio", 0.2, 5.0)]),
+    "nemo_tis": ("token", [("truncate", "token", "ratio", None, 2.0)]),
+    "nemo_icepop": ("token", [("zero_weight", "token", "ratio", 0.5, 5.0)]),
+    "nemo_seq_mask_tis": ("token", [("zero_weight", "geometric", "ratio", 0.999, 1.002)]),
+    "areal_token_mask": (
+        "token",
+        [("zero_weight", "token", "ratio", None, 5.0), ("reject_token", "token", "ratio", None, 5.0)],
+    ),
+    "areal_sequence_mask": (
+        "geometric",
+        [("zero_weight", "geometric", "ratio", None, 5.0), ("reject_sequence", "geometric", "ratio", None, 5.0)],
+    ),
+    "areal_sequence_clamp": ("geometric", [("truncate", "geometric", "ratio", None, 5.0)]),
+    "aipo": ("token", [("truncate", "token", "ratio", None, 2.0)]),
+    "cispo": ("token", [("clip", "token", "ratio", 0.8, 1.2)]),
+    "prime_legacy": (
+        "token",
+        [
+            ("reject_token", "token", "ratio", 0.125, 8.0),
+            ("reject_sequence", "geometric", "ratio", 0.1, 10.0),
+            ("reject_sequence", "token", "ratio", None, 100.0),
+        ],
+    ),
+    "prime_dppo": (
+        None,
+        [("reject_token", "token", "prob_diff", None, 0.2), ("reject_token", "token", "prob_diff", -0.2, None)],
+    ),
+    "prime_ipo": (None, [("reject_token", "token", "prob_diff", -0.1, 0.1)]),
+    "roll_token": (
+        "token",
+        [("truncate", "token", "ratio", None, 1.2), ("reject_token", "token", "ratio", 0.8, 1.2)],
+    ),
+    "roll_segment": (
+        "segment",
+        [("truncate", "segment", "ratio", None, 1.2), ("reject_token", "segment", "ratio", 0.8, 1.2)],
+    ),
+    "roll_prob_diff": (
+        "token",
+        [("truncate", "token", "ratio", None, 1.2), ("reject_token", "token", "prob_diff", -0.2, 0.2)],
+    ),
+    "megatron_lm": ("token", [("truncate", "token", "ratio", None, 2.0)]),
+    "xtuner": ("token", [("truncate", "token", "ratio", None, 2.0), ("reject_token", "token", "ratio", 0.2, 5.0)]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_preset_of_another_system_has_the_bounds_of_its_source(name: str) -> None:
+    spec = RolloutCorrectionConfig(preset=name).spec
+    rules = [(rule.action, rule.level, rule.estimator, rule.lower, rule.upper) for rule in spec.rules]
+    assert (spec.weight, rules) == OTHERS[name]
+    # What is NaN in AReaL has the log ratio 0.
+    assert spec.nan_policy == ("ratio_one" if name.startswith("areal") else "reject")
+    assert spec.batch_normalize == (name == "slime_mis")
+
+
+def test_every_preset_of_another_system_is_here() -> None:
+    known = {*NEWEST, *(_older_name(name) for name in OLDER if name != DEFAULTS), DEFAULTS, "verl_0.6.1_disabled"}
+    assert PRESETS.keys() - known == OTHERS.keys()
