@@ -41,6 +41,35 @@ def test_what_was_understood_is_said_with_every_bound(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("option", "threshold", "note"),
+    [
+        (
+            "token_k2",
+            250.0,
+            "rollout_rs_threshold 250 of token_k2 rejects nothing: with log ratios clamped to ± 20 it is at most 200",
+        ),
+        (
+            "seq_max_k3",
+            5e8,
+            "rollout_rs_threshold 5e+08 of seq_max_k3 rejects nothing: with log ratios clamped to "
+            "± 20 it is at most 4.85165e+08",
+        ),
+        (
+            "seq_mean_k2",
+            200.0,
+            "rollout_rs_threshold 200 of seq_mean_k2 rejects nothing: with log ratios clamped to "
+            "± 20 it is at most 200",
+        ),
+    ],
+)
+def test_a_threshold_that_nothing_can_exceed_is_said(option: str, threshold: float, note: str) -> None:
+    section = RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=threshold)
+    assert note in section.notes
+    assert not RolloutCorrectionConfig(rollout_rs=option, rollout_rs_threshold=0.1).notes
+    assert not RolloutCorrectionConfig(rollout_rs="seq_sum_k2", rollout_rs_threshold=threshold).notes
+
+
 def test_a_preset_is_said_with_its_source_and_what_replaces_it(tmp_path: Path) -> None:
     correction = {"preset": "trl_opsm", "rs_denominator": "kept", "rules": [], "max_rejected_fraction": 0.5}
     config = load_algorithm(tmp_path, {"rollout_correction": correction})

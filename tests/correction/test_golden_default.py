@@ -51,13 +51,6 @@ _NARROW = "log ratios are not rounded to the narrow dtype, in which {} lies at t
 _POLICIES = "training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,log_ppl_diff,log_ppl_abs_diff,ppl_ratio,chi2_seq"
 _SEQ = "seq_mean,seq_std,seq_min,seq_max_deviation"
 
-
-def _divergence_rule(estimator: str, upper: float) -> dict[str, object]:
-    """verl's option ``token_k2`` or ``token_k3`` as a rule."""
-    fields = {"level": "token", "action": "reject_token", "clamps_tokens": True}
-    return {**fields, "estimator": estimator, "upper": upper, "name": f"token_{estimator}"}
-
-
 DIFFERENT: dict[str, Difference] = {
     "v091_rs_chain_and": _differs(
         _INVERTED,
@@ -147,10 +140,6 @@ REFUSED: dict[str, tuple[str, dict[str, object] | None]] = {
     "seed_rs_default_threshold": (
         "rollout_rs_threshold\n  is null, and rollout_rs 'token' rejects nothing without it",
         {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
-    ),
-    "v091_extreme_pm50_rs_k2k3": (
-        "'250.0' rejects nothing: with log ratios clamped to ± 20",
-        {"rules": [_divergence_rule("k2", 250.0), _divergence_rule("k3", 1e9)]},
     ),
 }
 #: A part of the message, which names the key, of what both refuse.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mock_scheduler.config.correction.presets import PRESETS
 from mock_scheduler.config.correction.thresholds import parse_ratio_band, split_thresholds
+from mock_scheduler.config.correction.verl_keys import never_rejects
 from mock_scheduler.text import count_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def section_notes(section: RolloutCorrectionConfig) -> tuple[str, ...]:
         )
     if section.bypass_mode and spec.rejects:
         notes.append("in bypass tokens are rejected update by update, after advantages: no baseline leaves them out")
+    notes += [reason for rule in spec.rules if (reason := never_rejects(rule))]
     return tuple(notes + _release_notes(section))
 
 

@@ -130,6 +130,18 @@ def _describe_unknown(unknown: list[str], known: list[str], release: VerlRelease
     return f"unknown {options} {', '.join(unknown)}{hint}; known options{of_release}: {', '.join(known)}"
 
 
+def never_rejects(rule: Rule) -> str:
+    """Why a rule of ``rejection_rules`` rejects nothing, since log ratios are clamped; empty where it may."""
+    largest = _LARGEST.get(rule.estimator)
+    is_sum = rule.level != "token" and rule.effective_aggregation == "sum"
+    if largest is None or not rule.clamps_tokens or is_sum or rule.upper is None or rule.upper < largest:
+        return ""
+    return (
+        f"rollout_rs_threshold {rule.upper:g} of {rule.label} rejects nothing: with log ratios clamped to "
+        f"± {LOG_RATIO_BOUND:g} it is at most {largest:.6g}"
+    )
+
+
 def _known_options(release: VerlRelease | None) -> list[str]:
     if release is None:
         return [*RATIO_OPTIONS, *DIVERGENCE_OPTIONS]
@@ -151,13 +163,6 @@ def _rule(option: str, threshold: Threshold, *, lower: float | None) -> Rule:
         bottom, top = band.lower, band.upper
     else:
         top = parse_divergence(threshold, key=key, option=option)
-        largest = _LARGEST[estimator]
-        if (level == "token" or aggregation != "sum") and top >= largest:
-            raise KeyedError(
-                key,
-                f"{threshold!r} rejects nothing: with log ratios clamped to ± {LOG_RATIO_BOUND:g} {option} is at most "
-                f"{largest:.6g}",
-            )
     return Rule(
         level=level,
         action=action,
