@@ -8,6 +8,7 @@ padding and the loss denominator follow from the batch and the ``training`` sect
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
     "check_plan",
     "compute_loss_weights",
     "response_values",
+    "with_values",
 ]
 
 
@@ -134,6 +136,26 @@ def compute_loss_weights(
         divisors = num_sequences * lengths if loss_agg_mode == "seq-mean-token-mean" else num_sequences
         factors = np.divide(num_tokens, divisors, out=np.zeros_like(lengths), where=lengths > 0)
     return torch.from_numpy(factors[sequence_of_token])
+
+
+def with_values(
+    micro_batches: Sequence[MicroBatch], batch: RolloutBatch, values: Mapping[str, torch.Tensor], *, first: int = 0
+) -> list[MicroBatch]:
+    """These micro-batches of a plan with other values of their response tokens, each in its field's dtype.
+
+    values: by field, one per response token of the batch from number ``first`` on, as far as these micro-batches go.
+    """
+    numbers = batch.response_mask.cumsum(0) - 1 - first
+    replaced = []
+    for micro_batch in micro_batches:
+        mask = micro_batch.response_mask
+        # Column t is of the token that follows the one there.
+        targets = batch.row_offsets[micro_batch.row_ids[mask]] + micro_batch.positions[mask] + 1
+        tensors = {name: torch.zeros_like(getattr(micro_batch, name)) for name in values}
+        for name, tensor in tensors.items():
+            tensor[mask] = values[name].cpu()[numbers[targets]].to(tensor.dtype)
+        replaced.append(replace(micro_batch, **tensors))
+    return replaced
 
 
 def response_values(

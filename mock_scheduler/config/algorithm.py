@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeFloat
+from mock_scheduler.config.correction.rules import CorrectionSpec
 
 AdvantageEstimator = Literal["grpo", "gae", "reinforce_plus_plus", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -120,3 +121,22 @@ def policy_loss_problems(
         "algorithm.rollout_correction.bypass_mode has losses of its own": is_bypass,
     }
     return problems + [f"policy_loss gmpo: {text}" for text, is_there in conflicts.items() if is_there]
+
+
+def denominator_problems(correction: CorrectionSpec, loss_agg_mode: LossAggMode) -> list[str]:
+    """Terms over all response tokens that could not be means beside ``rs_denominator: kept``."""
+    if correction.rs_denominator != "kept":
+        return []
+    problems = []
+    if correction.bypass and loss_agg_mode != "token-mean":
+        problems.append(
+            f"algorithm.rollout_correction.rs_denominator kept with bypass_mode and loss_agg_mode {loss_agg_mode}: "
+            "entropy and KL are over all response tokens, and the sequences' factors are of kept ones; use original, "
+            "or token-mean"
+        )
+    if correction.rollout_kl_coef > 0 and not correction.bypass:
+        problems.append(
+            "algorithm.rollout_correction.rs_denominator kept with rollout_kl_coef: that term is over all response "
+            "tokens, and would be divided by the kept ones; use original"
+        )
+    return problems

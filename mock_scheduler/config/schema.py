@@ -19,6 +19,7 @@ from mock_scheduler.config.algorithm import (
     LossAggMode,
     RewardNormalizationConfig,
     check_critic,
+    denominator_problems,
     policy_loss_problems,
 )
 from mock_scheduler.config.base import (
@@ -274,6 +275,8 @@ class PipelineConfig(ConfigSection):
                 "algorithm.rollout_correction.rs_denominator kept: the routers' losses (model.moe_aux_loss_coeff, "
                 "moe_z_loss_coeff) are means over all response tokens; use original"
             )
+        if correction is not None:
+            problems += denominator_problems(correction.spec, self.loss_agg_mode)
         if problems:
             raise ValueError(f"the loss cannot be computed so:{bullet_list(problems, limit=None)}")
         return self

@@ -23,6 +23,12 @@ from mock_scheduler.correction.comparable import comparison_problems, logprob_pr
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.text import bullet_list
 
+#: What no release of verl says of a batch, and a run with ``verl_compat`` says beside that release's metrics.
+_OWN_COUNTS = tuple(
+    f"rollout_corr/{name}"
+    for name in ("num_tokens", "num_sequences", "kept_fraction", "all_rejected", "rollout_nan_fraction")
+)
+
 
 def correction_spec(config: PipelineConfig) -> CorrectionSpec | None:
     """What ``algorithm.rollout_correction`` asks for; ``None`` where it is off."""
@@ -98,9 +104,9 @@ class BatchCorrector:
 
 def corrected_step_metrics(results: list[CorrectionResult], spec: CorrectionSpec) -> dict[str, float]:
     """Metrics of all of these together; with ``verl_compat`` the release's own, as means, as it makes them."""
+    merged = correction_metrics(CorrectionStates.merge([result.states for result in results]), spec)
     released = [result.release_metrics for result in results if result.release_metrics is not None]
-    if released:
-        return {
-            name: sum(metrics[name] for metrics in released if name in metrics) / len(released) for name in released[0]
-        }
-    return correction_metrics(CorrectionStates.merge([result.states for result in results]), spec)
+    if not released:
+        return merged
+    means = {name: sum(metrics.get(name, 0.0) for metrics in released) / len(released) for name in released[0]}
+    return {name: merged[name] for name in _OWN_COUNTS} | means

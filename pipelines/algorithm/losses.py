@@ -96,24 +96,26 @@ METRIC_SUMS = (
     "approx_kl",
     "clip_frac",
     "dual_clip_frac",
+    "policy_entropy",
+    "response_tokens",
     "kept_tokens",
     "num_tokens",
 )
 """The loss and its terms are summed as the loss is, without their coefficients: divided by ``num_tokens`` they are
-what is minimised, total = pg - c_ent·entropy + c_kl·kl + τ·rollout_kl. See also ``KEPT_TOKEN_SUMS``."""
+what is minimised, total = pg - c_ent·entropy + c_kl·kl + τ·rollout_kl. ``policy_entropy`` is the plain sum over all
+response tokens, whatever is rejected. See also ``KEPT_TOKEN_SUMS``."""
 
 KEPT_TOKEN_SUMS = ("approx_kl", "clip_frac", "dual_clip_frac")
 """Plain sums over the tokens that are kept; divided by ``kept_tokens`` they are means."""
 
+_COUNTS = ("response_tokens", "kept_tokens", "num_tokens")
+
 
 def compute_metric_means(sums: Mapping[str, float]) -> dict[str, float]:
     """The means of an update's ``METRIC_SUMS``, each over the tokens it was summed over; 0 where there are none."""
-    counts = {name: max(sums[name], 1.0) for name in ("kept_tokens", "num_tokens")}
-    return {
-        name: total / counts["kept_tokens" if name in KEPT_TOKEN_SUMS else "num_tokens"]
-        for name, total in sums.items()
-        if name not in counts
-    }
+    counts = {name: max(sums[name], 1.0) for name in _COUNTS}
+    counted = {**dict.fromkeys(KEPT_TOKEN_SUMS, "kept_tokens"), "policy_entropy": "response_tokens"}
+    return {name: total / counts[counted.get(name, "num_tokens")] for name, total in sums.items() if name not in counts}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,16 +239,17 @@ def sum_terms(
         total = total + config.rollout_kl_coef * rollout_kl
     by_token["total_loss"] = total
 
-    num_kept = kept.sum()
-    num_tokens = num_kept if config.rs_denominator == "kept" else mask.sum()
+    num_kept, num_response = kept.sum(), mask.sum()
+    num_tokens = num_kept if config.rs_denominator == "kept" else num_response
     terms = (total, policy_gradient, entropy, kl, rollout_kl)
     of_kept = (estimate_kl(tokens.log_ratio, "k3"), surrogate.is_clipped, surrogate.is_dual_clipped)
     with torch.no_grad():
         sums = [term.double().sum() for term in terms] + [(term.double() * kept).sum() for term in of_kept]
+        sums.append(torch.where(mask, inputs.entropy, 0.0).double().sum())
     return PolicyLossOutput(
         total=total.sum(),
         num_tokens=num_tokens,
-        metrics=torch.stack([*sums, num_kept.double(), num_tokens.double()]).detach(),
+        metrics=torch.stack([*sums, *(count.double() for count in (num_response, num_kept, num_tokens))]).detach(),
         terms={name: term.detach() for name, term in by_token.items()},
     )
 

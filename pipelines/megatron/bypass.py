@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction import CorrectionResult, CorrectionSpec
 from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics, with_known_logprobs
 from pipelines.algorithm.preparation import TrainingValues
 from pipelines.megatron.merging import exchange_tokens
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, StepPlan, response_values
+from pipelines.micro_batches import MicroBatch, response_values, with_values
 
 LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]
 
@@ -40,8 +39,7 @@ class CorrectedUpdate:
 class BypassCorrector:
     """Corrects the updates of one step. Every rank makes one and calls it alike.
 
-    compute: the policy's log-probabilities of a rank's batches. plan_with: the step's plan with such values, of a batch
-    with such log-probabilities of the rollout policy.
+    compute: the policy's log-probabilities of a rank's batches.
     trajectories_per_update: those of update u are [u·G, (u + 1)·G).
     """
 
@@ -54,7 +52,6 @@ class BypassCorrector:
         *,
         compute: LogprobsFunction,
         as_computed: Callable[[torch.Tensor], torch.Tensor],
-        plan_with: Callable[[RolloutBatch, TrainingValues], StepPlan],
         trajectories_per_update: int,
     ) -> None:
         self._corrector = corrector
@@ -63,7 +60,6 @@ class BypassCorrector:
         self._runtime = runtime
         self._compute = compute
         self._as_computed = as_computed
-        self._plan_with = plan_with
         self._size = trajectories_per_update
         self._results: list[CorrectionResult] = []
 
@@ -89,30 +85,33 @@ class BypassCorrector:
         result = self._corrector.correct(logprobs, trajectories=trajectories, advantages=self._values.advantages)
         self._results.append(result)
         tokens = self._corrector.token_range(*trajectories)
-        batch = with_known_logprobs(self._corrector.batch, logprobs, tokens)
-        plan = self._plan_with(batch, self._corrected_values(result, logprobs, batch, tokens))
         num_kept, num_tokens = int(result.kept.sum()), len(result.kept)
         is_kept = self._spec.rs_denominator == "kept"
         return CorrectedUpdate(
-            micro_batches=plan.updates[position].micro_batches,
+            micro_batches=with_values(
+                micro_batches,
+                self._corrector.batch,
+                self._values_of(result, logprobs, tokens),
+                first=tokens.start,
+            ),
             term_scale=num_kept / num_tokens if is_kept and num_tokens else 1.0,
         )
 
-    def _corrected_values(
-        self, result: CorrectionResult, logprobs: torch.Tensor, batch: RolloutBatch, tokens: slice
-    ) -> TrainingValues:
-        """The step's values with those of this update's tokens; the others are in no micro-batch of it."""
-        values, spec = self._values, self._spec
-        advantages, kept, weights = values.advantages, torch.ones(len(values.advantages), dtype=torch.bool), None
-        kept[tokens] = result.kept
+    def _values_of(self, result: CorrectionResult, logprobs: torch.Tensor, tokens: slice) -> dict[str, torch.Tensor]:
+        """What this update's response tokens are trained with, by field of ``MicroBatch``.
+
+        ``loss_weights`` stay those of the plan: with kept tokens as the denominator they are 1, as bypass then has
+        ``token-mean`` alone.
+        """
+        spec = self._spec
+        rollout_logprobs = with_known_logprobs(self._corrector.batch, logprobs, tokens).rollout_logprobs[tokens]
+        values = {"kept_mask": result.kept, "rollout_logprobs": rollout_logprobs}
         if spec.loss_type == "reinforce" and result.weights_by_token is not None:
-            weights = result.weights_by_token.new_ones(len(kept))
-            weights[tokens] = result.weights_by_token
+            values["weights"] = result.weights_by_token
         if spec.rollout_kl_in_advantage > 0:
-            log_ratio = logprobs.double() - batch.rollout_logprobs[tokens].double()
-            advantages = advantages.clone()
-            advantages[tokens] -= spec.rollout_kl_in_advantage * log_ratio
-        return TrainingValues(advantages=advantages, returns=values.returns, weights=weights, kept=kept)
+            log_ratio = logprobs.double() - rollout_logprobs.double()
+            values["advantages"] = self._values.advantages[tokens] - spec.rollout_kl_in_advantage * log_ratio
+        return values
 
     def metrics(self) -> dict[str, float]:
         """Of all updates together; empty before the first."""

@@ -141,7 +141,6 @@ class Learner:
             self.runtime,
             compute=self.policy.compute_logprobs,
             as_computed=self.values.as_computed,
-            plan_with=self._plan,
             trajectories_per_update=self.config.training.global_batch_size,
         )
 

@@ -192,8 +192,9 @@ class PolicyTrainer:
             "kl_loss": not self.config.use_kl_loss,
             "dual_clip_frac": self.config.dual_clip is None,
             "rollout_kl_loss": spec is None or spec.rollout_kl_coef == 0,
+            "policy_entropy": spec is None,  # then it is that of the loss
         }
         means = {name: value for name, value in means.items() if not unused.get(name, False)}
         weight = router_weight(micro_batches, self.config.training, num_tokens=num_tokens)
         router = merge_router_sums(self.router_ledger, self.config.model, self.runtime, total_weight=weight)
-        return means | router | {"num_response_tokens": num_tokens}
+        return means | router | {"num_response_tokens": named["response_tokens"]}

@@ -66,3 +66,21 @@ def test_the_routers_losses_are_means_over_all_response_tokens() -> None:
     algorithm = {"rollout_correction": {"rollout_is": "token", "rs_denominator": "kept"}}
     with pytest.raises(ValidationError, match="the routers' losses"):
         PipelineConfig.model_validate({"exp_name": "x", "model": model, "algorithm": algorithm})
+
+
+@pytest.mark.parametrize(
+    ("section", "mode", "problem"),
+    [
+        ({"bypass_mode": True}, "seq-mean-token-sum", "entropy and KL are over all response tokens"),
+        ({"rollout_is": "token", "rollout_kl_coef": 0.1}, "token-mean", "would be divided by the kept ones"),
+    ],
+)
+def test_terms_over_all_response_tokens_are_means_over_these_or_refused(
+    section: dict[str, object], mode: str, problem: str
+) -> None:
+    """In bypass with kept tokens as the denominator a mean over sequences weighed the entropy of kept ones alone."""
+    kept = {"exp_name": "x", "loss_agg_mode": mode, "algorithm": {"rollout_correction": section}}
+    PipelineConfig.model_validate(kept)
+    kept["algorithm"] = {"rollout_correction": {**section, "rs_denominator": "kept"}}
+    with pytest.raises(ValidationError, match=problem):
+        PipelineConfig.model_validate(kept)

@@ -15,10 +15,16 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 REFERENCE = "tp1/plain"
 CORRECTED = [name for name in CORRECTIONS if name not in ("off", "gmpo")]
-ALONE = (REFERENCE, "tp1/micro-batch-4", "tp1/packing", "tp1/turns")
-SHARED = ("tp2/plain", "pp2/micro-batch-4", "cp2/plain", "dp2/packing")
-# GMPO takes every sequence as one line.
-GMPO = ("gmpo/tp2/plain", "gmpo/pp2/micro-batch-4", "gmpo/dp2/micro-batch-4")
+BATCHED, PACKED, TURNS = "tp1/micro-batch-4", "tp1/packing", "tp1/turns+micro-batch-8"
+# By correction: each way of several processes is there, and each correction under context parallelism.
+SHARED = (
+    *("decoupled/tp2/micro-batch-4", "decoupled/cp2/micro-batch-4", "segment-kept/cp2/micro-batch-4"),
+    *("bypass/cp2/micro-batch-4", "bypass/pp2/micro-batch-4", "ratio/dp2/packing"),
+    "gmpo/pp2/micro-batch-4",  # GMPO takes every sequence as one line
+)
+ALONE = (f"decoupled/{BATCHED}", f"bypass/{PACKED}")
+LONG_ALONE = (BATCHED, PACKED)
+LONG_SHARED = ("tp2/plain", "pp2/micro-batch-4", "cp2/plain", "dp2/packing")
 LONG = ("tp2-sp-pp2/plain", "pp2-dp2/dynamic", "tp2-cp2/micro-batch-4", "cp2-dp2/packing")
 
 
@@ -29,10 +35,9 @@ def tasks_of(ways: tuple[str, ...], corrections: list[str] = CORRECTED) -> tuple
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corrected")
-    launch(
-        1, folder, (*tasks_of(ALONE), f"off/{REFERENCE}", f"gmpo/{REFERENCE}"), module="tests.dist.correction_worker"
-    )
-    launch(2, folder, (*tasks_of(SHARED), *GMPO), module="tests.dist.correction_worker")
+    references = tasks_of((REFERENCE,), [*CORRECTIONS])
+    launch(1, folder, (*references, *ALONE, *tasks_of((TURNS,))), module="tests.dist.correction_worker")
+    launch(2, folder, SHARED, module="tests.dist.correction_worker")
     return folder
 
 
@@ -63,14 +68,8 @@ def assert_same(root: Path, correction: str, way: str) -> None:
             assert found["values"][name] == pytest.approx(table, rel=1e-11), name
 
 
-@pytest.mark.parametrize("way", [*ALONE[1:3], *SHARED])
-@pytest.mark.parametrize("correction", CORRECTED)
-def test_every_layout_and_batching_trains_with_the_same_correction(root: Path, correction: str, way: str) -> None:
-    assert_same(root, correction, way)
-
-
-@pytest.mark.parametrize("task", GMPO)
-def test_the_loss_of_whole_sequences_is_the_same_in_every_layout(root: Path, task: str) -> None:
+@pytest.mark.parametrize("task", [*ALONE, *SHARED])
+def test_every_layout_and_batching_trains_with_the_same_correction(root: Path, task: str) -> None:
     correction, way = task.split("/", 1)
     assert_same(root, correction, way)
 
@@ -78,7 +77,7 @@ def test_the_loss_of_whole_sequences_is_the_same_in_every_layout(root: Path, tas
 @pytest.mark.parametrize("correction", CORRECTED)
 def test_a_row_of_every_turn_has_the_metrics_of_a_row_of_the_whole_trajectory(root: Path, correction: str) -> None:
     reference = read(root, f"{correction}/{REFERENCE}")["metrics"]
-    turns = read(root, f"{correction}/tp1/turns")["metrics"]
+    turns = read(root, f"{correction}/{TURNS}")["metrics"]
     names = [name for name in reference if name.startswith(("rollout_corr/", "mismatch/")) and "by_lag" not in name]
     assert len(names) > 30
     for name in names:
@@ -104,9 +103,10 @@ def test_bypass_follows_the_policy_from_update_to_update(root: Path) -> None:
 
 
 @pytest.mark.all
-def test_four_processes_train_with_the_same_correction(tmp_path: Path) -> None:
-    launch(1, tmp_path, tasks_of((REFERENCE,)), module="tests.dist.correction_worker")
+def test_every_correction_is_the_same_in_all_ways_of_one_two_and_four_processes(tmp_path: Path) -> None:
+    launch(1, tmp_path, tasks_of((REFERENCE, *LONG_ALONE)), module="tests.dist.correction_worker")
+    launch(2, tmp_path, tasks_of(LONG_SHARED), module="tests.dist.correction_worker")
     launch(4, tmp_path, tasks_of(LONG), module="tests.dist.correction_worker")
     for correction in CORRECTED:
-        for way in LONG:
+        for way in (*LONG_ALONE, *LONG_SHARED, *LONG):
             assert_same(tmp_path, correction, way)

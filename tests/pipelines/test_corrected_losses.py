@@ -379,7 +379,7 @@ def test_fractions_are_of_kept_tokens_and_the_loss_of_the_denominator() -> None:
     assert means["clip_frac"] == 0.5
     assert means["approx_kl"] == pytest.approx((0.5 - math.log(1.5)) / 2, rel=1e-14)
     assert means["pg_loss"] == pytest.approx((-2.4 - 1.0) / 4, rel=1e-14)
-    assert set(means) == set(METRIC_SUMS) - {"kept_tokens", "num_tokens"}
+    assert set(means) == set(METRIC_SUMS) - {"response_tokens", "kept_tokens", "num_tokens"}
     assert set(compute_metric_means(dict.fromkeys(METRIC_SUMS, 0.0)).values()) == {0.0}
 
 
@@ -429,7 +429,8 @@ def test_nothing_under_the_masks_enters_a_value_or_a_gradient(
     names += ("loss_weights", "rollout_logprobs")
     sound = dict(zip(names, torch.rand(8, 1, size, generator=generator, dtype=dtype).unbind(), strict=True))
     mask, kept = bools([state != "masked" for state in states]), bools([state == "kept" for state in states])
-    of_rejected = {"loss_weights"} | ({"new_logprobs", "entropy", "ref_logprobs"} if term_mask == "response" else set())
+    # The policy's own entropy is measured over all response tokens.
+    of_rejected = {"loss_weights", "entropy"} | ({"new_logprobs", "ref_logprobs"} if term_mask == "response" else set())
     of_rejected |= {"new_logprobs", "rollout_logprobs"} if rollout_kl_coef else set()
     config = PolicyLossConfig(
         pg_clip=0.2,
@@ -487,7 +488,11 @@ def test_without_tokens_that_count_the_loss_is_0_with_a_live_graph(
     assert leaf.grad is not None
     assert leaf.grad.tolist() == torch.zeros(shape).tolist()
     assert output.num_tokens.item() == 0
-    assert output.metrics.tolist() == [0.0] * len(METRIC_SUMS)
+    sums = named(output)
+    assert sums.pop("response_tokens") == (leaf.numel() if is_response else 0)
+    if is_response:
+        del sums["policy_entropy"]  # of all response tokens, and therefore NaN here
+    assert set(sums.values()) == {0.0}
 
 
 def test_what_is_missing_or_of_another_shape_is_named() -> None:

@@ -22,6 +22,7 @@ from pipelines.micro_batches import (
     check_plan,
     compute_loss_weights,
     response_values,
+    with_values,
 )
 from tests.recording.builders import SAMPLING, make_row
 
@@ -778,3 +779,20 @@ def test_some_micro_batches_give_the_values_of_their_rows() -> None:
     part = plan.micro_batches[2]
     assert response_values([part], {2: part.advantages}).tolist() == [4.0, 5.0, 6.0]
     assert response_values([plan.micro_batches[3]], {}).tolist() == []
+
+
+def test_values_of_some_updates_are_put_where_the_plan_has_their_tokens() -> None:
+    batch = make_batch(4, 3, 5, 6, 4, 3, 5, 7)
+    numbers = torch.arange(len(batch.rollout_logprobs), dtype=torch.float64) + 1
+    training = TrainingConfig(micro_batch_size=3, global_batch_size=4)
+    plain = build_step_plan(batch, numbers, numbers, training, count_multiple=1, dtype=torch.float64)
+    first = int(batch.response_offsets[4])  # update 1 has trajectories 4 to 7
+    kept = numbers[first:] % 2 == 0
+    values = {"weights": 10 * numbers[first:], "kept_mask": kept}
+    found = with_values(plain.updates[1].micro_batches, batch, values, first=first)
+    for before, after in zip(plain.updates[1].micro_batches, found, strict=True):
+        mask = before.response_mask
+        assert torch.equal(after.weights, 10 * before.advantages)
+        assert torch.equal(after.kept_mask, mask & (before.advantages % 2 == 0))
+        assert torch.equal(after.advantages, before.advantages)
+        assert after.index == before.index
