@@ -65,6 +65,8 @@ def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Consol
 
     Raises ``ConfigError``, ``RecordingError`` or ``TraceError`` for what cannot be read or does not belong together.
     """
+    if options.html_path is not None and str(options.html_path) == _STDOUT:
+        raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")
     presets = list_presets(options.presets)
     chosen = parse_steps(options.steps)
     reader = RecordingReader(dump_dir)

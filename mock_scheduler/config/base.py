@@ -16,6 +16,19 @@ Mode = Literal["train", "val"]
 RolloutMode = Literal["real", "dump", "mock", "cache", "verify"]
 
 
+def _join_texts(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        return value
+    wrong = [item for item in value if not isinstance(item, str)]
+    if wrong:
+        raise ValueError(f"is a list with {wrong[0]!r}, of type {type(wrong[0]).__name__}; expected texts")
+    return ",".join(value)
+
+
+JoinedTexts = Annotated[str, BeforeValidator(_join_texts)]
+"""A text with commas, or a list of texts, which becomes one."""
+
+
 def _read_steps(value: object) -> StepRanges:
     steps = StepRanges.parse(value)
     if not steps.ranges:

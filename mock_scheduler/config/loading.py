@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +36,7 @@ from mock_scheduler.config.dialects import resolve_dialects
 from mock_scheduler.config.number_traps import SourceFile, find_number_traps, may_have_traps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.sweeps import describe_sweep
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.text import bullet_list
 
@@ -156,23 +156,13 @@ def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
             continue
         parsed.append(override)
         if override.is_sweep_override():
-            problems.append(f"{text!r}: {_describe_sweep(text, override)}")
+            problems.append(f"{text!r}: {describe_sweep(text, override)}")
     if problems:
         raise ConfigError(
             f"overrides that cannot be read:{bullet_list(problems, limit=None)}\n"
             "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
         )
     return parsed
-
-
-def _describe_sweep(text: str, override: Override) -> str:
-    key, _, value = text.partition("=")
-    if override.value_type is not ValueType.SIMPLE_CHOICE_SWEEP or '"' in value or "'" in value:
-        return "is a sweep over several runs for Hydra, and this is one; give one value"
-    return (
-        "values with a comma are a sweep over several runs for Hydra, and this is one; quote them, as in "
-        f"""{shlex.quote(f'{key}="{value}"')}, or where the key takes a list write {shlex.quote(f"{key}=[{value}]")}"""
-    )
 
 
 def _as_hydra_override(override: Override, folder: Path) -> str:

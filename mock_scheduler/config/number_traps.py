@@ -25,6 +25,8 @@ from mock_scheduler.config.problems import Problem
 
 #: Sections and keys in which a pair of bounds may stand.
 _PLACES = ("algorithm", "actor_rollout_ref.actor.tis_imp_ratio_cap")
+#: Keys that take a pair; the others take one number.
+_PAIR_KEYS = ("rollout_is_threshold", "rollout_rs_threshold")
 _NUMBER_LIKE = re.compile(r"[-+.0-9][-+.:0-9A-Za-z]*_[-+.:0-9A-Za-z_]*")
 _QUOTED_OR_WORD = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[-+.\w]+""")
 
@@ -80,7 +82,7 @@ def _traps_of_file(file: SourceFile) -> dict[str, _Trap | None]:
     traps: dict[str, _Trap | None] = {}
     for key, node in _scalars(root, file.package):
         if _is_looked_at(key):
-            traps[key] = _trap_of_scalar(node, file.path)
+            traps[key] = _trap_of_scalar(key, node, file.path)
     return traps
 
 
@@ -101,7 +103,7 @@ def _scalars(node: yaml.Node | None, key: str) -> Iterator[tuple[str, yaml.Scala
                 yield from _scalars(value, f"{key}.{name.value}" if key else str(name.value))
 
 
-def _trap_of_scalar(node: yaml.ScalarNode, path: Path) -> _Trap | None:
+def _trap_of_scalar(key: str, node: yaml.ScalarNode, path: Path) -> _Trap | None:
     text = str(node.value)
     if node.style is not None or not _NUMBER_LIKE.fullmatch(text):
         return None
@@ -109,7 +111,8 @@ def _trap_of_scalar(node: yaml.ScalarNode, path: Path) -> _Trap | None:
     if not isinstance(number, int | float):
         return None
     place = f"{path.name}, line {node.start_mark.line + 1}"
-    return _Trap(number=number, message=_describe(text, number, "YAML", place=f" in {place}", quoted=f"'{text}'"))
+    message = _describe(key, text, number, reader=f" in {place}, which YAML", quoted=f"'{text}'")
+    return _Trap(number=number, message=message)
 
 
 def _traps_of_override(override: Override) -> dict[str, _Trap | None]:
@@ -143,7 +146,9 @@ def _traps_of_override(override: Override) -> dict[str, _Trap | None]:
             traps[path] = (
                 None
                 if number is None
-                else _Trap(number=number, message=_describe(str(text), number, "Hydra", place="", quoted=hint))
+                else _Trap(
+                    number=number, message=_describe(path, str(text), number, reader=", which Hydra", quoted=hint)
+                )
             )
     return traps
 
@@ -164,8 +169,8 @@ def _leaves(read: object, meant: object, key: str) -> Iterator[tuple[str, object
         yield key, read, meant
 
 
-def _describe(text: str, number: int | float, reader: str, *, place: str, quoted: str) -> str:
-    return (
-        f"is {text} without quotes{place}, which {reader} reads as the number {number}: quote it where it is a pair "
-        f"of bounds, as in {quoted}, or write {number} where it is that number"
-    )
+def _describe(key: str, text: str, number: int | float, *, reader: str, quoted: str) -> str:
+    found = f"is {text} without quotes{reader} reads as the number {number}"
+    if not any(name in _PAIR_KEYS for name in key.split(".")):
+        return f"{found}; the key takes one number: write {number} where it is that one"
+    return f"{found}: quote it where it is a pair of bounds, as in {quoted}, or write {number} where it is that number"

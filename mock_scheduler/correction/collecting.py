@@ -1,42 +1,47 @@
-"""From what was measured of a batch to its metric states: one row of sums, maxima and minima per sequence."""
+"""From what was measured of a batch to its metric states: one row of sums, maxima and minima per sequence.
+
+A value that all tokens of a unit share is summed as the value times their number, so it is not laid out per token.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.config.correction.verl_keys import VETO
-from mock_scheduler.correction.inputs import ResponseTokens, count_positions
-from mock_scheduler.correction.states import (
-    BUCKET_SUMS,
-    LAG_EDGES,
-    POSITION_EDGES,
-    CorrectionStates,
-    FloatArray,
-)
-from mock_scheduler.correction.units import Reduction, reduce_runs
+from mock_scheduler.correction.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
+from mock_scheduler.correction.inputs import ResponseTokens
+from mock_scheduler.correction.runs import Reduction
+from mock_scheduler.correction.states import CorrectionStates, FloatArray
+from mock_scheduler.correction.units import Leveled, Units, any_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredRule:
-    """``[M]``: values, float64, of each token's unit (a ratio's logarithm); is_outside, rejected: bool."""
+    """values: float64 (a ratio's logarithm), and is_outside: bool, of tokens ``[M]`` or of runs ``[R]`` of ``units``.
+
+    rejected: bool, maybe of other units; ``None`` where the rule does not reject.
+    """
 
     rule: Rule
+    units: Units | None
     values: torch.Tensor
     is_outside: torch.Tensor
-    rejected: torch.Tensor | None
+    rejected: Leveled | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredWeights:
-    """float64 ``[M]``: logarithms without a clamp, raw weights, those that the rules left, and those divided by their
-    mean, ``factor``; ``None`` without batch normalisation."""
+    """float64 ``[M]``, or ``[R]`` of ``units``: logarithms without a clamp, raw weights, those that the rules left, and
+    those divided by their mean, ``factor``; ``None`` without batch normalisation."""
 
+    units: Units | None
     log_weights: torch.Tensor
     raw: torch.Tensor
     bounded: torch.Tensor
@@ -47,18 +52,35 @@ class MeasuredWeights:
 class _Rows:
     """Columns of sums, maxima and minima, each reduced as it comes, so that no token value is kept."""
 
-    def __init__(self, lengths: torch.Tensor) -> None:
-        self._lengths = lengths
+    def __init__(self, sequences: Units) -> None:
+        self._sequences = sequences
         self.columns: dict[Reduction, dict[str, FloatArray]] = {"sum": {}, "max": {}, "min": {}}
 
-    def add(self, name: str, values: torch.Tensor, *reductions: Reduction) -> None:
-        for reduction in reductions or ("sum",):
-            self.columns[reduction][name] = reduce_runs(values, self._lengths, reduction).cpu().numpy()
+    def add(self, name: str, values: torch.Tensor, *reductions: Reduction, units: Units | None = None) -> None:
+        """Values of tokens, or of the runs of ``units``."""
+        reductions = reductions or ("sum",)
+        if units is None:
+            columns = self._sequences.runs.reduce_to_arrays(values, reductions)
+        else:
+            columns = [units.by_sequence(values, reduction).cpu().numpy() for reduction in reductions]
+        for reduction, column in zip(reductions, columns, strict=True):
+            self.columns[reduction][name] = column
 
-    def add_moments(self, name: str, values: torch.Tensor) -> None:
+    def add_moments(self, name: str, values: torch.Tensor, *, units: Units | None = None) -> None:
         """Sum, largest and smallest, and the sum of squares."""
-        self.add(name, values, "sum", "max", "min")
-        self.add(f"{name}_squared", values.square())
+        self.add(name, values, "sum", "max", "min", units=units)
+        self.add(f"{name}_squared", values.square(), units=units)
+
+    def repeat(self, name: str, of: str) -> None:
+        """The columns of what has the same values."""
+        for columns in self.columns.values():
+            if of in columns:
+                columns[name] = columns[of]
+
+    def repeat_moments(self, name: str, of: str) -> None:
+        """The same with the sum of squares."""
+        self.repeat(name, of)
+        self.repeat(f"{name}_squared", f"{of}_squared")
 
 
 def rule_key(index: int, rule: Rule) -> str:
@@ -69,106 +91,158 @@ def rule_key(index: int, rule: Rule) -> str:
 def collect_states(
     tokens: ResponseTokens,
     spec: CorrectionSpec,
-    measured: Sequence[MeasuredRule],
+    measured: Mapping[int, MeasuredRule],
     weights: MeasuredWeights | None,
-    kept: torch.Tensor,
+    kept: Leveled,
+    *,
+    sequences: Units,
 ) -> CorrectionStates:
-    """The states of a batch, on the CPU."""
-    rows = _Rows(tokens.lengths)
+    """The states of a batch, on the CPU. measured: by the rule's place in ``spec.rules``."""
+    rows = _Rows(sequences)
     k3 = tokens.log_ratio.expm1() - tokens.log_ratio
     _add_policies(rows, tokens, k3, kept)
     if weights is not None:
         _add_weights(rows, weights, spec, kept, tokens.dtype)
-    for index, item in enumerate(measured):
-        _add_rule(rows, rule_key(index, item.rule), item, tokens.dtype)
-    by_rules = [item.rejected for item in measured if item.rejected is not None and item.rule.name != VETO]
-    if by_rules:
-        rows.add("rs_rejected", torch.stack(by_rules).any(dim=0))
-    bounded = None if weights is None else weights.bounded
-    summed = list(_bucket_values(tokens, k3, bounded, kept))
+    if weights is not None and weights.log_weights is tokens.log_ratio:
+        rows.repeat("ratio_squared", "raw_squared")
+    else:
+        rows.add("ratio_squared", tokens.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().square())
+    _add_rules(rows, spec, measured, tokens.dtype)
+    bounded = None if weights is None else Leveled(values=weights.bounded, units=weights.units)
+    summed = BucketValues(log_ratio=tokens.log_ratio, k3=k3, weights=bounded, kept=kept)
     return CorrectionStates(
         sums=rows.columns["sum"],
         maxima=rows.columns["max"],
         minima=rows.columns["min"],
-        positions=_by_bucket(tokens, _positions(tokens), POSITION_EDGES, summed),
-        lags=None
-        if tokens.versions_behind is None
-        else _by_bucket(tokens, tokens.versions_behind.long(), LAG_EDGES, summed),
-        log_weights=np.empty(0, dtype=np.float32) if weights is None else weights.log_weights.float().cpu().numpy(),
+        positions=sum_by_bucket(position_runs(tokens), summed, sequences=sequences),
+        lags=None if tokens.versions_behind is None else sum_by_bucket(lag_runs(tokens), summed, sequences=sequences),
+        log_weights=np.empty(0, dtype=np.float32) if weights is None else _log_weights(weights),
     )
 
 
-def _add_policies(rows: _Rows, tokens: ResponseTokens, k3: torch.Tensor, kept: torch.Tensor) -> None:
-    rows.add("tokens", torch.ones_like(tokens.log_ratio))
+def _log_weights(weights: MeasuredWeights) -> npt.NDArray[np.float32]:
+    rounded = Leveled(values=weights.log_weights.float(), units=weights.units)
+    return rounded.by_token().cpu().numpy()
+
+
+def _add_policies(rows: _Rows, tokens: ResponseTokens, k3: torch.Tensor, kept: Leveled) -> None:
+    sums = rows.columns["sum"]
+    sums["tokens"] = tokens.lengths.double().numpy()
     for name, sequences in (("unknown", tokens.unknown.sequence), ("assumed", tokens.assumed)):
-        counts = torch.bincount(sequences, minlength=tokens.num_sequences)
-        rows.columns["sum"][name] = counts.double().cpu().numpy()
-    rows.add("kept", kept)
+        sums[name] = torch.bincount(sequences, minlength=tokens.num_sequences).double().cpu().numpy()
+    rows.add("kept", kept.values, units=kept.units)
     rows.add("train", tokens.train)
     rows.add("rollout", tokens.rollout)
     rows.add("log_ratio", tokens.log_ratio, "sum", "max", "min")
     rows.add("k3", k3)
-    rows.add("kept_k3", torch.where(kept, k3, 0.0))
-    clamped = tokens.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    rows.add("ratio_squared", (2.0 * clamped).exp())
+    if bool(kept.values.all()):
+        sums["kept_k3"] = sums["k3"]
+    else:
+        rows.add("kept_k3", torch.where(kept.by_token(), k3, 0.0))
     train, rollout = tokens.train.exp(), tokens.rollout.exp()
     difference = (train - rollout).abs()
     rows.add("prob_diff", difference, "sum", "max")
     rows.add("prob_diff_squared", difference.square())
-    for name, values in (
-        ("train_prob", train),
-        ("rollout_prob", rollout),
-        ("train_prob_squared", train.square()),
-        ("rollout_prob_squared", rollout.square()),
-        ("prob_product", train * rollout),
-    ):
-        rows.add(name, values)
+    rows.add("train_prob", train)
+    rows.add("rollout_prob", rollout)
+    rows.add("train_prob_squared", train.square())
+    rows.add("rollout_prob_squared", rollout.square())
+    rows.add("prob_product", train * rollout)
 
 
 def _add_weights(
-    rows: _Rows, weights: MeasuredWeights, spec: CorrectionSpec, kept: torch.Tensor, dtype: torch.dtype
+    rows: _Rows, weights: MeasuredWeights, spec: CorrectionSpec, kept: Leveled, dtype: torch.dtype
 ) -> None:
+    units = weights.units
     rounded = weights.raw.to(dtype)
     lower, upper = spec.weight_bounds
-    rows.add_moments("raw", weights.raw)
-    rows.add_moments("bounded", weights.bounded)
-    rows.add_moments("applied", torch.where(kept, weights.applied, 0.0))
-    rows.add("log_weight", weights.log_weights, "max", "min")
+    rows.add_moments("raw", weights.raw, units=units)
+    rows.add_moments("bounded", weights.bounded, units=units)
+    _add_applied(rows, weights, kept)
+    rows.add("log_weight", weights.log_weights, "max", "min", units=units)
     if upper is not None:
-        rows.add("raw_high", rounded > upper)
+        rows.add("raw_high", rounded > upper, units=units)
         # The guide's revision measured truncated weights, clamped from below as well.
         banded = weights.raw.clamp(min=lower, max=upper)
-        rows.add_moments("banded", banded)
+        if torch.equal(banded, weights.bounded):
+            rows.repeat_moments("banded", "bounded")
+        else:
+            rows.add_moments("banded", banded, units=units)
     if lower is not None:
-        rows.add("raw_low", rounded < lower)
-    rows.add("zeroed", weights.bounded == 0.0)
+        rows.add("raw_low", rounded < lower, units=units)
+    if bool((rows.columns["min"]["bounded"] > 0.0).all()):
+        rows.columns["sum"]["zeroed"] = np.zeros_like(rows.columns["sum"]["bounded"])
+    else:
+        rows.add("zeroed", weights.bounded == 0.0, units=units)
     if weights.factor is not None:
-        factor = torch.full((1,), weights.factor, dtype=torch.float64)
-        num_rows = len(rows.columns["sum"]["tokens"])
-        rows.columns["max"]["factor"] = factor.expand(num_rows).numpy().copy()
+        rows.columns["max"]["factor"] = np.full(len(rows.columns["sum"]["tokens"]), weights.factor)
 
 
-def _add_rule(rows: _Rows, key: str, item: MeasuredRule, dtype: torch.dtype) -> None:
-    """Values of units are repeated for their tokens; those of ratios are logarithms here."""
-    rule = item.rule
-    rows.add_moments(key, item.values)
+def _add_applied(rows: _Rows, weights: MeasuredWeights, kept: Leveled) -> None:
+    """The weights of the loss: 0 where a token is rejected."""
+    units = weights.units
+    if not bool(kept.values.all()):
+        is_shared = kept.units is units
+        flags, applied = (
+            (item.values if is_shared else item.by_token())
+            for item in (kept, Leveled(values=weights.applied, units=units))
+        )
+        rows.add_moments("applied", torch.where(flags, applied, 0.0), units=units if is_shared else None)
+    elif weights.applied is weights.bounded:
+        rows.repeat_moments("applied", "bounded")
+    else:
+        rows.add_moments("applied", weights.applied, units=units)
+
+
+def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, MeasuredRule], dtype: torch.dtype) -> None:
+    """Of rules that reject; what the others do is in the weights."""
+    rejections: list[Leveled] = []
+    for index, item in measured.items():
+        key = rule_key(index, item.rule)
+        if item.rejected is None:
+            continue
+        rows.add(f"{key}:rejected", item.rejected.values, units=item.rejected.units)
+        if item.rule.name == VETO:
+            rows.add(f"{key}:outside", item.is_outside, units=item.units)
+            continue
+        _add_values(rows, key, item, dtype)
+        if item.rule is guide_rule(spec):
+            _add_ratios(rows, key, item)
+        rejections.append(item.rejected)
+    if rejections:
+        rejected = any_of(rejections)
+        rows.add("rs_rejected", rejected.values, units=rejected.units)
+
+
+def guide_rule(spec: CorrectionSpec) -> Rule | None:
+    """The rule that the guide's metrics of rejection are of, which has ratios alone: the first, but the veto."""
+    found = (rule for rule in spec.rules if rule.rejects and rule.name != VETO and rule.estimator == "ratio")
+    return next(found, None)
+
+
+def _add_values(rows: _Rows, key: str, item: MeasuredRule, dtype: torch.dtype) -> None:
+    """Values of units count once for each of their tokens; those of ratios are logarithms here."""
+    rule, units = item.rule, item.units
+    rows.add(key, item.values, "sum", "max", "min", units=units)
     lower, upper = value_bounds(rule)
     rounded = item.values.to(dtype)
     if upper is not None:
-        rows.add(f"{key}:high", rounded > torch.tensor(upper, dtype=dtype, device=rounded.device))
+        high = rounded > torch.tensor(upper, dtype=dtype, device=rounded.device)
+        rows.add(f"{key}:high", high, units=units)
     if lower is not None:
-        rows.add(f"{key}:low", rounded < torch.tensor(lower, dtype=dtype, device=rounded.device))
-    rows.add(f"{key}:outside", item.is_outside, "sum", "max")
-    if item.rejected is not None:
-        rows.add(f"{key}:rejected", item.rejected, "sum", "max")
+        low = rounded < torch.tensor(lower, dtype=dtype, device=rounded.device)
+        rows.add(f"{key}:low", low, units=units)
     floor = 0.0 if lower is None and rule.estimator in ("k2", "k3") else lower
     clamped = item.values.clamp(min=floor, max=upper)
-    rows.add(f"{key}:clamped", clamped)
-    rows.add(f"{key}:clamped_squared", clamped.square())
-    if rule.estimator == "ratio":
-        ratio = item.values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        rows.add_moments(f"{key}:ratio", ratio)
-        rows.add_moments(f"{key}:banded", ratio.clamp(min=rule.lower, max=rule.upper))
+    rows.add(f"{key}:clamped", clamped, units=units)
+    rows.add(f"{key}:clamped_squared", clamped.square(), units=units)
+
+
+def _add_ratios(rows: _Rows, key: str, item: MeasuredRule) -> None:
+    ratio = item.values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    rows.add(f"{key}:ratio", ratio, "sum", "max", "min", units=item.units)
+    banded = ratio.clamp(min=item.rule.lower, max=item.rule.upper)
+    rows.add_moments(f"{key}:banded", banded, units=item.units)
 
 
 def value_bounds(rule: Rule) -> tuple[float | None, float | None]:
@@ -177,39 +251,3 @@ def value_bounds(rule: Rule) -> tuple[float | None, float | None]:
         return rule.lower, rule.upper
     lower, upper = (None if bound is None else math.log(bound) for bound in (rule.lower, rule.upper))
     return lower, upper
-
-
-def _bucket_values(
-    tokens: ResponseTokens, k3: torch.Tensor, weights: torch.Tensor | None, kept: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """What ``BUCKET_SUMS`` names."""
-    ones = torch.ones_like(tokens.log_ratio)
-    yield ones
-    yield tokens.log_ratio
-    yield k3
-    applied = ones if weights is None else weights
-    yield applied
-    yield applied.square()
-    yield (~kept).double()
-
-
-def _positions(tokens: ResponseTokens) -> torch.Tensor:
-    """Which response token of its sequence each is, int64 ``[M]``."""
-    if tokens.positions is not None:
-        return tokens.positions.long()
-    return count_positions(tokens.lengths.to(tokens.log_ratio.device), len(tokens.log_ratio))
-
-
-def _by_bucket(
-    tokens: ResponseTokens, numbers: torch.Tensor, edges: tuple[int, ...], summed: Sequence[torch.Tensor]
-) -> FloatArray:
-    """Sums per sequence and bucket, float64 ``[S, len(edges), len(BUCKET_SUMS)]``."""
-    limits = torch.tensor(edges[1:], device=numbers.device)
-    cells = tokens.sequence() * len(edges) + torch.bucketize(numbers, limits, right=True)
-    runs, lengths = torch.unique_consecutive(cells, return_counts=True)
-    table = np.zeros((tokens.num_sequences * len(edges), len(BUCKET_SUMS)))
-    lengths = lengths.cpu()
-    columns = [reduce_runs(values, lengths, "sum").cpu().numpy() for values in summed]
-    if columns and len(runs):
-        np.add.at(table, runs.cpu().numpy(), np.stack(columns, axis=1))
-    return table.reshape(tokens.num_sequences, len(edges), len(BUCKET_SUMS))

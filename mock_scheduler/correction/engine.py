@@ -8,34 +8,28 @@ are given: ``context_group`` for units that ranks share, ``batch_group`` for the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Level, Rule
-from mock_scheduler.correction.collecting import MeasuredRule, MeasuredWeights, collect_states, value_bounds
-from mock_scheduler.correction.inputs import (
-    CorrectionInputs,
-    CorrectionResult,
-    ResponseTokens,
-    check_inputs,
-    read_tokens,
-)
+from mock_scheduler.config.correction.rules import CorrectionSpec
+from mock_scheduler.correction.blocks import map_blocks, split_inputs, whole_batch
+from mock_scheduler.correction.collecting import MeasuredWeights, collect_states
+from mock_scheduler.correction.computing import BlockComputation
+from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult, check_inputs
 from mock_scheduler.correction.releases import correct_inputs_as_release
-from mock_scheduler.correction.units import Units, sequence_units, turn_units
+from mock_scheduler.correction.states import CorrectionStates
+from mock_scheduler.correction.units import Leveled
 from mock_scheduler.errors import CorrectionError
 
 #: A mean weight up to this is not divided by, as in verl: all weights are (nearly) 0.
 SMALLEST_MEAN_WEIGHT = 1e-8
 
-_CONDITIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "positive_advantage": lambda advantages: advantages > 0,
-    "negative_advantage": lambda advantages: advantages < 0,
-    "not_positive_advantage": lambda advantages: advantages <= 0,
-}
+_Part = TypeVar("_Part")
 
 
 def compute_correction(
@@ -55,29 +49,35 @@ def compute_correction(
     error; advantages or turn numbers that a rule needs and that are not there; more rejected than
     ``max_rejected_fraction``.
     """
-    check_inputs(inputs)
     if spec.release is not None:
+        check_inputs(inputs)
         _refuse_groups(spec, context_group, batch_group)
         return _correct_as_release(inputs, spec)
-    if spec.needs_advantages and inputs.advantages is None:
-        raise CorrectionError("rollout correction: a rule asks for the sign of advantages, and none are given")
-    tokens = read_tokens(inputs, spec.nan_policy, needs_turns=spec.needs_turns)
-    computation = _Computation(tokens, context_group)
-    measured = [computation.measure(rule) for rule in spec.rules]
-    weights = computation.weights(spec, measured, batch_group) if spec.weight is not None else None
-    kept = computation.kept(measured)
-    kept_by_token = tokens.with_unknown(kept)
-    _check_rejected(spec, kept_by_token, context_group)
-    states = collect_states(tokens, spec, measured, weights, kept)
-    mask = inputs.response_mask.detach()
-    applied = None if weights is None else weights.applied.to(tokens.dtype)
-    return CorrectionResult(
-        weights=None if applied is None else tokens.spread(applied),
-        mask=torch.where(tokens.spread(kept), mask, torch.zeros_like(mask)),
-        kept=kept_by_token,
-        weights_by_token=None if applied is None else tokens.with_unknown(applied),
-        states=states,
-    )
+    batch = _together(context_group, lambda: _Batch(inputs, spec, context_group))
+    factor = batch.mean_weight(batch_group) if spec.weight is not None and spec.batch_normalize else None
+    result = batch.correct(factor)
+    _check_rejected(spec, result.kept, context_group)
+    return result
+
+
+def _together(group: dist.ProcessGroup | None, make: Callable[[], _Part]) -> _Part:
+    """What ``make`` gives, where every rank's does; else each raises, since the others would wait for one that did."""
+    if group is None or group.size() == 1:
+        return make()
+    made: list[_Part] = []
+    error: CorrectionError | None = None
+    try:
+        made.append(make())
+    except CorrectionError as own_error:
+        error = own_error
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    has_failed = torch.tensor([float(error is not None)], device=device)
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
+    if error is not None:
+        raise error
+    if bool(has_failed.item()):
+        raise CorrectionError("rollout correction: another rank that shares these sequences cannot correct its tokens")
+    return made[0]
 
 
 def _refuse_groups(spec: CorrectionSpec, *groups: dist.ProcessGroup | None) -> None:
@@ -89,20 +89,32 @@ def _refuse_groups(spec: CorrectionSpec, *groups: dist.ProcessGroup | None) -> N
 
 def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec) -> CorrectionResult:
     release = correct_inputs_as_release(inputs, spec)
-    tokens = read_tokens(inputs, "ratio_one", needs_turns=spec.weight == "segment")
+    # The releases' metrics are of log ratios that are known or taken for 0.
+    spec_of_weights = replace(spec, rules=(), batch_normalize=False, nan_policy="ratio_one")
+    computation = BlockComputation(inputs, spec=spec_of_weights, group=None, batch=inputs)
+    tokens = computation.tokens
     kept = release.mask.flatten()[tokens.places] != 0
     _check_rejected(spec, kept, None)
     applied = None if release.weights is None else release.weights.flatten()[tokens.places]
     weights = None
     if applied is not None:
-        raw = _Computation(tokens, None).weights(replace(spec, batch_normalize=False), [], None)
-        weights = replace(raw, bounded=applied.double(), applied=applied.double())
+        raw = computation.weights
+        assert raw is not None
+        log_weights, raw_by_token = (
+            Leveled(values=values, units=raw.units).by_token() for values in (raw.log_weights, raw.raw)
+        )
+        bounded = applied.double()
+        weights = MeasuredWeights(
+            units=None, log_weights=log_weights, raw=raw_by_token, bounded=bounded, applied=bounded, factor=None
+        )
     return CorrectionResult(
         weights=release.weights,
         mask=release.mask,
         kept=kept,
         weights_by_token=applied,
-        states=collect_states(tokens, spec, [], weights, kept),
+        states=collect_states(
+            tokens, spec, {}, weights, Leveled(values=kept, units=None), sequences=computation.sequences
+        ),
         release_metrics=release.metrics,
     )
 
@@ -124,121 +136,33 @@ def _check_rejected(spec: CorrectionSpec, kept: torch.Tensor, group: dist.Proces
         )
 
 
-class _Computation:
-    """One call's tokens, and the units of levels as they are asked for."""
+class _Batch:
+    """One call's blocks; those of a batch with several are computed anew whenever they are asked for, and not kept."""
 
-    def __init__(self, tokens: ResponseTokens, group: dist.ProcessGroup | None) -> None:
-        self._tokens = tokens
-        self._group = group
+    def __init__(self, inputs: CorrectionInputs, spec: CorrectionSpec, group: dist.ProcessGroup | None) -> None:
+        check_inputs(inputs)
+        if spec.needs_advantages and inputs.advantages is None:
+            raise CorrectionError("rollout correction: a rule asks for the sign of advantages, and none are given")
+        is_shared = group is not None and group.size() > 1
+        self._inputs = inputs
+        # Ranks that share sequences reduce them together, so all must have as many blocks.
+        self._blocks = [whole_batch(inputs)] if is_shared else split_inputs(inputs)
+        self._open = partial(BlockComputation, spec=spec, group=group, batch=inputs)
+        self._only = self._open(inputs) if len(self._blocks) == 1 else None
 
-    @cached_property
-    def _sequences(self) -> Units:
-        return sequence_units(self._tokens, self._group)
+    def _map(self, compute: Callable[[BlockComputation], _Part]) -> Iterator[_Part]:
+        """``compute`` of each block in their order."""
+        if self._only is not None:
+            return iter([compute(self._only)])
+        return map_blocks(lambda block: compute(self._open(block.inputs)), self._blocks)
 
-    @cached_property
-    def _turns(self) -> Units:
-        return turn_units(self._tokens, self._group)
+    def mean_weight(self, group: dist.ProcessGroup | None) -> float:
+        """The mean of all weights over tokens at level token, else over sequences of their own means.
 
-    def _units(self, level: Level) -> Units | None:
-        """``None``: every token is a unit."""
-        if level == "token":
-            return None
-        return self._turns if level == "segment" else self._sequences
-
-    def measure(self, rule: Rule) -> MeasuredRule:
-        """What a rule measures of its units, and the units that are outside its bounds."""
-        tokens, units = self._tokens, self._units(rule.level)
-        by_token = _estimate(rule, tokens)
-        if units is None:
-            values = by_token
-        elif rule.effective_aggregation == "max":
-            values = units.reduce(by_token, "max")
-        else:
-            values = units.reduce(by_token)
-            if rule.effective_aggregation == "mean":
-                values = values / self._counts(units).clamp(min=1.0)
-        is_outside = _is_outside(values, rule, tokens.dtype)
-        if units is not None and units.has_unknown is not None:
-            is_outside = is_outside | units.has_unknown
-        if rule.when != "always":
-            assert tokens.advantages is not None
-            advantages = tokens.advantages if units is None else units.reduce(tokens.advantages)
-            is_outside = is_outside & _CONDITIONS[rule.when](advantages)
-        spread = units.spread if units is not None else _as_they_are
-        return MeasuredRule(
-            rule=rule,
-            values=spread(values),
-            is_outside=spread(is_outside),
-            rejected=self._rejected(rule, is_outside, units),
-        )
-
-    def _rejected(self, rule: Rule, is_outside: torch.Tensor, units: Units | None) -> torch.Tensor | None:
-        if not rule.rejects:
-            return None
-        if rule.action == "reject_token":
-            return is_outside if units is None else units.spread(is_outside)
-        if units is self._sequences:
-            return units.spread(is_outside)
-        by_token = is_outside if units is None else units.spread(is_outside)
-        return self._sequences.spread(self._sequences.reduce(by_token) > 0)
-
-    def _counts(self, units: Units) -> torch.Tensor:
-        return units.reduce(torch.ones_like(self._tokens.log_ratio))
-
-    def kept(self, measured: list[MeasuredRule]) -> torch.Tensor:
-        """bool ``[M]``: tokens that no rule rejects."""
-        kept = torch.ones_like(self._tokens.log_ratio, dtype=torch.bool)
-        for item in measured:
-            if item.rejected is not None:
-                kept &= ~item.rejected
-        return kept
-
-    def weights(
-        self, spec: CorrectionSpec, measured: list[MeasuredRule], group: dist.ProcessGroup | None
-    ) -> MeasuredWeights:
-        """Importance weights of every token: raw, as the rules leave them, and divided by their mean if so asked."""
-        assert spec.weight is not None
-        tokens, units = self._tokens, self._units(spec.weight)
-        log_weights = tokens.log_ratio
-        if units is not None:
-            log_weights = units.reduce(log_weights)
-            if spec.weight == "geometric":
-                log_weights = log_weights / self._counts(units).clamp(min=1.0)
-        raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        if units is not None:
-            log_weights, raw = units.spread(log_weights), units.spread(raw)
-        bounded = raw
-        for item in measured:
-            rule = item.rule
-            if rule.action in ("truncate", "clip"):
-                bounded = bounded.clamp(min=rule.lower, max=rule.upper)
-            elif rule.action == "zero_weight":
-                bounded = torch.where(item.is_outside, 0.0, bounded)
-        if units is not None and units.has_unknown is not None:
-            bounded = torch.where(units.spread(units.has_unknown), 0.0, bounded)
-        factor = self._mean_weight(bounded, units, spec.weight, group) if spec.batch_normalize else 1.0
-        applied = bounded / factor if factor != 1.0 else bounded
-        return MeasuredWeights(
-            log_weights=log_weights,
-            raw=raw,
-            bounded=bounded,
-            applied=applied,
-            factor=factor if spec.batch_normalize else None,
-        )
-
-    def _mean_weight(
-        self, weights: torch.Tensor, units: Units | None, level: Level, group: dist.ProcessGroup | None
-    ) -> float:
-        """The mean over tokens at level token, else over sequences of their own means; 1 where it is nearly 0.
-
-        Units that have a token whose ratio is not known are in no mean: their weight is 0 for want of one.
+        1 where it is nearly 0. Collective where a group was given.
         """
-        known = torch.ones_like(weights)
-        if units is not None and units.has_unknown is not None:
-            known = (~units.spread(units.has_unknown)).double()
-        counts, sums = self._sequences.reduce(known), self._sequences.reduce(weights * known)
-        if level != "token":
-            sums, counts = sums / counts.clamp(min=1.0), (counts > 0).double()
+        parts = list(self._map(lambda computation: computation.weight_sums()))
+        sums, counts = (torch.cat(columns) for columns in zip(*parts, strict=True))
         if group is not None and group.size() > 1:
             both = torch.stack((sums.sum(), counts.sum()))
             dist.all_reduce(both, group=group)
@@ -248,35 +172,23 @@ class _Computation:
         mean = total / number if number else 0.0
         return mean if mean > SMALLEST_MEAN_WEIGHT else 1.0
 
-
-def _as_they_are(values: torch.Tensor) -> torch.Tensor:
-    return values
-
-
-def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
-    """float64 ``[M]``: the estimator of every token; for ``ratio`` its logarithm, in which it is aggregated."""
-    if rule.estimator == "prob_diff":
-        difference = tokens.train.exp() - tokens.rollout.exp()
-        return -difference if rule.reverse else difference
-    log_ratio = -tokens.log_ratio if rule.reverse else tokens.log_ratio
-    if rule.clamps_tokens:
-        log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    match rule.estimator:
-        case "ratio":
-            return log_ratio
-        case "k1":
-            return -log_ratio
-        case "k2":
-            return 0.5 * log_ratio.square()
-        case _:
-            return log_ratio.expm1() - log_ratio
-
-
-def _is_outside(values: torch.Tensor, rule: Rule, dtype: torch.dtype) -> torch.Tensor:
-    """Values outside the rule's bounds, both rounded to ``dtype``, so that what is at a bound is within."""
-    rounded = values.to(dtype)
-    outside = torch.zeros_like(rounded, dtype=torch.bool)
-    for bound, is_beyond in zip(value_bounds(rule), (torch.lt, torch.gt), strict=True):
-        if bound is not None:
-            outside |= is_beyond(rounded, torch.tensor(bound, dtype=dtype, device=rounded.device))
-    return outside
+    def correct(self, factor: float | None) -> CorrectionResult:
+        """The blocks' results as one."""
+        mask, weights = torch.empty_like(self._inputs.response_mask), None
+        kept, by_token, states = [], [], []
+        parts = self._map(lambda computation: computation.result(factor))
+        for block, part in zip(self._blocks, parts, strict=True):
+            mask[block.place] = part.mask
+            kept.append(part.kept)
+            states.append(part.states)
+            if part.weights is not None and part.weights_by_token is not None:
+                weights = part.weights.new_empty(mask.shape) if weights is None else weights
+                weights[block.place] = part.weights
+                by_token.append(part.weights_by_token)
+        return CorrectionResult(
+            weights=weights,
+            mask=mask,
+            kept=torch.cat(kept),
+            weights_by_token=torch.cat(by_token) if by_token else None,
+            states=CorrectionStates.merge(states),
+        )

@@ -9,7 +9,7 @@ left out. docs/rollout_correction.md has every formula.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -57,8 +57,9 @@ def _correction_metrics(states: CorrectionStates, spec: CorrectionSpec) -> dict[
     newest = {**counts, **policies, **dict(_buckets(view, spec))}
     guide = {f"mismatch_{name}": value for name, value in policies.items() if name in _GUIDE_POLICY_NAMES}
     if spec.weight is not None:
-        newest |= _weights(view, spec)
-        guide |= _guide_weights(view, spec)
+        weights = _weights(view, spec)
+        newest |= weights
+        guide |= _guide_weights(view, spec, weights)
     newest |= rejections(view, spec)
     guide |= guide_rejections(view, spec)
     for prefix_names in (newest, guide):
@@ -162,14 +163,21 @@ def _quantiles(states: CorrectionStates) -> dict[str, float]:
     """Of raw weights over response tokens, clamped at the bound of log ratios; linear between neighbours."""
     if not len(states.log_weights):
         return {}
-    logs = np.clip(states.log_weights.astype(np.float64), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    values = np.quantile(np.exp(logs), [percent / 100 for percent in QUANTILES])
+    ranks = np.array([percent / 100 for percent in QUANTILES]) * (len(states.log_weights) - 1)
+    # A weight rises with its logarithm, so that only those next to a quantile are needed.
+    logs = np.sort(states.log_weights)
+    below, above = (
+        np.exp(np.clip(logs[places.astype(np.int64)].astype(np.float64), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+        for places in (np.floor(ranks), np.ceil(ranks))
+    )
+    share = ranks - np.floor(ranks)
+    step = above - below
+    values = np.where(share < 0.5, below + step * share, above - step * (1.0 - share))
     return {f"rollout_is_p{percent}": float(value) for percent, value in zip(QUANTILES, values, strict=True)}
 
 
-def _guide_weights(view: View, spec: CorrectionSpec) -> dict[str, float]:
+def _guide_weights(view: View, spec: CorrectionSpec, newest: Mapping[str, float]) -> dict[str, float]:
     """The guide's ``rollout_is_…``: as above, but deviation and sample size of weights within both thresholds."""
-    newest = _weights(view, spec)
     names = ("mean", "max", "min", "std", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low")
     metrics = {f"rollout_is_{name}": newest[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in newest}
     metrics |= {name: value for name, value in newest.items() if name.startswith(("rollout_is_seq_", "rollout_is_p"))}

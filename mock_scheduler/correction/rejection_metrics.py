@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.config.correction.verl_keys import VETO
-from mock_scheduler.correction.collecting import rule_key
+from mock_scheduler.correction.collecting import guide_rule, rule_key
 from mock_scheduler.correction.views import (
     View,
     effective_sample_size,
@@ -96,7 +96,7 @@ def veto(view: View, spec: CorrectionSpec) -> dict[str, float]:
 
 def guide_rejections(view: View, spec: CorrectionSpec) -> dict[str, float]:
     """The guide's ``rollout_rs_…``, which are of ratios: of the first rule that rejects by a ratio, but the veto."""
-    found = [item for item in _rejecting(view, spec) if item.rule.name != VETO and item.rule.estimator == "ratio"]
+    found = [item for item in _rejecting(view, spec) if item.rule is guide_rule(spec)]
     if not found:
         return {}
     rule, key = found[0].rule, found[0].key

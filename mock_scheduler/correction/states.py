@@ -97,6 +97,8 @@ def _join(parts: Sequence[CorrectionStates], join: Callable[[str, list[FloatArra
     if not parts:
         raise ValueError("there are no parts to put together")
     first = parts[0]
+    if len(parts) == 1:
+        return first
     for part in parts:
         names = [set(kind) ^ set(own) for kind, own in zip(_columns(first), _columns(part), strict=True)]
         if any(names):

@@ -149,7 +149,7 @@ class _Total:
         line = Outcome(
             name=candidate.name,
             group=group,
-            computation=describe_computation(spec),
+            computation=spec.describe_computation(),
             description=spec.describe(),
             source=candidate.source,
             is_bypass=spec.bypass,
@@ -191,15 +191,6 @@ def _step_sums(states: CorrectionStates) -> dict[str, float]:
         "rejected_sequences": float((states.sums["kept"][every > 0] == 0).sum()),
         **{name: states.total(name) for name in weights},
     }
-
-
-def describe_computation(spec: CorrectionSpec) -> str:
-    """Weights and rules, without the mode and the loss that they are for."""
-    parts = ["no weights" if spec.weight is None else f"weights per {spec.weight}"]
-    parts += [rule.describe() for rule in spec.rules]
-    parts += ["weights divided by their mean"] if spec.batch_normalize else []
-    parts += [f"as verl {spec.release} does, with its bugs"] if spec.release else []
-    return "; ".join(parts)
 
 
 def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:

@@ -35,8 +35,8 @@ def test_what_was_understood_is_said_with_every_bound(tmp_path: Path) -> None:
         f"[Rollout Correction] {SECTION}: decoupled (three policies); loss ppo_clip; weights per sequence; truncate "
         "weights at 5; reject tokens whose ratio is outside [0.5, 3]; reject tokens (the whole sequence) whose ratio "
         f"is outside [0.0001, inf]; {NOT_FINITE}; rejected tokens count in the denominator",
-        "[Rollout Correction] rollout_rs token is token_k1 of newer releases, but that the log ratio is clamped after "
-        "its sum",
+        "[Rollout Correction] rollout_rs token is token_k1 of newer releases, which clamps each log ratio to ± 20 "
+        "first",
         "[Rollout Correction] rollout_token_veto_threshold became a rule that rejects the sequence of such a token",
     ]
 
@@ -127,14 +127,89 @@ def test_what_is_not_as_one_may_expect_is_said(tmp_path: Path, correction: dict[
     assert describe_correction(config.algorithm)[1:] == [f"[Rollout Correction] {line}" for line in lines]
 
 
-def test_a_release_is_said_with_its_own_arguments(tmp_path: Path) -> None:
-    correction = {"verl_compat": "0.9.1", "rollout_is": "token", "rollout_is_threshold": "inf"}
-    config = load_algorithm(tmp_path, {"rollout_correction": correction})
-    assert spec_of(config).describe() == (
-        "decoupled (three policies); loss ppo_clip; as verl 0.9.1 does, with its bugs: rollout_is=token, "
-        "rollout_is_threshold=inf, rollout_is_batch_normalize=False"
+COUNTED = "rejected tokens count in the denominator"
+
+
+@pytest.mark.parametrize(
+    ("release", "correction", "text"),
+    [
+        ("0.9.1", {}, "no weights; only measured"),
+        ("0.6.0", {}, "no weights; nothing is measured"),
+        ("0.6.0", {"rollout_token_veto_threshold": 1e-3}, "no weights; nothing is measured"),
+        ("0.9.1", {"rollout_is": "token", "rollout_is_threshold": "inf"}, "weights per token"),
+        (
+            "0.9.1",
+            {"rollout_is": "sequence", "rollout_is_threshold": "0.5_4", "rollout_is_batch_normalize": True},
+            "weights per sequence; weight 0 for sequences whose ratio (product) is outside [0.5, 4]; weights divided "
+            "by their mean",
+        ),
+        (
+            "0.9.1",
+            {"rollout_rs": "token_k1,seq_mean_k1,seq_max_k2", "rollout_rs_threshold": "0.5_1.25,4,2.5"},
+            "no weights; reject tokens whose ratio is outside [0.8, 2]; reject sequences whose ratio (geometric mean) "
+            f"is outside [0.25, 4]; reject sequences whose k2 (max) is outside [0, 2.5]; {COUNTED}",
+        ),
+        (
+            "0.7.1",
+            {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_4", "max_rejected_fraction": 0.5},
+            f"no weights; reject sequences whose ratio (product) is outside [0.25, 2]; {COUNTED}; an error where more "
+            "than 0.5 of the tokens are rejected",
+        ),
+        (
+            "0.6.1",
+            {"rollout_rs": "token", "rollout_rs_threshold": 4, "rollout_token_veto_threshold": 1e-4},
+            "no weights; reject tokens whose ratio is outside [0.25, 4]; reject tokens (the whole sequence) whose "
+            f"ratio is outside [0.0001, inf]; {COUNTED}",
+        ),
+        (
+            "e7cdce1c",
+            {"rollout_rs": "token", "rollout_rs_threshold": 4, "rollout_rs_threshold_lower": 0.5},
+            f"no weights; reject tokens whose ratio is outside [0.5, 4]; {COUNTED}",
+        ),
+        (
+            "0.6.0",
+            {"rollout_is": "token"},
+            "weights per token; truncate weights at 2; weight 0 for sequences with a token whose ratio is outside "
+            "[0.0001, inf]",
+        ),
+        (
+            "0.6.0",
+            {"rollout_is": "geometric", "rollout_is_mode": "mask", "rollout_token_veto_threshold": 1e-3},
+            "weights per sequence (geometric mean); weight 0 for sequences whose ratio (geometric mean) is outside "
+            "[0.5, 2]; weight 0 for sequences with a token whose ratio is outside [0.001, inf]",
+        ),
+    ],
+)
+def test_of_a_release_what_acts_is_said_with_its_bounds(release: str, correction: dict[str, object], text: str) -> None:
+    """Every argument was listed raw, the default rollout_is_threshold=2.0 of no weights too, and k1 as it was asked."""
+    section = RolloutCorrectionConfig.model_validate({"verl_compat": release, **correction})
+    assert section.spec.describe() == (
+        f"decoupled (three policies); loss ppo_clip; as verl {release} does, with its bugs; {text}"
     )
-    assert spec_of(config).release_arguments["rollout_is_threshold"] == float("inf")
+
+
+def test_weights_without_a_bound_are_so_to_a_release() -> None:
+    section = RolloutCorrectionConfig(verl_compat="0.9.1", rollout_is="token", rollout_is_threshold="inf")
+    assert section.spec.release_arguments["rollout_is_threshold"] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ("token", ["token is token_k1"]),
+        ("sequence,geometric", ["sequence is seq_sum_k1", "geometric is seq_mean_k1"]),
+        ("token_k1,seq_sum_k1", []),
+    ],
+)
+def test_what_newer_names_do_otherwise_is_said_of_each_older_one(options: str, notes: list[str]) -> None:
+    """A token has no sum after which anything could be clamped, and here nothing is."""
+    section = RolloutCorrectionConfig(rollout_rs=options, rollout_rs_threshold=2.0)
+    told = "of newer releases, which clamps each log ratio to ± 20 first"
+    assert list(section.notes) == [f"rollout_rs {note} {told}" for note in notes]
+
+
+def test_a_term_of_the_loss_is_more_than_measuring() -> None:
+    assert "only measured" not in RolloutCorrectionConfig(rollout_kl_coef=0.1).spec.describe()
 
 
 def test_a_preset_whose_switch_is_set_to_null_loses_what_belongs_to_it(tmp_path: Path) -> None:
@@ -152,6 +227,9 @@ WRITTEN: dict[str, dict[str, object]] = {
     "text": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "1_5"}},
     "unlimited": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": float("inf")}},
     "older": {"rollout_correction": {"bypass_mode": True, "use_policy_gradient": True}},
+    "older preset with another loss": {"rollout_correction": {"preset": "pg_is", "loss_type": "ppo_clip"}},
+    "list": {"rollout_correction": {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": "2,3"}},
+    "older release": {"rollout_correction": {"verl_compat": "0.7.0", "bypass_mode": True, "loss_type": "reinforce"}},
     "release": {"rollout_correction": {"verl_compat": "0.6.1", "rollout_rs": "token", "rollout_rs_threshold": 2.0}},
     "flat": {"rollout_is": True, "rollout_is_level": "token", "rollout_is_threshold": 2.0},
     "flat and measured": {"rollout_is_threshold": 2.0},

@@ -19,7 +19,19 @@ OPTIONS = (
     "token, sequence, geometric, token_k1, token_k2, token_k3, seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, "
     "seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3"
 )
+RELEASES = "0.9.1 (also as 0.9.0), 0.7.1, 0.6.1 (also as 0.7.0), e7cdce1c, 0.6.0"
 BELOW_ONE = "below 1: a policy that has not moved, whose ratio is 1, would be beyond it"
+
+WITHOUT_ONE = (
+    "leaves out 1: a policy that has not moved, whose ratio is 1, would be outside; use `rules`, which take any bound"
+)
+VETO_ABOVE = (
+    ", and a veto is below 1: a policy that has hardly moved would lose its sequences; write one such as 1e-4, or use "
+    "`rules`, which take any bound"
+)
+ABOVE_ONE = (
+    "above 1: a policy that has not moved, whose ratio is 1, would be below it; use `rules`, which take any bound"
+)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +53,13 @@ BELOW_ONE = "below 1: a policy that has not moved, whose ratio is 1, would be be
         ({"lone_survivor": "one"}, "lone_survivor: unknown value 'one'; known values: reward, zero"),
         (
             {"verl_compat": "0.8.0"},
-            "verl_compat: unknown value '0.8.0'; known values: 0.9.1, 0.7.1, 0.6.1, e7cdce1c, 0.6.0",
+            f"verl_compat: unknown release '0.8.0'; known releases: {RELEASES}",
         ),
-        ({"verl_compat": 0.9}, "verl_compat: unknown value 0.9; known values: 0.9.1, 0.7.1, 0.6.1, e7cdce1c, 0.6.0"),
+        ({"verl_compat": 0.9}, f"verl_compat: unknown release 0.9; known releases: {RELEASES}"),
+        (
+            {"rollout_rs": ["token_k1", 2], "rollout_rs_threshold": 2.0},
+            "rollout_rs: is a list with 2, of type int; expected texts",
+        ),
         (
             {"rollout_is_treshold": 2.0},
             f"rollout_is_treshold: unknown key; nearest known key: {SECTION}.rollout_is_threshold; known keys of "
@@ -78,6 +94,8 @@ def test_an_unknown_key_or_value_comes_with_the_known_ones(correction: object, p
         ("", "'' is no number; write one, or a pair of bounds such as '0.5_2.0'"),
         ("a_b", "'a' is no number; write one, or a pair of bounds such as '0.5_2.0'"),
         ("2.0_0.5", "'2.0_0.5' has its lower bound above the upper one: nothing would be within"),
+        ("1.5_3", f"'1.5_3' {WITHOUT_ONE}"),
+        ("0.5_0.9", f"'0.5_0.9' {WITHOUT_ONE}"),
         ("1_2_3", "'1_2_3' has 3 parts; write two bounds, as in '0.5_2.0'"),
         (0.5, f"is 0.5, {BELOW_ONE}; write both bounds, as in '0.5_1.5', or use `rules`, which take any bound"),
         (
@@ -142,7 +160,20 @@ def test_a_bound_of_one_number_is_one_above_0(key: str, value: object, text: str
         ),
         (
             {**TOKEN, "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 3.0},
-            "rollout_is_threshold_lower: is 3, above rollout_is_threshold 2: nothing would be within",
+            f"rollout_is_threshold_lower: is 3, {ABOVE_ONE}",
+        ),
+        (
+            {**TOKEN, "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 1.5, "rollout_is_mode": "truncate"},
+            f"rollout_is_threshold_lower: is 1.5, {ABOVE_ONE}",
+        ),
+        (
+            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 1.001},
+            f"rollout_rs_threshold_lower: is 1.001, {ABOVE_ONE}",
+        ),
+        ({"rollout_token_veto_threshold": 2.0}, f"rollout_token_veto_threshold: is 2{VETO_ABOVE}"),
+        (
+            {"verl_compat": "0.6.1", "rollout_token_veto_threshold": 1},
+            f"rollout_token_veto_threshold: is 1{VETO_ABOVE}",
         ),
         (
             {"rollout_is_threshold": 3.0},
@@ -200,7 +231,19 @@ def test_a_bound_of_one_number_is_one_above_0(key: str, value: object, text: str
         ),
         (
             {"use_policy_gradient": False, "loss_type": "reinforce", "bypass_mode": True},
-            "use_policy_gradient: false is loss_type ppo_clip, and loss_type is reinforce; give one",
+            "use_policy_gradient: false is loss_type ppo_clip, and loss_type is reinforce; give one of them",
+        ),
+        (
+            {"use_policy_gradient": True, "loss_type": "ppo_clip", "bypass_mode": True},
+            "use_policy_gradient: true is loss_type reinforce, and loss_type is ppo_clip; give one of them",
+        ),
+        (
+            {"preset": "pg_is", "use_policy_gradient": True, "loss_type": "ppo_clip"},
+            "use_policy_gradient: true is loss_type reinforce, and loss_type is ppo_clip; give one of them",
+        ),
+        (
+            {"use_policy_gradient": False, "loss_type": "ratio", "bypass_mode": True},
+            "use_policy_gradient: false is loss_type ppo_clip, and loss_type is ratio; give one of them",
         ),
         (
             {"rollout_kl_in_advantage": 0.1, "bypass_mode": True},
@@ -243,6 +286,51 @@ def test_a_bound_of_one_number_is_one_above_0(key: str, value: object, text: str
 )
 def test_what_cannot_work_or_has_no_effect_is_refused(correction: dict[str, object], problem: str) -> None:
     assert problems_of(correction) == [problem]
+
+
+@pytest.mark.parametrize("bounds", ["1_3", "0.5_1", "1_1"])
+def test_bounds_may_end_at_1(bounds: str) -> None:
+    section = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=bounds)
+    lower, upper = bounds.split("_")
+    assert section.spec.weight_bounds == (float(lower), float(upper))
+
+
+def test_rules_take_bounds_that_leave_out_1() -> None:
+    rules = [{**REJECT, "lower": 1.5, "upper": 3}, {"level": "token", "action": "reject_sequence", "lower": 2}]
+    spec = RolloutCorrectionConfig.model_validate({"rules": rules}).spec
+    assert [(rule.lower, rule.upper) for rule in spec.rules] == [(1.5, 3.0), (2.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("values", "loss_type", "older"),
+    [
+        ({"use_policy_gradient": True, "bypass_mode": True}, "reinforce", True),
+        ({"use_policy_gradient": "true", "bypass_mode": True}, "reinforce", True),
+        ({"use_policy_gradient": False}, "ppo_clip", False),
+        ({"preset": "pg_is"}, "reinforce", True),
+        ({"preset": "pg_is", "loss_type": "ppo_clip"}, "ppo_clip", None),
+        ({"preset": "pg_rs", "loss_type": "ppo_clip"}, "ppo_clip", None),
+        ({"preset": "pg_rs", "loss_type": "ratio"}, "ratio", None),
+        ({"preset": "pg_is", "use_policy_gradient": False}, "ppo_clip", False),
+        ({"preset": "bypass_pg_is", "use_policy_gradient": False}, "ppo_clip", False),
+        ({"preset": "bypass_ppo_clip", "use_policy_gradient": True}, "reinforce", True),
+    ],
+)
+def test_the_loss_is_what_was_given_last_under_either_name(
+    values: dict[str, object], loss_type: str, older: bool | None
+) -> None:
+    """preset pg_is with loss_type ppo_clip trained reinforce, as the preset has use_policy_gradient."""
+    section = RolloutCorrectionConfig.model_validate(values)
+    assert (section.loss_type, section.spec.loss_type, section.use_policy_gradient) == (loss_type, loss_type, older)
+    assert RolloutCorrectionConfig.model_validate(section.model_dump()) == section
+
+
+def test_options_of_rejection_may_be_a_list() -> None:
+    section = RolloutCorrectionConfig.model_validate(
+        {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": "2,3"}
+    )
+    assert section.rollout_rs == "token_k1,seq_max_k2"
+    assert [(rule.label, rule.upper) for rule in section.spec.rules] == [("token_k1", 2.0), ("seq_max_k2", 3.0)]
 
 
 def test_all_problems_of_a_section_are_listed_at_once() -> None:

@@ -171,6 +171,39 @@ def test_a_pair_that_something_later_replaces_is_none(tmp_path: Path, fix: str) 
     assert spec_of(config).weight_bounds == ((1.0, 5.0) if "_5" in fix else (1 / 3, 3.0))
 
 
+@pytest.mark.parametrize(
+    ("lines", "key", "text", "number"),
+    [
+        (("rollout_token_veto_threshold: 1_5",), "rollout_token_veto_threshold", "1_5", 15),
+        (("rules: [{level: token, action: reject_token, upper: 5_10}]",), "rules.0.upper", "5_10", 510),
+        (("max_rejected_fraction: 0.5_1",), "max_rejected_fraction", "0.5_1", 0.51),
+        (("rollout_is: token", "rollout_is_threshold_lower: .5_1"), "rollout_is_threshold_lower", ".5_1", 0.51),
+    ],
+)
+def test_a_key_that_takes_one_number_is_not_told_to_take_a_pair(
+    tmp_path: Path, lines: tuple[str, ...], key: str, text: str, number: float
+) -> None:
+    """With the quotes that were advised these keys are refused, as they take no pair."""
+    place = f"in run.yaml, line {3 + len(lines)}"
+    assert problems_of_text(tmp_path, nested(*lines)) == [
+        f"{SECTION}.{key}: is {text} without quotes {place}, which YAML reads as the number {number}; the key takes "
+        f"one number: write {number} where it is that one"
+    ]
+    given = f"{SECTION}.max_rejected_fraction=0.5_1"
+    assert problems_of_text(tmp_path, "", given) == [
+        f"{SECTION}.max_rejected_fraction: is 0.5_1 without quotes, which Hydra reads as the number 0.51; the key "
+        f"takes one number: write 0.51 where it is that one (given as {given!r})"
+    ]
+
+
+@pytest.mark.parametrize("value", ["[token_k1,seq_max_k2]", '"token_k1,seq_max_k2"'])
+def test_options_of_rejection_are_given_as_is_advised(tmp_path: Path, value: str) -> None:
+    """A list, which the message for a sweep advises, was refused."""
+    text = nested("rollout_rs_threshold: '2,3'")
+    config = load_text(tmp_path, text, f"{SECTION}.rollout_rs={value}")
+    assert [rule.label for rule in spec_of(config).rules] == ["token_k1", "seq_max_k2"]
+
+
 def test_a_pair_within_rules_and_behind_an_anchor_is_found(tmp_path: Path) -> None:
     text = nested(
         "rollout_is: token",
@@ -206,15 +239,33 @@ def test_a_pair_within_an_override_of_a_section_is_refused(tmp_path: Path) -> No
     assert found == [f"{SECTION}.rollout_is_threshold: {hydra_trap('1_5', 15, shell)} (given as {given!r})"]
 
 
+SWEEP = "values with a comma are a sweep over several runs for Hydra, and this is one"
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [
         (
             f"{SECTION}.rollout_rs_threshold=0.6_1.6,2.5",
-            "values with a comma are a sweep over several runs for Hydra, and this is one; quote them, as in "
-            f"'{SECTION}.rollout_rs_threshold=\"0.6_1.6,2.5\"', or where the key takes a list write "
-            f"'{SECTION}.rollout_rs_threshold=[0.6_1.6,2.5]'",
+            f"{SWEEP}; quote them, as in '{SECTION}.rollout_rs_threshold=\"0.6_1.6,2.5\"'",
         ),
+        (
+            f"++{SECTION}.rollout_rs=token_k1,seq_max_k2",
+            f"{SWEEP}; quote them, as in '++{SECTION}.rollout_rs=\"token_k1,seq_max_k2\"', or write "
+            f"'++{SECTION}.rollout_rs=[token_k1,seq_max_k2]'",
+        ),
+        (
+            "trace.kinds=score,loss",
+            f"{SWEEP}; quote them, as in 'trace.kinds=\"score,loss\"', or where the key takes a list write "
+            "'trace.kinds=[score,loss]'",
+        ),
+        (
+            "a.key.of.another=1,2",
+            f"{SWEEP}; quote them, as in 'a.key.of.another=\"1,2\"', or where the key takes a list write "
+            "'a.key.of.another=[1,2]'",
+        ),
+        ("seed=1,2", "is a sweep over several runs for Hydra, and this is one; give one value"),
+        (f"{SECTION}.loss_type=ratio,x", "is a sweep over several runs for Hydra, and this is one; give one value"),
         ("seed=choice(1,2)", "is a sweep over several runs for Hydra, and this is one; give one value"),
         ("exp_name='a','b'", "is a sweep over several runs for Hydra, and this is one; give one value"),
     ],

@@ -170,8 +170,8 @@ def test_the_oldest_key_is_read_where_verl_had_it(tmp_path: Path) -> None:
         ),
         (
             "{tis_imp_ratio_cap: 1_5}",
-            f"{ACTOR}.tis_imp_ratio_cap: is 1_5 without quotes in run.yaml, line 2, which YAML reads as the number 15: "
-            "quote it where it is a pair of bounds, as in '1_5', or write 15 where it is that number",
+            f"{ACTOR}.tis_imp_ratio_cap: is 1_5 without quotes in run.yaml, line 2, which YAML reads as the number 15; "
+            "the key takes one number: write 15 where it is that one",
         ),
         (
             "{policy_loss: {loss_mode: bypass_mode}}",

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from tests.config.correction_configs import problems_of
 
 REJECT = {"level": "token", "action": "reject_token"}
 TOKEN = {"rollout_is": "token"}
 ABSENT = "reproduces a release that has no such key"
+
+OF_0_6_1 = "known options of verl 0.6.1: token, sequence, geometric"
+OF_0_9_1 = (
+    "known options of verl 0.9.1: token_k1, token_k2, token_k3, seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, "
+    "seq_mean_k2, seq_mean_k3, seq_max_k2, seq_max_k3"
+)
+#: The nearest name of 0.9.1 to token was token_k3, of another statistic.
+OTHER_NAMES = (
+    ("0.9.1", "token", f"rollout_rs: unknown option token; nearest: token_k1; {OF_0_9_1}"),
+    ("0.9.1", "sequence", f"rollout_rs: unknown option sequence; nearest: seq_sum_k1; {OF_0_9_1}"),
+    ("0.9.1", "geometric", f"rollout_rs: unknown option geometric; nearest: seq_mean_k1; {OF_0_9_1}"),
+    ("0.9.1", "toke_k2", f"rollout_rs: unknown option toke_k2; nearest: token_k2; {OF_0_9_1}"),
+    ("0.6.1", "seq_sum_k1", f"rollout_rs: unknown option seq_sum_k1; nearest: sequence; {OF_0_6_1}"),
+    ("0.6.1", "seq_mean_k1", f"rollout_rs: unknown option seq_mean_k1; nearest: geometric; {OF_0_6_1}"),
+    ("0.6.1", "token_k3", f"rollout_rs: unknown option token_k3; {OF_0_6_1}"),
+)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +53,12 @@ ABSENT = "reproduces a release that has no such key"
         (
             "0.7.1",
             {"use_policy_gradient": True, "bypass_mode": True},
-            f"use_policy_gradient: is true, and verl_compat 0.7.1 {ABSENT}; use loss_type reinforce",
+            f"use_policy_gradient: is true, and verl_compat 0.7.1 {ABSENT}; since 0.7.0 it is loss_type reinforce",
         ),
         (
             "0.6.1",
-            {"loss_type": "reinforce", "bypass_mode": True},
-            f"loss_type: is 'reinforce', and verl_compat 0.6.1 {ABSENT}; use use_policy_gradient true, of 0.6.1",
+            {"loss_type": "ratio", "bypass_mode": True},
+            "loss_type: is ratio; verl_compat 0.6.1 has ppo_clip, reinforce",
         ),
         (
             "e7cdce1c",
@@ -93,6 +110,7 @@ ABSENT = "reproduces a release that has no such key"
             "rollout_rs: unknown option token_k1; nearest: token; known options of verl 0.6.1: token, sequence, "
             "geometric",
         ),
+        *((older, {"rollout_rs": given, "rollout_rs_threshold": 2.0}, text) for older, given, text in OTHER_NAMES),
     ],
 )
 def test_a_release_is_only_asked_for_what_it_had(release: str, correction: dict[str, object], problem: str) -> None:
@@ -105,6 +123,28 @@ def test_a_release_without_rejection_says_what_it_has_in_its_place() -> None:
     assert found[:2] == [
         f"rollout_rs: is 'token', and verl_compat 0.6.0 {ABSENT}; use rollout_is_mode mask",
         f"rollout_rs_threshold: is 2, and verl_compat 0.6.0 {ABSENT}; use rollout_is_mode mask",
+    ]
+
+
+@pytest.mark.parametrize(("alias", "release"), [("0.9.0", "0.9.1"), ("0.7.0", "0.6.1"), ("0.7.1", "0.7.1")])
+def test_a_release_with_the_helper_of_another_is_that_one(alias: str, release: str) -> None:
+    section = RolloutCorrectionConfig.model_validate({"verl_compat": alias, "rollout_is": "token"})
+    assert (section.verl_compat, section.spec.release) == (release, release)
+
+
+def test_the_key_of_0_7_0_says_what_the_one_of_0_6_1_does() -> None:
+    loss = {"bypass_mode": True, "loss_type": "reinforce"}
+    newer = RolloutCorrectionConfig.model_validate({"verl_compat": "0.7.0", **loss})
+    older = RolloutCorrectionConfig.model_validate(
+        {"verl_compat": "0.6.1", "bypass_mode": True, "use_policy_gradient": True}
+    )
+    assert newer.spec == older.spec
+
+
+def test_of_a_release_with_neither_name_the_given_one_is_named() -> None:
+    assert problems_of({"verl_compat": "e7cdce1c", "bypass_mode": True, "use_policy_gradient": True}) == [
+        f"bypass_mode: is true, and verl_compat e7cdce1c {ABSENT}; leave it out",
+        f"use_policy_gradient: is true, and verl_compat e7cdce1c {ABSENT}; since 0.7.0 it is loss_type reinforce",
     ]
 
 

@@ -134,6 +134,16 @@ def _check_batch_group(rank: int, group: dist.ProcessGroup) -> None:
 def _check_errors(rank: int, group: dist.ProcessGroup) -> None:
     """Every rank raises what one of them would: none waits for the other."""
     batch = random_batch(11, width=12)
+    # What one rank alone has: a log-probability that is not finite, and a turn below 0.
+    shard = _shard(batch, _columns(12, 0, rank))
+    assert shard.turn_ids is not None
+    has_nan = replace(shard, train_logprobs=torch.full_like(shard.train_logprobs, torch.nan)) if rank == 0 else shard
+    below = replace(shard, turn_ids=shard.turn_ids - 100) if rank == 1 else shard
+    strict = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold="inf", nan_policy="error").spec
+    of_turns = RolloutCorrectionConfig(rollout_is="segment", rollout_is_threshold="inf").spec
+    for inputs, spec, guilty, words in ((has_nan, strict, 0, "no finite"), (below, of_turns, 1, "turn_ids")):
+        with pytest.raises(CorrectionError, match=words if rank == guilty else "another rank"):
+            compute_correction(inputs, spec, context_group=group)
     without = replace(_shard(batch, _columns(12, 0, rank)), turn_ids=None)
     segments = RolloutCorrectionConfig(rollout_is="segment", rollout_is_threshold="inf").spec
     with pytest.raises(CorrectionError) as raised:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mock_scheduler.config.correction.rules import CorrectionSpec
+from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, CorrectionStates, compute_correction, correction_metrics
 
@@ -179,11 +179,8 @@ def test_policies_far_apart_have_infinite_metrics_and_no_warning() -> None:
 
 
 def test_a_rule_named_veto_that_rejects_nothing_is_no_veto() -> None:
-    spec = section(
-        rollout_is="token",
-        rollout_is_threshold="inf",
-        rules=[{"level": "token", "action": "zero_weight", "upper": 1.5, "name": "veto"}],
-    ).spec
+    rule = Rule(level="token", action="zero_weight", upper=1.5, name="veto")  # the configuration refuses such a name
+    spec = CorrectionSpec(weight="token", rules=(rule,))
     metrics = metrics_of([[0.0, LOG2]], spec)
     assert metrics["rollout_is_veto_fraction"] == 0.0
     assert metrics["rollout_is_oob_ratio"] == 0.5

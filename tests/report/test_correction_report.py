@@ -16,7 +16,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.report.correction_bars import count_bars, count_middle_bars
 from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_presets import list_presets
+from mock_scheduler.report.correction_presets import list_presets, preset_candidate
 from mock_scheduler.report.correction_view import Measured
 from tests.batches import make_row
 from tests.recording.builders import make_info
@@ -234,6 +234,27 @@ def test_a_release_of_verl_that_fails_says_what_it_raises() -> None:
     assert report.measured is not None
     assert report.measured.outcomes[0].note.startswith("verl 0.9.1 raises ZeroDivisionError")
     assert any(item.title == "Training would stop" for item in report.advice)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_what_a_line_computes_is_worded_as_the_runs_log_words_it(name: str) -> None:
+    """It said weights per geometric and per segment, where the log has sequences by their mean and turns."""
+    candidate = preset_candidate(name)
+    computation = candidate.spec.describe_computation()
+    outcome = measured_of(make_step((0.0,), (0.0,)), presets=(name,)).outcomes[0]
+    assert outcome.computation == computation
+    assert computation in outcome.description
+    units = ("weights per token", "weights per sequence", "weights per turn", "no weights")
+    assert computation.startswith(units)
+
+
+def test_a_releases_line_has_the_bounds_that_it_keeps() -> None:
+    section = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.25", "verl_compat": "0.9.1"}
+    spec = RolloutCorrectionConfig.model_validate(section).spec
+    outcome = measured_of(make_step((0.0,), (0.0,)), configured=spec).outcomes[0]
+    assert outcome.computation == (
+        "as verl 0.9.1 does, with its bugs; no weights; reject tokens whose ratio is outside [0.8, 2]"
+    )
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:

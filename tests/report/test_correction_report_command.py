@@ -174,6 +174,7 @@ def test_a_response_token_that_nothing_predicts_is_refused(tmp_path: Path) -> No
         (["--run", "nowhere"], "nowhere is nothing that can be compared"),
         (["--config", "nothing"], "config path is not a folder"),
         (["--worst", "-1"], "Invalid value for '--worst'"),
+        (["--html", "-"], "--html: - is no file, and a page is not printed; name one, as in --html page.html"),
     ],
 )
 def test_bad_input_is_one_clear_message_and_exit_code_5(
@@ -189,6 +190,7 @@ def test_bad_input_is_one_clear_message_and_exit_code_5(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err
+    assert not (tmp_path / "-").exists()
     assert cli.main(["correction", str(tmp_path / "absent")]) == 5
 
 

@@ -31,7 +31,8 @@ _RELEASE_KEYS: Mapping[VerlRelease, tuple[str, ...]] = {
         "rollout_token_veto_threshold",
     ),
     "e7cdce1c": _SEED_KEYS,
-    "0.6.1": (*_SEED_KEYS, "rollout_is_batch_normalize", "bypass_mode", "use_policy_gradient"),
+    # loss_type is of 0.7.0, which has the helper of 0.6.1.
+    "0.6.1": (*_SEED_KEYS, "rollout_is_batch_normalize", "bypass_mode", "use_policy_gradient", "loss_type"),
     "0.7.1": _NEWEST_KEYS,
     "0.9.1": _NEWEST_KEYS,
 }
@@ -47,8 +48,7 @@ _IN_PLACE: Mapping[str, str] = {
     "rollout_rs_threshold_lower": "give rollout_rs_threshold 'lo_hi'",
     "rollout_rs": "use rollout_is_mode mask",
     "rollout_rs_threshold": "use rollout_is_mode mask",
-    "loss_type": "use use_policy_gradient true, of 0.6.1",
-    "use_policy_gradient": "use loss_type reinforce",
+    "use_policy_gradient": "since 0.7.0 it is loss_type reinforce",
 }
 
 
@@ -60,21 +60,20 @@ def section_problems(section: RolloutCorrectionConfig) -> list[Problem]:
 
 def _loss_problems(section: RolloutCorrectionConfig) -> list[Problem]:
     problems: list[Problem] = []
-    if section.use_policy_gradient and section.loss_type == "ratio":
-        problems.append(
-            ("use_policy_gradient", "true is loss_type reinforce, and loss_type is ratio; give one of them")
-        )
-    if section.use_policy_gradient is False and section.loss_type == "reinforce":
-        problems.append(("use_policy_gradient", "false is loss_type ppo_clip, and loss_type is reinforce; give one"))
-    if section.effective_loss_type != "ppo_clip" and not section.bypass_mode:
+    meant = {True: "reinforce", False: "ppo_clip", None: section.loss_type}[section.use_policy_gradient]
+    if section.loss_type != meant:
+        given = str(section.use_policy_gradient).lower()
+        text = f"{given} is loss_type {meant}, and loss_type is {section.loss_type}; give one of them"
+        problems.append(("use_policy_gradient", text))
+    elif section.loss_type != "ppo_clip" and not section.bypass_mode:
         key, given = (
             ("use_policy_gradient", "true") if section.use_policy_gradient else ("loss_type", section.loss_type)
         )
         problems.append((key, f"{given} is a loss of two policies; set bypass_mode true"))
-    if section.rollout_kl_in_advantage > 0 and section.effective_loss_type != "reinforce":
+    if section.rollout_kl_in_advantage > 0 and section.loss_type != "reinforce":
         text = (
             f"is {section.rollout_kl_in_advantage:g}, and belongs to loss_type reinforce, whose advantage has no ratio "
-            f"beside it; loss_type is {section.effective_loss_type}"
+            f"beside it; loss_type is {section.loss_type}"
         )
         problems.append(("rollout_kl_in_advantage", text))
     return problems
@@ -146,6 +145,7 @@ def _release_problems(section: RolloutCorrectionConfig, release: VerlRelease) ->
         (key, _describe_absent(section, key, release))
         for key, field in type(section).model_fields.items()
         if key not in (*_RELEASE_KEYS[release], *_BESIDE_RELEASES)
+        and not (key == "loss_type" and section.use_policy_gradient)  # which is named instead
         and _value_of(section, key) != field.get_default(call_default_factory=True)
     ]
     levels: tuple[Level, ...] = ("token", "sequence", "geometric") if release == "0.6.0" else ("token", "sequence")

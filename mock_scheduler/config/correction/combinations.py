@@ -22,7 +22,7 @@ def combination_problems(
     if section is None:
         return []
     problems: list[Problem] = []
-    loss_type = section.effective_loss_type
+    loss_type = section.loss_type
     problems += [
         (name, f"is {value:g} and has no effect: {_KEY}.loss_type {loss_type} has no clip; leave it out")
         for name, value in {"dual_clip": dual_clip, "pg_clip_high": pg_clip_high}.items()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mock_scheduler.config.correction.presets import PRESETS
+from mock_scheduler.config.correction.rules import INVERTED_RELEASES
 from mock_scheduler.config.correction.thresholds import parse_ratio_band, split_thresholds
-from mock_scheduler.config.correction.verl_keys import never_rejects
+from mock_scheduler.config.correction.verl_keys import NEWER_OPTIONS, never_rejects
 from mock_scheduler.text import count_of
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 
 PREFIX = "[Rollout Correction]"
-#: Releases whose options with k1 keep [1/hi, 1/lo] where [lo, hi] is asked for (verl#6377).
-_INVERTED_RELEASES = ("0.7.1", "0.9.1")
-_NEWER_OPTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 def describe_correction(algorithm: AlgorithmConfig) -> list[str]:
@@ -55,10 +53,12 @@ def section_notes(section: RolloutCorrectionConfig) -> tuple[str, ...]:
 
 def _older_key_notes(section: RolloutCorrectionConfig) -> list[str]:
     notes = []
-    older = [option for option in _NEWER_OPTIONS if option in _options(section)]
-    if older and section.verl_compat is None:
-        newer = ", ".join(f"{option} is {_NEWER_OPTIONS[option]} of newer releases" for option in older)
-        notes.append(f"rollout_rs {newer}, but that the log ratio is clamped after its sum")
+    if section.verl_compat is None:
+        notes += [
+            f"rollout_rs {option} is {newer} of newer releases, which clamps each log ratio to ± 20 first"
+            for option, newer in NEWER_OPTIONS.items()
+            if option in _options(section)
+        ]
     if section.rollout_token_veto_threshold is not None and section.verl_compat is None:
         notes.append("rollout_token_veto_threshold became a rule that rejects the sequence of such a token")
     if section.rollout_is_threshold_lower is not None and section.rollout_is is not None:
@@ -70,7 +70,7 @@ def _older_key_notes(section: RolloutCorrectionConfig) -> list[str]:
         notes.append(f"rollout_is_threshold_lower {effect}")
     if section.use_policy_gradient is not None:
         given = str(section.use_policy_gradient).lower()
-        notes.append(f"use_policy_gradient {given} is loss_type {section.effective_loss_type}")
+        notes.append(f"use_policy_gradient {given} is loss_type {section.loss_type}")
     return notes
 
 
@@ -78,7 +78,7 @@ def _release_notes(section: RolloutCorrectionConfig) -> list[str]:
     notes = []
     if section.verl_compat == "0.6.0" and section.rollout_is and section.rollout_token_veto_threshold is None:
         notes.append("verl 0.6.0 makes weights of sequences with a ratio below its default veto threshold, 1e-4, 0")
-    if section.verl_compat in _INVERTED_RELEASES:
+    if section.verl_compat in INVERTED_RELEASES:
         kept = [f"{option} keeps ratios in {bounds}" for option, bounds in _inverted_bounds(section)]
         if kept:
             notes.append(f"verl {section.verl_compat} inverts bounds of k1 (verl#6377): {', '.join(kept)}")

@@ -11,6 +11,7 @@ segment, which is one turn, or the sequence) by an estimator that is aggregated 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,7 +37,13 @@ VerlRelease = Literal["0.9.1", "0.7.1", "0.6.1", "e7cdce1c", "0.6.0"]
 #: Log ratios are clamped to ± this before a weight is made of them, and where a rule says ``clamps_tokens``.
 LOG_RATIO_BOUND = 20.0
 
+#: Releases whose options with k1 keep [1/hi, 1/lo] where [lo, hi] is asked for (verl#6377).
+INVERTED_RELEASES: tuple[VerlRelease, ...] = ("0.7.1", "0.9.1")
+#: What 0.6.0 vetoes below where no threshold is given.
+DEFAULT_VETO = 1e-4
+
 _ON_WEIGHTS = ("truncate", "clip")
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NOT_NEGATIVE = ("k2", "k3")
 
 
@@ -55,7 +62,7 @@ class Rule(ConfigSection):
     when: only tokens with such an advantage, or units whose tokens' advantages sum to such.
     reverse: measure with −ℓ in the place of ℓ, as AReaL does.
     clamps_tokens: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
-    name: in metrics; made of the fields where empty.
+    name: in metrics, of letters, digits, ``_``, ``.`` and ``-``; made of the fields where empty.
     """
 
     level: Level
@@ -120,6 +127,13 @@ class Rule(ConfigSection):
         return f"reject {subject}{whole} whose {measure} is outside {bounds}{condition}".replace("not_p", "not p")
 
 
+def _inverted(rule: Rule) -> Rule:
+    """A rule of an option with k1, as releases keep it that compare −log ρ with the logarithms of its bounds."""
+    if not rule.rejects or rule.estimator != "ratio" or rule.lower is None or rule.upper is None:
+        return rule
+    return rule.model_copy(update={"lower": 1.0 / rule.upper, "upper": 1.0 / rule.lower})
+
+
 def _bound(value: float | None, unlimited: str) -> str:
     return unlimited if value is None else f"{value:.12g}"
 
@@ -146,6 +160,9 @@ def _rule_problems(rule: Rule) -> list[Problem]:
         problems.append(("aggregation", text))
     if rule.level == "geometric" and rule.aggregation == "max":
         problems.append(("aggregation", "max has no effect at level geometric, which is the mean; use level sequence"))
+    if not _NAME.fullmatch(rule.name):
+        text = f"is {rule.name!r}; a name in metrics is of letters, digits, '_', '.' and '-'"
+        problems.append(("name", text))
     if rule.clamps_tokens and rule.estimator == "prob_diff":
         problems.append(("clamps_tokens", "is of log ratios, and prob_diff has none; leave it out"))
     return problems
@@ -213,22 +230,37 @@ class CorrectionSpec:
         """Whether a token can be rejected by a rule."""
         return any(rule.rejects for rule in self.rules)
 
+    def _acting_rules(self) -> tuple[Rule, ...]:
+        """The rules that act, with the bounds that the release makes of theirs; the veto of 0.6.0 is none of them."""
+        if self.release == "0.6.0":
+            return tuple(rule for rule in self.rules if not rule.rejects)
+        return tuple(map(_inverted, self.rules)) if self.release in INVERTED_RELEASES else self.rules
+
+    def describe_computation(self) -> str:
+        """Weights and rules, with the bounds as they were understood; without the mode and the loss they are for."""
+        units = {"geometric": "sequence (geometric mean)", "segment": "turn"}
+        parts = [] if self.release is None else [f"as verl {self.release} does, with its bugs"]
+        parts.append("no weights" if self.weight is None else f"weights per {units.get(self.weight, self.weight)}")
+        parts += [rule.describe() for rule in self._acting_rules()]
+        if self.release == "0.6.0" and self.weight is not None:
+            veto = next((rule.lower for rule in self.rules if rule.rejects), DEFAULT_VETO)
+            parts.append(f"weight 0 for sequences with a token whose ratio is outside [{_bound(veto, '0')}, inf]")
+        parts += ["weights divided by their mean"] if self.batch_normalize else []
+        return "; ".join(parts)
+
     def describe(self) -> str:
         """Everything that it does, in one line, with the bounds as they were understood."""
         parts = ["bypass (two policies)" if self.bypass else "decoupled (three policies)", f"loss {self.loss_type}"]
-        if self.release is not None:
-            given = [f"{name}={value}" for name, value in self.release_arguments.items() if value is not None]
-            return "; ".join([*parts, f"as verl {self.release} does, with its bugs: {', '.join(given)}"])
-        units = {"geometric": "sequence (geometric mean)", "segment": "turn"}
-        parts.append("no weights" if self.weight is None else f"weights per {units.get(self.weight, self.weight)}")
-        parts += [rule.describe() for rule in self.rules]
-        parts += ["weights divided by their mean"] if self.batch_normalize else []
+        parts.append(self.describe_computation())
         parts += [f"loss + {self.rollout_kl_coef:g}·log(ratio)² per token"] if self.rollout_kl_coef else []
         parts += [f"advantage - {self.rollout_kl_in_advantage:g}·log(ratio)"] if self.rollout_kl_in_advantage else []
-        if self.weight is None and not self.rules:
-            parts.append("only measured")
-        parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
-        if self.rejects:
+        acting = self._acting_rules()
+        if self.weight is None and not acting and not self.rollout_kl_coef and not self.rollout_kl_in_advantage:
+            # Without a threshold that release returns before it measures.
+            parts.append("nothing is measured" if self.release == "0.6.0" else "only measured")
+        if self.release is None:
+            parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
+        if any(rule.rejects for rule in acting):
             parts.append(
                 f"rejected tokens {'do not ' if self.rs_denominator == 'kept' else ''}count in the denominator"
             )

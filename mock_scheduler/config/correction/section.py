@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.base import ConfigSection, JoinedTexts
 from mock_scheduler.config.correction.checks import section_problems
 from mock_scheduler.config.correction.describe import section_notes
+from mock_scheduler.config.correction.names import name_problems
 from mock_scheduler.config.correction.presets import preset_values
 from mock_scheduler.config.correction.rules import (
     CorrectionSpec,
@@ -47,6 +48,11 @@ _DEPENDENTS: Mapping[str, tuple[str, ...]] = {
     ),
     "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
 }
+#: Key -> the key of a preset that it replaces, as both say what the loss is.
+_LOSS_KEYS: Mapping[str, str] = {"loss_type": "use_policy_gradient", "use_policy_gradient": "loss_type"}
+#: Releases with the helper of another one -> that one.
+_SAME_HELPER: Mapping[str, VerlRelease] = {"0.9.0": "0.9.1", "0.7.0": "0.6.1"}
+_BOOL = TypeAdapter(bool)
 
 
 def _read_level(value: object) -> object:
@@ -56,6 +62,18 @@ def _read_level(value: object) -> object:
             "segment, sequence or geometric, or null for no weights"
         )
     return value
+
+
+def _read_release(value: object) -> object:
+    if value is None or value in get_args(VerlRelease):
+        return value
+    if isinstance(value, str) and value in _SAME_HELPER:
+        return _SAME_HELPER[value]
+    known = ", ".join(
+        release + "".join(f" (also as {alias})" for alias, same in _SAME_HELPER.items() if same == release)
+        for release in get_args(VerlRelease)
+    )
+    raise ValueError(f"unknown release {value!r}; known releases: {known}")
 
 
 def _read_nan_policy(value: object) -> object:
@@ -74,14 +92,14 @@ class RolloutCorrectionConfig(ConfigSection):
     """
 
     preset: str | None = None
-    verl_compat: VerlRelease | None = None
+    verl_compat: Annotated[VerlRelease | None, BeforeValidator(_read_release)] = None
 
     rollout_is: Annotated[Level | None, BeforeValidator(_read_level)] = None
     rollout_is_threshold: ThresholdValue = 2.0
     rollout_is_threshold_lower: PositiveNumber | None = None
     rollout_is_mode: Literal["truncate", "mask"] | None = None
     rollout_is_batch_normalize: bool = False
-    rollout_rs: str | None = None
+    rollout_rs: JoinedTexts | None = None
     rollout_rs_threshold: ThresholdValue = None
     rollout_rs_threshold_lower: PositiveNumber | None = None
     rollout_token_veto_threshold: PositiveNumber | None = None
@@ -100,17 +118,17 @@ class RolloutCorrectionConfig(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, values: object) -> object:
-        if not isinstance(values, Mapping) or values.get("preset") is None:
+    def _complete(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
             return values
-        try:
-            preset = preset_values(str(values["preset"]))
-        except ValueError as error:
-            raise_keyed(cls.__name__, [("preset", str(error).removeprefix("preset: "))], values)
-        for switch, dependents in _DEPENDENTS.items():
-            if switch in values and values[switch] is None:
-                preset = {key: value for key, value in preset.items() if key not in dependents}
-        return {**preset, **values}
+        if values.get("preset") is not None:
+            try:
+                values = _with_preset(values)
+            except ValueError as error:
+                raise_keyed(cls.__name__, [("preset", str(error).removeprefix("preset: "))], values)
+        if "loss_type" not in values and _is_true(values.get("use_policy_gradient")):
+            return {**values, "loss_type": "reinforce"}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
@@ -118,11 +136,6 @@ class RolloutCorrectionConfig(ConfigSection):
         if problems:
             raise_keyed(type(self).__name__, problems, dict(self))
         return self
-
-    @property
-    def effective_loss_type(self) -> LossType:
-        """``loss_type``, or what ``use_policy_gradient``, its older name, says in its place."""
-        return "reinforce" if self.use_policy_gradient else self.loss_type
 
     @property
     def spec(self) -> CorrectionSpec:
@@ -134,7 +147,7 @@ class RolloutCorrectionConfig(ConfigSection):
             weight_bounds=compiled.bounds,
             batch_normalize=self.rollout_is_batch_normalize,
             bypass=self.bypass_mode,
-            loss_type=self.effective_loss_type,
+            loss_type=self.loss_type,
             rollout_kl_coef=self.rollout_kl_coef,
             rollout_kl_in_advantage=self.rollout_kl_in_advantage,
             nan_policy=self.nan_policy,
@@ -150,6 +163,24 @@ class RolloutCorrectionConfig(ConfigSection):
     def notes(self) -> tuple[str, ...]:
         """What older keys became, and what has no effect here that it has elsewhere."""
         return section_notes(self)
+
+
+def _with_preset(values: Mapping[str, object]) -> dict[str, object]:
+    """A preset's values, with those beside it in their place; raises ``ValueError`` for a name that is none."""
+    preset = preset_values(str(values["preset"]))
+    dropped = {
+        key for switch, keys in _DEPENDENTS.items() if switch in values and values[switch] is None for key in keys
+    }
+    dropped |= {of_preset for key, of_preset in _LOSS_KEYS.items() if values.get(key) is not None}
+    return {**{key: value for key, value in preset.items() if key not in dropped}, **values}
+
+
+def _is_true(value: object) -> bool:
+    """Whether a bool's field takes the value as true."""
+    try:
+        return _BOOL.validate_python(value)
+    except ValidationError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,10 +215,12 @@ def _compile(section: RolloutCorrectionConfig) -> _Compiled:
                 release=section.verl_compat,
             )
     if section.rollout_token_veto_threshold is not None:
-        rules.append(veto_rule(section.rollout_token_veto_threshold))
+        with collecting(problems):
+            rules.append(veto_rule(section.rollout_token_veto_threshold))
     for index, rule in enumerate(section.rules):
         with collecting(problems):
             _check_acts_on_weights(f"rules.{index}", rule, level=section.rollout_is, before=rules)
+    problems += name_problems(rules, section.rules)
     rules += section.rules
     if bounds == (None, None):
         own = [rule for rule in rules if rule.limits_weights_of(section.rollout_is)]

@@ -18,6 +18,8 @@ from mock_scheduler.config.keyed import KeyedError
 #: A whole number from here on is taken for a mistaken ``lo_hi``: no ratio's bound is that large.
 SUSPICIOUS_WHOLE_NUMBER = 100
 UNLIMITED = "inf"
+_UNMOVED = "a policy that has not moved, whose ratio is 1, would be"
+_ANY_BOUND = "use `rules`, which take any bound"
 
 Threshold = float | str
 
@@ -88,8 +90,8 @@ PositiveNumber = Annotated[float, BeforeValidator(read_positive)]
 def parse_ratio_band(value: Threshold, *, key: str, lower: float | None = None) -> Band:
     """Bounds of a ratio: ``u`` is [lower or 1/u, u], and ``"lo_hi"`` is [lo, hi].
 
-    Raises ``KeyedError`` for what is no finite number above 0, an upper bound below 1, a lower bound above it, or two
-    lower bounds.
+    Raises ``KeyedError`` for what is no finite number above 0, bounds that leave out 1, which is the ratio of a policy
+    that has not moved, or two lower bounds.
     """
     if isinstance(value, str) and "_" in value:
         parts = value.split("_")
@@ -100,16 +102,18 @@ def parse_ratio_band(value: Threshold, *, key: str, lower: float | None = None) 
         low, high = (_positive(part, key=key) for part in parts)
         if low > high:
             raise KeyedError(key, f"{value!r} has its lower bound above the upper one: nothing would be within")
+        if not low <= 1.0 <= high:
+            raise KeyedError(key, f"{value!r} leaves out 1: {_UNMOVED} outside; {_ANY_BOUND}")
         return Band(lower=low, upper=high, is_pair=True)
     upper = _positive(value, key=key)
     if upper < 1.0:
         raise KeyedError(
             key,
-            f"is {upper:g}, below 1: a policy that has not moved, whose ratio is 1, would be beyond it"
-            f"{_mistaken_pair(upper)}; write both bounds, as in '{upper:g}_1.5', or use `rules`, which take any bound",
+            f"is {upper:g}, below 1: {_UNMOVED} beyond it{_mistaken_pair(upper)}; write both bounds, as in "
+            f"'{upper:g}_1.5', or {_ANY_BOUND}",
         )
-    if lower is not None and lower > upper:
-        raise KeyedError(f"{key}_lower", f"is {lower:g}, above {key} {upper:g}: nothing would be within")
+    if lower is not None and lower > 1.0:
+        raise KeyedError(f"{key}_lower", f"is {lower:g}, above 1: {_UNMOVED} below it; {_ANY_BOUND}")
     return Band(lower=lower if lower is not None else 1.0 / upper, upper=upper, is_pair=lower is not None)
 
 
@@ -118,6 +122,16 @@ def parse_divergence(value: Threshold, *, key: str, option: str) -> float:
     if isinstance(value, str) and "_" in value:
         raise KeyedError(key, f"{option} is never negative and has an upper bound alone; {value!r} has two")
     return _positive(value, key=key)
+
+
+def check_veto(threshold: float, *, key: str) -> None:
+    """Raise ``KeyedError`` for a veto that is not below 1."""
+    if threshold >= 1.0:
+        raise KeyedError(
+            key,
+            f"is {threshold:g}, and a veto is below 1: a policy that has hardly moved would lose its sequences; write "
+            f"one such as 1e-4, or {_ANY_BOUND}",
+        )
 
 
 def split_thresholds(value: Threshold, *, key: str, options: list[str]) -> list[Threshold]:

@@ -18,6 +18,7 @@ from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, Aggregation,
 from mock_scheduler.config.correction.thresholds import (
     UNLIMITED,
     Threshold,
+    check_veto,
     parse_divergence,
     parse_ratio_band,
     split_thresholds,
@@ -43,6 +44,9 @@ DIVERGENCE_OPTIONS: Mapping[str, tuple[Level, Aggregation, Estimator]] = {
     "seq_max_k2": ("sequence", "max", "k2"),
     "seq_max_k3": ("sequence", "max", "k3"),
 }
+#: Names of one statistic: of 0.6.1 and before -> since 0.7.1.
+NEWER_OPTIONS: Mapping[str, str] = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+_SAME_STATISTIC: Mapping[str, str] = {**NEWER_OPTIONS, **{newer: older for older, newer in NEWER_OPTIONS.items()}}
 #: The most that an estimator says of one token whose log ratio is clamped.
 _LARGEST: Mapping[Estimator, float] = {
     "k2": 0.5 * LOG_RATIO_BOUND**2,
@@ -118,16 +122,24 @@ def rejection_rules(
 
 
 def veto_rule(threshold: float) -> Rule:
-    """Reject every sequence that has a token whose ratio is below ``threshold``."""
+    """Reject every sequence that has a token whose ratio is below ``threshold``; raises ``KeyedError`` from 1 on."""
+    check_veto(threshold, key="rollout_token_veto_threshold")
     return Rule(level="token", action="reject_sequence", lower=threshold, name=VETO)
 
 
 def _describe_unknown(unknown: list[str], known: list[str], release: VerlRelease | None) -> str:
-    nearest = [*dict.fromkeys(match for name in unknown for match in get_close_matches(name, known, n=1, cutoff=0.5))]
+    nearest = [*dict.fromkeys(match for name in unknown for match in _nearest(name, known))]
     hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
     options = "option" if len(unknown) == 1 else "options"
     of_release = "" if release is None else f" of verl {release}"
     return f"unknown {options} {', '.join(unknown)}{hint}; known options{of_release}: {', '.join(known)}"
+
+
+def _nearest(name: str, known: list[str]) -> list[str]:
+    """The known option of the same statistic, where another release has the name; else the one of a close name."""
+    if name in _SAME_STATISTIC:
+        return [_SAME_STATISTIC[name]]
+    return [] if name in DIVERGENCE_OPTIONS else get_close_matches(name, known, n=1, cutoff=0.5)
 
 
 def never_rejects(rule: Rule) -> str:

@@ -1,0 +1,102 @@
+"""A batch as blocks of whole sequences, each small enough for what is computed of it to stay in a processor's cache.
+
+Contract: what a block gives does not depend on the thread that computes it, and results come in the blocks' order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from mock_scheduler.correction.inputs import CorrectionInputs
+
+#: Measured fastest of 8 Ki to 1 Mi: of smaller ones the calls themselves take longer than what they compute.
+BLOCK_TOKENS = 1 << 16
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Block:
+    """Some sequences of a batch, and ``place``: which rows, or which packed tokens, of the batch they are."""
+
+    inputs: CorrectionInputs
+    place: slice
+
+
+def split_inputs(inputs: CorrectionInputs) -> list[Block]:
+    """Blocks of about ``BLOCK_TOKENS`` tokens, or of one sequence that has more; at least one block.
+
+    On an accelerator there is one block: it is fast with large tensors.
+    """
+    if not inputs.response_mask.is_cpu:
+        return [whole_batch(inputs)]
+    if inputs.cu_seqlens is None:
+        return list(_split_rows(inputs))
+    return list(_split_packed(inputs, inputs.cu_seqlens.long().cpu()))
+
+
+def whole_batch(inputs: CorrectionInputs) -> Block:
+    """All of it as one block."""
+    return Block(inputs=inputs, place=slice(0, len(inputs.response_mask)))
+
+
+def _split_rows(inputs: CorrectionInputs) -> Iterator[Block]:
+    num_rows, width = inputs.response_mask.shape
+    step = max(BLOCK_TOKENS // max(width, 1), 1)
+    for start in range(0, max(num_rows, 1), step):
+        place = slice(start, min(start + step, num_rows))
+        yield Block(inputs=_part(inputs, place, None), place=place)
+
+
+def _split_packed(inputs: CorrectionInputs, offsets: torch.Tensor) -> Iterator[Block]:
+    limits = offsets.tolist()
+    first, last = 0, len(limits) - 1
+    while True:
+        end = min(first + 1, last)
+        while end < last and limits[end + 1] - limits[first] <= BLOCK_TOKENS:
+            end += 1
+        place = slice(limits[first], limits[end])
+        yield Block(inputs=_part(inputs, place, offsets[first : end + 1] - offsets[first]), place=place)
+        first = end
+        if first >= last:
+            return
+
+
+def _part(inputs: CorrectionInputs, place: slice, offsets: torch.Tensor | None) -> CorrectionInputs:
+    tensors = {name: tensor[place] for name, tensor in inputs.tensors().items()}
+    return CorrectionInputs(**tensors, cu_seqlens=offsets)
+
+
+def map_blocks(compute: Callable[[Block], _Result], blocks: Sequence[Block]) -> Iterator[_Result]:
+    """``compute`` of each block, in order; on as many threads as torch may use, which has none of its own meanwhile.
+
+    Numbers that become infinite, or are none, give no warning.
+    """
+
+    def quietly(block: Block) -> _Result:
+        with np.errstate(all="ignore"):
+            return compute(block)
+
+    num_threads = min(torch.get_num_threads(), len(blocks))
+    if num_threads < 2 or any(block.inputs.response_mask.numel() > BLOCK_TOKENS for block in blocks):
+        yield from map(quietly, blocks)
+        return
+    with _without_inner_threads(), ThreadPoolExecutor(num_threads) as pool:
+        yield from pool.map(quietly, blocks)
+
+
+@contextmanager
+def _without_inner_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
