@@ -21,6 +21,7 @@ from mock_scheduler.align.correction_sources import (
     training_of_run,
     training_of_source,
 )
+from mock_scheduler.align.inputs import check_page_path
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
@@ -65,8 +66,7 @@ def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Consol
 
     Raises ``ConfigError``, ``RecordingError`` or ``TraceError`` for what cannot be read or does not belong together.
     """
-    if options.html_path is not None and str(options.html_path) == _STDOUT:
-        raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")
+    check_page_path(options.html_path)
     presets = list_presets(options.presets)
     chosen = parse_steps(options.steps)
     reader = RecordingReader(dump_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.inputs import OpenedInput, find_trace, open_inputs, resolve_tolerance
+from mock_scheduler.align.inputs import OpenedInput, check_page_path, find_trace, open_inputs, resolve_tolerance
 from mock_scheduler.align.runs import judge_runs
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.recordings import judge_recordings
@@ -57,10 +57,11 @@ class CompareOptions:
 def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
     """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
 
-    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds or the tolerance
-    is not stated, ``AlignmentError`` where a run is not completed or has no trace, ``TraceError`` or
+    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds, the tolerance is
+    not stated or the page no file, ``AlignmentError`` where a run is not completed or has no trace, ``TraceError`` or
     ``RecordingError`` where a file cannot be read. ``console``: ``None`` is this terminal.
     """
+    check_page_path(options.html_path)
     opened = open_inputs((baseline, candidate))
     tolerance = resolve_tolerance(opened[1], options.tolerance)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))

@@ -214,3 +214,9 @@ def _parse_bounds(stated: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--tolerance: {text!r} is no bound; write it as activation=1e-5")
         values[name.strip()] = value.strip()
     return values
+
+
+def check_page_path(path: Path | None) -> None:
+    """Raise ``ConfigError`` for ``--html -``, which would write a file of that name."""
+    if path is not None and str(path) == "-":
+        raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")

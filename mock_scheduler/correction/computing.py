@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -109,6 +110,8 @@ class BlockComputation:
             return Leveled(values=torch.ones_like(self.sequences.sequence, dtype=torch.bool), units=self.sequences)
         return Leveled(values=~rejected.values, units=rejected.units)
 
+    # Log-probabilities far apart give infinities, and no warning.
+    @np.errstate(all="ignore")
     def result(self, factor: float | None) -> CorrectionResult:
         """Weights divided by ``factor``, where it is not ``None``, the mask, and what metrics are made of."""
         tokens, kept = self.tokens, self.kept.by_token()
@@ -139,7 +142,7 @@ class BlockComputation:
             log_weights = units.reduce(log_weights)
             if spec.weight == "geometric":
                 log_weights = log_weights / units.counts().clamp(min=1.0)
-        raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp_()
         if units is not None:
             log_weights, raw = units.of_runs(log_weights), units.of_runs(raw)
         weights = MeasuredWeights(units=units, log_weights=log_weights, raw=raw, bounded=raw, applied=raw, factor=None)
@@ -153,6 +156,7 @@ class BlockComputation:
             weights = _zero(weights, Leveled(values=units.of_runs(units.has_unknown), units=units))
         return replace(weights, applied=weights.bounded)
 
+    @np.errstate(all="ignore")
     def weight_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float64 ``[S]`` each: what to sum for the numerator and for the denominator of the mean weight.
 
@@ -192,7 +196,7 @@ def normalise(weights: MeasuredWeights, factor: float | None) -> MeasuredWeights
 def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
     """float64 ``[M]``: the estimator of every token; for ``ratio`` its logarithm, in which it is aggregated."""
     if rule.estimator == "prob_diff":
-        difference = tokens.train.exp() - tokens.rollout.exp()
+        difference = tokens.train.double().exp() - tokens.rollout.double().exp()
         return -difference if rule.reverse else difference
     log_ratio = -tokens.log_ratio if rule.reverse else tokens.log_ratio
     if rule.clamps_tokens:
@@ -203,9 +207,9 @@ def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
         case "k1":
             return -log_ratio
         case "k2":
-            return 0.5 * log_ratio.square()
+            return log_ratio.square().mul_(0.5)
         case _:
-            return log_ratio.expm1() - log_ratio
+            return log_ratio.expm1().sub_(log_ratio)
 
 
 def _is_outside(values: torch.Tensor, rule: Rule, dtype: torch.dtype) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -175,20 +176,47 @@ class _Batch:
     def correct(self, factor: float | None) -> CorrectionResult:
         """The blocks' results as one."""
         mask, weights = torch.empty_like(self._inputs.response_mask), None
-        kept, by_token, states = [], [], []
+        kept, by_token, log_weights = (_Joined(mask.numel()) for _ in range(3))
+        states: list[CorrectionStates] = []
         parts = self._map(lambda computation: computation.result(factor))
         for block, part in zip(self._blocks, parts, strict=True):
             mask[block.place] = part.mask
             kept.append(part.kept)
-            states.append(part.states)
             if part.weights is not None and part.weights_by_token is not None:
                 weights = part.weights.new_empty(mask.shape) if weights is None else weights
                 weights[block.place] = part.weights
                 by_token.append(part.weights_by_token)
+            log_weights.append(torch.from_numpy(part.states.log_weights))
+            states.append(replace(part.states, log_weights=np.empty(0, dtype=np.float32)))
         return CorrectionResult(
             weights=weights,
             mask=mask,
-            kept=torch.cat(kept),
-            weights_by_token=torch.cat(by_token) if by_token else None,
-            states=CorrectionStates.merge(states),
+            kept=kept.tensor(),
+            weights_by_token=None if weights is None else by_token.tensor(),
+            states=replace(CorrectionStates.merge(states), log_weights=log_weights.tensor().numpy()),
         )
+
+
+class _Joined:
+    """Tensors one after another, each copied as it comes, so that no two copies of all are held at once.
+
+    size: that of all together, at most.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._end = 0
+        self._tensor: torch.Tensor | None = None
+
+    def append(self, part: torch.Tensor) -> None:
+        """Copy ``part`` behind what is there."""
+        if self._tensor is None:
+            self._tensor = part.new_empty(self._size)
+        end = self._end + len(part)
+        self._tensor[self._end : end] = part
+        self._end = end
+
+    def tensor(self) -> torch.Tensor:
+        """All of them."""
+        assert self._tensor is not None
+        return self._tensor if self._end == self._size else self._tensor[: self._end].clone()

@@ -236,3 +236,9 @@ def test_the_json_goes_to_stdout_in_place_of_the_text(runs: Runs, capsys: pytest
     base, new = runs.make("base"), runs.make("new")
     assert run_compare(base, new, CompareOptions(json_path="-")) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "identical"
+
+
+def test_a_page_is_not_written_to_a_file_named_dash(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--html: - is no file"):
+        run_compare(tmp_path, tmp_path, CompareOptions(html_path=Path("-")))
+    assert not Path("-").exists()

@@ -47,19 +47,17 @@ def test_what_was_understood_is_said_with_every_bound(tmp_path: Path) -> None:
         (
             "token_k2",
             250.0,
-            "rollout_rs_threshold 250 of token_k2 rejects nothing: with log ratios clamped to ± 20 it is at most 200",
+            "the bound 250 of token_k2 rejects nothing: with log ratios clamped to ± 20 it is at most 200",
         ),
         (
             "seq_max_k3",
             5e8,
-            "rollout_rs_threshold 5e+08 of seq_max_k3 rejects nothing: with log ratios clamped to "
-            "± 20 it is at most 4.85165e+08",
+            "the bound 5e+08 of seq_max_k3 rejects nothing: with log ratios clamped to ± 20 it is at most 4.85165e+08",
         ),
         (
             "seq_mean_k2",
             200.0,
-            "rollout_rs_threshold 200 of seq_mean_k2 rejects nothing: with log ratios clamped to "
-            "± 20 it is at most 200",
+            "the bound 200 of seq_mean_k2 rejects nothing: with log ratios clamped to ± 20 it is at most 200",
         ),
     ],
 )

@@ -149,7 +149,7 @@ def never_rejects(rule: Rule) -> str:
     if largest is None or not rule.clamps_tokens or is_sum or rule.upper is None or rule.upper < largest:
         return ""
     return (
-        f"rollout_rs_threshold {rule.upper:g} of {rule.label} rejects nothing: with log ratios clamped to "
+        f"the bound {rule.upper:g} of {rule.label} rejects nothing: with log ratios clamped to "
         f"± {LOG_RATIO_BOUND:g} it is at most {largest:.6g}"
     )
 
