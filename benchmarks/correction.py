@@ -301,8 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_results(console, results, forward_ns=forward_ns, title=title)
     per_token = max(item.ns_per_token for item in results)
     console.print(
-        f"forward: {forward_ns / 1e3:,.0f} us per token; at {per_token:.0f} ns ours is {LARGEST_FORWARD_SHARE:.0%} of one "
-        f"that passes {1e9 * LARGEST_FORWARD_SHARE / per_token:,.0f} tokens per second"
+        f"forward: {forward_ns / 1e3:,.0f} us per token; at {per_token:.0f} ns ours is {LARGEST_FORWARD_SHARE:.0%} of "
+        f"one that passes {1e9 * LARGEST_FORWARD_SHARE / per_token:,.0f} tokens per second"
     )
     has_met = is_met(results, forward_ns=forward_ns)
     console.print("met" if has_met else "NOT met")

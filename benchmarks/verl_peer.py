@@ -31,10 +31,10 @@ class _StandIn:
     def __init__(self, *arguments: object, **named: object) -> None:
         pass
 
-    def __call__(self, *arguments: Any, **named: object) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> object:
         return arguments[0] if arguments and callable(arguments[0]) else self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return _StandIn()
@@ -44,7 +44,7 @@ class _StandInModule(ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - a module has this one
     __version__ = "0.0.0"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (_StandIn,), {})
