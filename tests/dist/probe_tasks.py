@@ -97,9 +97,9 @@ def note_facts(learner: Learner) -> Facts:
                 _note(facts, f"score/{name}/0", own, values)
         return scores
 
-    def noted_update(micro_batches: Any, batches: Any, *others: Any, number: int, probe: TrainingProbe) -> Any:  # noqa: ANN401
+    def noted_update(micro_batches: Any, batches: Any, *others: Any, number: int, **named: Any) -> Any:  # noqa: ANN401
         waiting[:], numbers[:] = batches, [number]
-        return update(micro_batches, batches, *others, number=number, probe=probe)
+        return update(micro_batches, batches, *others, number=number, **named)
 
     def noted_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> PolicyLossOutput:
         output, own = compute(inputs, config), waiting.pop(0)

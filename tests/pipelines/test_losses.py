@@ -109,6 +109,8 @@ def test_terms_are_sums_over_response_tokens() -> None:
         "approx_kl": 0.0,
         "clip_frac": 0.0,
         "dual_clip_frac": 0.0,
+        "policy_entropy": 5.0,
+        "response_tokens": 2.0,
         "kept_tokens": 2.0,
         "num_tokens": 2.0,
     }
