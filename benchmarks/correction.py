@@ -7,6 +7,9 @@ in a thousand, so that every threshold is met. Both sides make weights, a mask a
 agree on weights and mask. Ours has metrics that verl's has not: quantiles, buckets, probabilities, raw and applied
 weights, moments of float64.
 
+Torch has one thread for each by default, as a process has whose launcher sets OMP_NUM_THREADS to 1 (torchrun, Ray).
+With more, verl's operations are divided among them, and ours takes blocks of rows on as many.
+
 Every round takes both in turn, in an order that is turned round from round to round, and one round is not counted.
 Ratios are medians over the rounds of the quotient of two times of the same round. *CPU* is the processor time of all
 threads, which a busy machine does not stretch as much; threads that wait for one another may count there in full.
@@ -238,7 +241,7 @@ def forward_ns_per_token(rounds: int) -> float:
 def print_results(console: Console, results: Sequence[Result], *, forward_ns: float, title: str) -> None:
     """A table for a person."""
     table = Table(title=title, title_justify="left")
-    for heading in ("mask", "case", "ours", "verl", "ratio", "of CPU time", "ours, memory", "verl, memory", "forward"):
+    for heading in ("mask", "case", "ours", "verl", "ratio", "of CPU", "memory", "verl's", "forward"):
         table.add_column(heading, justify="left" if heading in ("mask", "case") else "right")
     for item in results:
         table.add_row(
@@ -250,7 +253,7 @@ def print_results(console: Console, results: Sequence[Result], *, forward_ns: fl
             _text(item.cpu_ratio, lambda value: f"{value:.2f}"),
             _text(item.ours_peak_bytes, lambda value: format_bytes(int(value))),
             _text(item.verl_peak_bytes, lambda value: format_bytes(int(value))),
-            f"{item.ns_per_token / forward_ns:.4%}",
+            f"{item.ns_per_token / forward_ns:.3%}",
         )
     console.print(table)
 
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--width", type=int, default=8192)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for both sides")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     parser.add_argument("--memory-of", nargs=3, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -300,10 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     print_results(console, results, forward_ns=forward_ns, title=title)
     per_token = max(item.ns_per_token for item in results)
-    console.print(
-        f"forward: {forward_ns / 1e3:,.0f} us per token; at {per_token:.0f} ns ours is {LARGEST_FORWARD_SHARE:.0%} of "
-        f"one that passes {1e9 * LARGEST_FORWARD_SHARE / per_token:,.0f} tokens per second"
-    )
+    fastest = 1e9 * LARGEST_FORWARD_SHARE / per_token
+    console.print(f"forward: {forward_ns / 1e3:,.0f} us per token; ours: at most {per_token:.0f} ns")
+    console.print(f"ours is {LARGEST_FORWARD_SHARE:.0%} of a forward pass of {fastest:,.0f} tokens per second")
     has_met = is_met(results, forward_ns=forward_ns)
     console.print("met" if has_met else "NOT met")
     if options.json is not None:

@@ -55,6 +55,8 @@ class _Rows:
     def __init__(self, sequences: Units) -> None:
         self._sequences = sequences
         self._scratch: torch.Tensor | None = None
+        self._store = np.empty((0, 0))
+        self._num_free = 0
         self.columns: dict[Reduction, dict[str, FloatArray]] = {"sum": {}, "max": {}, "min": {}}
 
     def add(self, name: str, values: torch.Tensor, *reductions: Reduction, units: Units | None = None) -> None:
@@ -65,7 +67,15 @@ class _Rows:
         else:
             columns = [units.by_sequence(values, reduction).cpu().numpy() for reduction in reductions]
         for reduction, column in zip(reductions, columns, strict=True):
-            self.columns[reduction][name] = column
+            self.columns[reduction][name] = self._kept(column)
+
+    def _kept(self, column: FloatArray) -> FloatArray:
+        # Small arrays that stay, among large ones that go, would leave the memory of these in pieces.
+        if self._num_free == 0:
+            self._store, self._num_free = np.empty((64, len(column))), 64
+        self._num_free -= 1
+        self._store[self._num_free] = column
+        return self._store[self._num_free]
 
     def add_moments(self, name: str, values: torch.Tensor, *, units: Units | None = None) -> None:
         """Sum, largest and smallest, and the sum of squares."""
@@ -77,6 +87,23 @@ class _Rows:
         if self._scratch is None or self._scratch.shape != values.shape:
             self._scratch = torch.empty_like(values)
         self.add(f"{name}_squared", torch.square(values, out=self._scratch), units=units)
+
+    def add_moments_of_kept(self, name: str, values: torch.Tensor, kept: torch.Tensor, *, units: Units) -> None:
+        """Those of values ``[R]`` that are 0 for tokens ``[M]`` that are not kept.
+
+        Where all are it gives the bits of ``add_moments``: what other sequences lose must not change a sequence's sums.
+        """
+        counts = units.runs.reduce(kept, "sum")
+        has_kept, has_lost = counts > 0, counts < units.runs.counts(counts.device)
+        largest, smallest = torch.where(has_kept, values, -math.inf), torch.where(has_kept, values, math.inf)
+        columns: tuple[tuple[Reduction, str, torch.Tensor], ...] = (
+            ("sum", name, values),
+            ("sum", f"{name}_squared", values.square()),
+            ("max", name, torch.where(has_lost, largest.clamp(min=0.0), largest)),
+            ("min", name, torch.where(has_lost, smallest.clamp(max=0.0), smallest)),
+        )
+        for reduction, column, of_runs in columns:
+            self.columns[reduction][column] = units.by_sequence(of_runs, reduction, counts=counts).cpu().numpy()
 
     def repeat(self, name: str, of: str) -> None:
         """The columns of what has the same values."""
@@ -202,17 +229,16 @@ def _is_bounded_alike(weights: MeasuredWeights, spec: CorrectionSpec) -> bool:
 def _add_applied(rows: _Rows, weights: MeasuredWeights, kept: Leveled) -> None:
     """The weights of the loss: 0 where a token is rejected."""
     units = weights.units
-    if not bool(kept.values.all()):
-        is_shared = kept.units is units
-        flags, applied = (
-            (item.values if is_shared else item.by_token())
-            for item in (kept, Leveled(values=weights.applied, units=units))
-        )
-        rows.add_moments("applied", torch.where(flags, applied, 0.0), units=units if is_shared else None)
-    elif weights.applied is weights.bounded:
-        rows.repeat_moments("applied", "bounded")
+    if bool(kept.values.all()):
+        if weights.applied is weights.bounded:
+            rows.repeat_moments("applied", "bounded")
+        else:
+            rows.add_moments("applied", weights.applied, units=units)
+    elif units is None or kept.units is units:
+        flags = kept.by_token() if units is None else kept.values
+        rows.add_moments("applied", torch.where(flags, weights.applied, 0.0), units=units)
     else:
-        rows.add_moments("applied", weights.applied, units=units)
+        rows.add_moments_of_kept("applied", weights.applied, kept.by_token(), units=units)
 
 
 def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, MeasuredRule], dtype: torch.dtype) -> None:

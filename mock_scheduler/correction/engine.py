@@ -88,6 +88,7 @@ def _refuse_groups(spec: CorrectionSpec, *groups: dist.ProcessGroup | None) -> N
         )
 
 
+@np.errstate(all="ignore")
 def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec) -> CorrectionResult:
     release = correct_inputs_as_release(inputs, spec)
     # The releases' metrics are of log ratios that are known or taken for 0.
@@ -146,6 +147,7 @@ class _Batch:
             raise CorrectionError("rollout correction: a rule asks for the sign of advantages, and none are given")
         is_shared = group is not None and group.size() > 1
         self._inputs = inputs
+        self._has_weights = spec.weight is not None
         # Ranks that share sequences reduce them together, so all must have as many blocks.
         self._blocks = [whole_batch(inputs)] if is_shared else split_inputs(inputs)
         self._open = partial(BlockComputation, spec=spec, group=group, batch=inputs)
@@ -175,48 +177,34 @@ class _Batch:
 
     def correct(self, factor: float | None) -> CorrectionResult:
         """The blocks' results as one."""
-        mask, weights = torch.empty_like(self._inputs.response_mask), None
-        kept, by_token, log_weights = (_Joined(mask.numel()) for _ in range(3))
+        mask = torch.empty_like(self._inputs.response_mask)
+        # Made before what is computed is, which then leaves no gaps between them.
+        size = mask.numel() if self._has_weights else 0
+        weights, by_token = (mask.new_empty(size, dtype=self._inputs.dtype) for _ in range(2))
+        kept, log_weights = mask.new_empty(mask.numel(), dtype=torch.bool), np.empty(size, dtype=np.float32)
         states: list[CorrectionStates] = []
-        parts = self._map(lambda computation: computation.result(factor))
-        for block, part in zip(self._blocks, parts, strict=True):
+        num_kept = num_logs = 0
+        for block, part in zip(self._blocks, self._map(lambda block: block.result(factor)), strict=True):
             mask[block.place] = part.mask
-            kept.append(part.kept)
+            before, num_kept = num_kept, num_kept + len(part.kept)
+            kept[before:num_kept] = part.kept
             if part.weights is not None and part.weights_by_token is not None:
-                weights = part.weights.new_empty(mask.shape) if weights is None else weights
-                weights[block.place] = part.weights
-                by_token.append(part.weights_by_token)
-            log_weights.append(torch.from_numpy(part.states.log_weights))
-            states.append(replace(part.states, log_weights=np.empty(0, dtype=np.float32)))
+                weights.view(mask.shape)[block.place] = part.weights
+                by_token[before:num_kept] = part.weights_by_token
+            before, num_logs = num_logs, num_logs + len(part.states.log_weights)
+            log_weights[before:num_logs] = part.states.log_weights
+            states.append(replace(part.states, log_weights=log_weights[:0]))
         return CorrectionResult(
-            weights=weights,
+            weights=weights.view(mask.shape) if self._has_weights else None,
             mask=mask,
-            kept=kept.tensor(),
-            weights_by_token=None if weights is None else by_token.tensor(),
-            states=replace(CorrectionStates.merge(states), log_weights=log_weights.tensor().numpy()),
+            kept=_first(kept, num_kept),
+            weights_by_token=_first(by_token, num_kept) if self._has_weights else None,
+            states=replace(
+                CorrectionStates.merge(states), log_weights=_first(torch.from_numpy(log_weights), num_logs).numpy()
+            ),
         )
 
 
-class _Joined:
-    """Tensors one after another, each copied as it comes, so that no two copies of all are held at once.
-
-    size: that of all together, at most.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._end = 0
-        self._tensor: torch.Tensor | None = None
-
-    def append(self, part: torch.Tensor) -> None:
-        """Copy ``part`` behind what is there."""
-        if self._tensor is None:
-            self._tensor = part.new_empty(self._size)
-        end = self._end + len(part)
-        self._tensor[self._end : end] = part
-        self._end = end
-
-    def tensor(self) -> torch.Tensor:
-        """All of them."""
-        assert self._tensor is not None
-        return self._tensor if self._end == self._size else self._tensor[: self._end].clone()
+def _first(values: torch.Tensor, number: int) -> torch.Tensor:
+    """The first of them, without memory for the others."""
+    return values if number == len(values) else values[:number].clone()

@@ -46,6 +46,12 @@ class CorrectionInputs:
     versions_behind: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights: float32, or the wider of the log-probabilities' dtypes."""
+        widest = torch.promote_types(self.train_logprobs.dtype, self.rollout_logprobs.dtype)
+        return torch.promote_types(widest, torch.float32)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that has one entry per token, by name."""
         named = {
@@ -231,9 +237,6 @@ def read_tokens(
                 positions.view(-1)[places] = count_positions(lengths.to(places.device), len(places))
             lengths = lengths - torch.bincount(unknown.sequence, minlength=len(lengths)).cpu()
             train, rollout, log_ratio, places = (values[finite] for values in (train, rollout, log_ratio, places))
-    dtype = torch.promote_types(
-        torch.promote_types(inputs.train_logprobs.dtype, inputs.rollout_logprobs.dtype), torch.float32
-    )
     return ResponseTokens(
         log_ratio=log_ratio,
         train=train,
@@ -241,7 +244,7 @@ def read_tokens(
         lengths=lengths,
         places=places,
         shape=mask.shape,
-        dtype=dtype,
+        dtype=inputs.dtype,
         is_known=is_known,
         unknown=unknown,
         assumed=assumed,

@@ -81,10 +81,15 @@ class Units:
         """``[R]`` of values ``[U]``."""
         return values if self._index is None else values[self._index.to(values.device)]
 
-    def by_sequence(self, values: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        """float64 ``[S]`` of values ``[R]``, each of all tokens of a run; 0, -inf or inf where there is no token."""
+    def by_sequence(
+        self, values: torch.Tensor, reduction: Reduction, *, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float64 ``[S]`` of values ``[R]``, each of all tokens of a run; 0, -inf or inf where there is no token.
+
+        counts: float64 ``[R]``, how many tokens of each run to sum the value of; all where ``None``.
+        """
         if reduction == "sum":
-            values = values * self.runs.counts(values.device)
+            values = values * (self.runs.counts(values.device) if counts is None else counts)
         if self._by_sequence is not None:
             return self._by_sequence.reduce(values, reduction)
         return self.runs.where_filled(values.double(), EMPTY[reduction])
