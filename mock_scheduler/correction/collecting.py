@@ -74,8 +74,9 @@ class _Rows:
         if self._num_free == 0:
             self._store, self._num_free = np.empty((64, len(column))), 64
         self._num_free -= 1
-        self._store[self._num_free] = column
-        return self._store[self._num_free]
+        stored: FloatArray = self._store[self._num_free]
+        stored[:] = column
+        return stored
 
     def add_moments(self, name: str, values: torch.Tensor, *, units: Units | None = None) -> None:
         """Sum, largest and smallest, and the sum of squares."""
