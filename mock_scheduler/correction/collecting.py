@@ -15,6 +15,7 @@ import torch
 
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.config.correction.verl_keys import VETO
+from mock_scheduler.correction.bounds import is_above, is_below, value_bounds
 from mock_scheduler.correction.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
 from mock_scheduler.correction.inputs import ResponseTokens
 from mock_scheduler.correction.runs import Reduction
@@ -203,14 +204,14 @@ def _add_weights(
     _add_applied(rows, weights, kept)
     rows.add("log_weight", weights.log_weights, "max", "min", units=units)
     if upper is not None:
-        rows.add("raw_high", rounded > upper, units=units)
+        rows.add("raw_high", is_above(rounded, upper), units=units)
         # The guide's revision measured truncated weights, clamped from below as well.
         if _is_bounded_alike(weights, spec):
             rows.repeat_moments("banded", "bounded")
         else:
             rows.add_moments("banded", weights.raw.clamp(min=lower, max=upper), units=units)
     if lower is not None:
-        rows.add("raw_low", rounded < lower, units=units)
+        rows.add("raw_low", is_below(rounded, lower), units=units)
     if bool((rows.columns["min"]["bounded"] > 0.0).all()):
         rows.columns["sum"]["zeroed"] = np.zeros_like(rows.columns["sum"]["bounded"])
     else:
@@ -275,11 +276,9 @@ def _add_values(rows: _Rows, key: str, item: MeasuredRule, dtype: torch.dtype) -
     lower, upper = value_bounds(rule)
     rounded = item.values.to(dtype)
     if upper is not None:
-        high = rounded > torch.tensor(upper, dtype=dtype, device=rounded.device)
-        rows.add(f"{key}:high", high, units=units)
+        rows.add(f"{key}:high", is_above(rounded, upper), units=units)
     if lower is not None:
-        low = rounded < torch.tensor(lower, dtype=dtype, device=rounded.device)
-        rows.add(f"{key}:low", low, units=units)
+        rows.add(f"{key}:low", is_below(rounded, lower), units=units)
     floor = 0.0 if lower is None and rule.estimator in ("k2", "k3") else lower
     clamped = item.values.clamp(min=floor, max=upper)
     rows.add(f"{key}:clamped", clamped, units=units)
@@ -291,11 +290,3 @@ def _add_ratios(rows: _Rows, key: str, item: MeasuredRule) -> None:
     rows.add(f"{key}:ratio", ratio, "sum", "max", "min", units=item.units)
     banded = ratio.clamp(min=item.rule.lower, max=item.rule.upper)
     rows.add_moments(f"{key}:banded", banded, units=item.units)
-
-
-def value_bounds(rule: Rule) -> tuple[float | None, float | None]:
-    """The bounds in the units of the values: logarithms for ratios."""
-    if rule.estimator != "ratio":
-        return rule.lower, rule.upper
-    lower, upper = (None if bound is None else math.log(bound) for bound in (rule.lower, rule.upper))
-    return lower, upper

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Level, Rule
-from mock_scheduler.correction.collecting import MeasuredRule, MeasuredWeights, collect_states, value_bounds
+from mock_scheduler.correction.bounds import is_above, is_below, value_bounds
+from mock_scheduler.correction.collecting import MeasuredRule, MeasuredWeights, collect_states
 from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult, ResponseTokens, read_tokens
 from mock_scheduler.correction.units import Leveled, Units, any_of, check_turns, sequence_units, turn_units
 
@@ -216,7 +217,7 @@ def _is_outside(values: torch.Tensor, rule: Rule, dtype: torch.dtype) -> torch.T
     """Values outside the rule's bounds, both rounded to ``dtype``, so that what is at a bound is within."""
     rounded = values.to(dtype)
     outside = torch.zeros_like(rounded, dtype=torch.bool)
-    for bound, is_beyond in zip(value_bounds(rule), (torch.lt, torch.gt), strict=True):
+    for bound, is_beyond in zip(value_bounds(rule), (is_below, is_above), strict=True):
         if bound is not None:
-            outside |= is_beyond(rounded, torch.tensor(bound, dtype=dtype, device=rounded.device))
+            outside |= is_beyond(rounded, bound)
     return outside
