@@ -19,11 +19,6 @@ from mock_scheduler.errors import CorrectionError
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def reduce_runs(values: torch.Tensor, lengths: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """``Runs.reduce`` of runs that are reduced once."""
-    return Runs(lengths).reduce(values, reduction)
-
-
 class Units:
     """The units of one level. ``sequence``: int64 ``[U]``, that each unit is in; ``has_unknown``: bool ``[U]``, whether
     one of its tokens is not known, and its sums therefore neither; ``None`` where all are known.

@@ -11,7 +11,7 @@ import torch
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, compute_correction
 from mock_scheduler.correction.inputs import check_inputs, count_positions
-from mock_scheduler.correction.units import Reduction, reduce_runs
+from mock_scheduler.correction.runs import Reduction, Runs
 from mock_scheduler.errors import CorrectionError
 
 SEGMENTS = RolloutCorrectionConfig(rollout_is="segment", rollout_is_threshold="inf").spec
@@ -27,11 +27,11 @@ SEGMENTS = RolloutCorrectionConfig(rollout_is="segment", rollout_is_threshold="i
 )
 def test_runs_are_reduced_and_empty_ones_have_the_neutral_value(reduction: Reduction, expected: list[float]) -> None:
     values, lengths = torch.tensor([1.0, 2.0, -1.5, -1.0]), torch.tensor([0, 2, 0, 2, 0])
-    found = reduce_runs(values, lengths, reduction)
+    found = Runs(lengths).reduce(values, reduction)
     assert found.dtype == torch.float64
     assert found.tolist() == expected
-    assert reduce_runs(values[:0], lengths[:0], reduction).tolist() == []
-    assert reduce_runs(values[:0], torch.zeros(2, dtype=torch.int64), reduction).tolist() == [expected[0]] * 2
+    assert Runs(lengths[:0]).reduce(values[:0], reduction).tolist() == []
+    assert Runs(torch.zeros(2, dtype=torch.int64)).reduce(values[:0], reduction).tolist() == [expected[0]] * 2
 
 
 @pytest.mark.parametrize("length", [7, 8, 127, 128, 129, 1000, 4097])
@@ -39,10 +39,10 @@ def test_a_sum_does_not_depend_on_where_its_run_lies(length: int) -> None:
     """Every offset into the tensor, to the bit: or padding and batching would change weights."""
     draw = np.random.default_rng(length)
     run = draw.standard_normal(length)
-    alone = float(reduce_runs(torch.from_numpy(run), torch.tensor([length]), "sum"))
+    alone = float(Runs(torch.tensor([length])).reduce(torch.from_numpy(run), "sum"))
     for before in range(1, 10):
         values = torch.from_numpy(np.concatenate([draw.standard_normal(before), run, draw.standard_normal(3)]))
-        assert float(reduce_runs(values, torch.tensor([before, length, 3]), "sum")[1]) == alone
+        assert float(Runs(torch.tensor([before, length, 3])).reduce(values, "sum")[1]) == alone
     assert alone == pytest.approx(math.fsum(run), rel=1e-12, abs=1e-12)
 
 
