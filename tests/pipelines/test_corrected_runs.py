@@ -18,7 +18,7 @@ CORRECTIONS = {
     "decoupled": "{preset: slime_mis}",
     "bypass": "{preset: bypass_pg_geo_rs_token_tis}",
 }
-TRACE = ("trace.level=full", "trace.kinds=[score,advantage,loss]")
+TRACE = ("trace.level=full", "trace.kinds=[score,advantage,loss,gradient,parameter]")
 # The engine samples from weights rounded to bfloat16, as an inference engine does.
 MISMATCH = "actor_infer.weights_precision=bfloat16"
 
@@ -90,7 +90,7 @@ def test_the_log_says_how_the_correction_was_understood(runs: Path) -> None:
 def test_a_service_trains_the_corrected_run_of_its_client(runs: Path, tmp_path: Path, name: str) -> None:
     configs = write_tiny_config(tmp_path)
     correction = f"algorithm.rollout_correction={CORRECTIONS[name]}"
-    with serving(configs, tmp_path / "remote", [MISMATCH, correction]) as url:
+    with serving(configs, tmp_path / "remote", [MISMATCH, correction, *TRACE]) as url:
         finished = train_there(configs, tmp_path / "remote", runs / f"{name}-rec", url, MISMATCH, correction)
         assert finished.returncode == 0, finished.stderr
     compared = run_command(
