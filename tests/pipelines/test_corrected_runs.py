@@ -18,7 +18,7 @@ CORRECTIONS = {
     "decoupled": "{preset: slime_mis}",
     "bypass": "{preset: bypass_pg_geo_rs_token_tis}",
 }
-TRACE = ("trace.level=full", "trace.kinds=[score,advantage,loss,gradient,parameter]")
+TRACE = ("trace.level=full", "trace.kinds=[initial,score,advantage,loss,gradient,parameter]")
 # The engine samples from weights rounded to bfloat16, as an inference engine does.
 MISMATCH = "actor_infer.weights_precision=bfloat16"
 
