@@ -38,9 +38,8 @@ from mock_scheduler.report.correction_text import print_correction
 from mock_scheduler.report.correction_view import FORMAT_VERSION, CorrectionReport
 from mock_scheduler.report.json_values import dataclass_to_json
 from mock_scheduler.report.progress_bar import show_progress
-from mock_scheduler.report.recording_commands import parse_steps
+from mock_scheduler.report.recording_commands import parse_steps, recorded_vocabulary
 from mock_scheduler.report.terminal import build_console
-from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 
 _STDOUT = "-"
@@ -80,7 +79,7 @@ def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Consol
             configured=None if training.section is None else training.section.spec,
             presets=presets,
             num_worst=options.num_worst,
-            vocabulary=_recorded_vocabulary(reader),
+            vocabulary=recorded_vocabulary(reader),
         )
     )
     with ExitStack() as stack:
@@ -157,10 +156,3 @@ def _next_command(dump_dir: str) -> str:
         "mock-scheduler launch NAME rollout_mock.enable=true rollout_mock.mode=mock "
         f"rollout_mock.dump_dir={shlex.quote(dump_dir)} output_dir=OUTPUT_DIR trace.level=full 'trace.kinds=[score]'"
     )
-
-
-def _recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
-    value = reader.manifest.provenance.get("vocabulary")
-    if not isinstance(value, Mapping | list):
-        return None
-    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")

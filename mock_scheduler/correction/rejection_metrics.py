@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule
+from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule, numbered_label
 from mock_scheduler.config.correction.verl_keys import VETO
 from mock_scheduler.correction.collecting import guide_rule, rule_key
 from mock_scheduler.correction.views import (
@@ -33,8 +33,8 @@ def _rejecting(view: View, spec: CorrectionSpec) -> list[_Rejecting]:
     for index, rule in enumerate(spec.rules):
         key = rule_key(index, rule)
         if rule.rejects and f"{key}:rejected" in view.states.sums:
-            number = 1 + sum(other.rule.label == rule.label for other in found)
-            found.append(_Rejecting(rule=rule, key=key, name=rule.label if number == 1 else f"{rule.label}_{number}"))
+            name = numbered_label(rule, [other.rule.label for other in found])
+            found.append(_Rejecting(rule=rule, key=key, name=name))
     return found
 
 

@@ -94,7 +94,7 @@ def run_show(
     if vocabulary_path is not None:
         vocabulary: Vocabulary | None = Vocabulary.load(vocabulary_path)
     else:
-        vocabulary = _recorded_vocabulary(reader)
+        vocabulary = recorded_vocabulary(reader)
     where = f"{dump_dir}: {place}"
     print_trajectory(
         batch, find_row(batch, row, where=where), console or build_console(), where=where, vocabulary=vocabulary
@@ -124,7 +124,7 @@ def _find_place(reader: RecordingReader, folder: str, step: int) -> StepPlace:
     )
 
 
-def _recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
+def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
     """The one that the recording's provenance holds, if any."""
     value = reader.manifest.provenance.get("vocabulary")
     if not isinstance(value, Mapping | list):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,6 +31,7 @@ from tests.report.comparisons import (
     sketched,
     write_logs,
 )
+from tests.report.pages import figures_of, text_of
 
 EVIL = '</script><script>alert("1")</script><b>'
 ALL = [identical, rounding, diverged, sketched, incomparable, infinite]
@@ -41,23 +41,6 @@ ALL = [identical, rounding, diverged, sketched, incomparable, infinite]
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
     monkeypatch.setattr(comparison_page, "get_plotlyjs", lambda: "/* plotly */")
-
-
-def figures_of(page: str) -> dict[str, Any]:
-    """The page's figures by element, read as its script reads them."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return {figure["id"]: figure for figure in json.loads(found[1], parse_constant=refuse)}
-
-
-def text_of(page: str) -> str:
-    """What a reader sees of it, without figures."""
-    body = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
 def headings_of(page: str) -> list[str]:

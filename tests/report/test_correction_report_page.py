@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +19,7 @@ from mock_scheduler.report.correction_page import MAX_STEPS, render_correction_p
 from mock_scheduler.report.correction_text import print_correction
 from mock_scheduler.report.correction_view import CorrectionReport
 from tests.report.correction_reports import make_report, make_step
+from tests.report.pages import figures_of, text_of
 from tests.report.recordings import make_console
 
 EVIL = '</script><script>alert("1")</script><b>'
@@ -30,20 +29,6 @@ EVIL = '</script><script>alert("1")</script><b>'
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
     monkeypatch.setattr(correction_page, "get_plotlyjs", lambda: "/* plotly */")
-
-
-def figures_of(page: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return {figure["id"]: figure for figure in json.loads(found[1], parse_constant=refuse)}
-
-
-def text_of(page: str) -> str:
-    body = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
 def make_full() -> CorrectionReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mock_scheduler.config.correction.rules import Rule
+from mock_scheduler.config.correction.rules import Rule, numbered_label
 from mock_scheduler.config.correction.verl_keys import VETO, WEIGHTS
 from mock_scheduler.config.problems import Problem
 
@@ -34,9 +34,8 @@ def name_problems(of_keys: Sequence[Rule], rules: Sequence[Rule]) -> list[Proble
     for place, rule in places:
         if not rule.rejects or rule.name in _RESERVED:
             continue
+        name = numbered_label(rule, labels)
         labels.append(rule.label)
-        number = labels.count(rule.label)
-        name = rule.label if number == 1 else f"{rule.label}_{number}"
         clash = next((other for other in taken if other in (name, f"{name}_seq") or name == f"{other}_seq"), None)
         if clash is None:
             taken[name] = place

@@ -12,7 +12,7 @@ segment, which is one turn, or the sequence) by an estimator that is aggregated 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -132,6 +132,12 @@ def _inverted(rule: Rule) -> Rule:
     if not rule.rejects or rule.estimator != "ratio" or rule.lower is None or rule.upper is None:
         return rule
     return rule.model_copy(update={"lower": 1.0 / rule.upper, "upper": 1.0 / rule.lower})
+
+
+def numbered_label(rule: Rule, earlier: Sequence[str]) -> str:
+    """The rule's name in metrics after rules with these labels: its label, and of a second one ``{label}_2``."""
+    number = 1 + sum(label == rule.label for label in earlier)
+    return rule.label if number == 1 else f"{rule.label}_{number}"
 
 
 def _bound(value: float | None, unlimited: str) -> str:
