@@ -42,15 +42,7 @@ def weights_of_0_6_0(
     passed, metrics = veto_rows(log_ratio, mask, veto)
     if not mask.any():
         raise AssertionError("response_mask selects no token; 0.6.0 asserts that it selects one")
-    measured = MeasuredRatios(
-        applied=ratios.per_token,
-        raw=ratios.per_token,
-        of_rows=ratios.of_rows,
-        mask=mask,
-        lower=lower,
-        upper=upper,
-        clamp_lower=lower,
-    )
+    measured = MeasuredRatios.of_raw(ratios, mask, lower=lower, upper=upper)
     by_token = behaviour.geometric_fractions_by_token and level == "geometric"
     metrics |= ratio_metrics("rollout_is", measured, fractions_by_token=by_token, divides_tensors=True)
     selected = ratios.per_token[mask.bool()]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND
-from mock_scheduler.correction.verl.masked import clamp_log, masked_mean, masked_sum, mean_of
+from mock_scheduler.correction.verl.masked import Ratios, clamp_log, masked_mean, masked_sum, mean_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,6 +31,19 @@ class MeasuredRatios:
     lower: float
     upper: float
     clamp_lower: float
+
+    @classmethod
+    def of_raw(cls, ratios: Ratios, mask: torch.Tensor, *, lower: float, upper: float) -> MeasuredRatios:
+        """Of ratios that nothing was done to, clamped before squares at both bounds."""
+        return cls(
+            applied=ratios.per_token,
+            raw=ratios.per_token,
+            of_rows=ratios.of_rows,
+            mask=mask,
+            lower=lower,
+            upper=upper,
+            clamp_lower=lower,
+        )
 
 
 def ratio_metrics(

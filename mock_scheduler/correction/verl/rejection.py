@@ -28,15 +28,7 @@ def reject_by_ratio(
     lower = 1.0 / upper if given is None else read_number("rollout_rs_threshold_lower", given)
     ratios = compute_ratios(level, log_ratio, mask)
     kept = ((ratios.per_token >= lower) & (ratios.per_token <= upper)).float()
-    measured = MeasuredRatios(
-        applied=ratios.per_token,
-        raw=ratios.per_token,
-        of_rows=ratios.of_rows,
-        mask=mask,
-        lower=lower,
-        upper=upper,
-        clamp_lower=lower,
-    )
+    measured = MeasuredRatios.of_raw(ratios, mask, lower=lower, upper=upper)
     by_token = behaviour.geometric_fractions_by_token and level == "geometric"
     metrics = ratio_metrics("rollout_rs", measured, fractions_by_token=by_token)
     return mask * kept, metrics | masked_fractions("rollout_rs", level, kept, mask)
