@@ -43,6 +43,7 @@ setup(
         "zstd": ["zstandard>=0.22"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
+            "filelock>=3.12",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "moto[server,s3]>=5.1",
@@ -50,6 +51,7 @@ setup(
             "pytest>=8",
             "pytest-cov>=5",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.5",
             "ruff>=0.8",
             "types-PyYAML",
         ],

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The gate: format, lint, strict types, import layers, tests with a coverage floor.
-#   launch/test.sh            the fast tests
-#   launch/test.sh --all      and the long proofs (marker "all")
+#   launch/test.sh            the fast tests, a worker for each core
+#   launch/test.sh --all      and the long proofs (marker "all"), which have the machine to themselves
 #   launch/test.sh ARGS...    other arguments go to pytest; a selection of tests has no coverage floor
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,9 +25,14 @@ coverage=()
 if [[ ${#selection[@]} -eq 0 ]]; then
     coverage=(--cov --cov-report=term:skip-covered --cov-fail-under=80)
 fi
+workers=()
+if [[ ${#selection[@]} -eq 0 && ${#marker[@]} -eq 0 ]]; then
+    workers=(--numprocesses auto --maxprocesses 8 --dist loadfile)
+    export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1  # the workers fill the cores
+fi
 
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy
 .venv/bin/lint-imports
-exec .venv/bin/python -m pytest "${marker[@]}" "${coverage[@]}" "${selection[@]}"
+exec .venv/bin/python -m pytest "${marker[@]}" "${workers[@]}" "${coverage[@]}" "${selection[@]}"

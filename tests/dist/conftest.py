@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.launcher import LaunchPlan, run_plan
+from tests.sharing import make_once
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ("tp2-pp2", "pp2-dp2", "tp2-dp2-sp")
@@ -42,7 +43,10 @@ def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which every layout has written; ``tp1`` is the reference of one process."""
-    folder = tmp_path_factory.mktemp("dist")
+    return make_once(tmp_path_factory, "dist", _run_layouts)[0]
+
+
+def _run_layouts(folder: Path) -> dict[str, object]:
     launch(1, folder, ("tp1",))
     launch(4, folder, LAYOUTS)
-    return folder
+    return {}

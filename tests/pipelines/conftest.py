@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.tiny_runs import read_json, run_cli, write_tiny_config
+from tests.sharing import make_once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,15 @@ class TinyAlignment:
 @pytest.fixture(scope="session")
 def tiny_alignment(tmp_path_factory: pytest.TempPathFactory) -> TinyAlignment:
     """A baseline and six candidates through the real command line."""
-    root = tmp_path_factory.mktemp("tiny")
+    root, told = make_once(tmp_path_factory, "tiny", _align)
+    return TinyAlignment(
+        configs=root / "configs", folder=root / "align", exit_code=told["exit_code"], terminal=told["terminal"]
+    )
+
+
+def _align(root: Path) -> dict[str, object]:
     configs = write_tiny_config(root)
     finished = run_cli("align", configs, [f"align.output_dir={root / 'align'}"])
     terminal = finished.stdout + finished.stderr
     assert (root / "align" / "align.json").is_file(), terminal
-    return TinyAlignment(configs=configs, folder=root / "align", exit_code=finished.returncode, terminal=terminal)
+    return {"exit_code": finished.returncode, "terminal": terminal}

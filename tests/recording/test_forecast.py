@@ -9,7 +9,7 @@ import pytest
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.recording.storage.local import LocalStorage
-from mock_scheduler.recording.writing.forecast import DiskForecast, format_bytes
+from mock_scheduler.recording.writing.forecast import DiskForecast
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 
@@ -88,8 +88,8 @@ def test_a_warning_is_given_once_and_again_after_there_was_space(caplog: pytest.
         caplog.records[0]
         .getMessage()
         .startswith(
-            "[Rollout Mock] The disk will be full before the recording ends: a step takes 1000 bytes (average of 1), "
-            "and 10 more will be kept. They need 9.8 KiB; 0 bytes are free in /recordings/a."
+            "[Rollout Mock] The disk will be full before the recording ends: a step takes 1.0 KiB (average of 1), "
+            "and 10 more will be kept. They need 9.8 KiB; 0 B are free in /recordings/a."
         )
     )
 
@@ -113,14 +113,6 @@ def test_the_largest_size_possible_is_a_warning_with_both_numbers(caplog: pytest
         "[Rollout Mock] If every row had max_row_tokens (8192), 1000 steps would take up to 8.1 GiB; 8.1 GiB are free "
         "in /recordings/a. The first step's size will tell more."
     ]
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (37_434_163, "35.7 MiB"), (2**50, "1024.0 TiB")],
-)
-def test_sizes_are_shown_for_people(size_bytes: int, text: str) -> None:
-    assert format_bytes(size_bytes) == text
 
 
 # --------------------------------------------------------------------------------------------------------- in a writer

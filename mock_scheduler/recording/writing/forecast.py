@@ -13,6 +13,7 @@ from typing import Literal
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.text import format_bytes
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
@@ -95,16 +96,6 @@ class DiskForecast:
         if not self._has_warned:
             logger.warning("%s", text)
             self._has_warned = True
-
-
-def format_bytes(size_bytes: int) -> str:
-    """A size for people: ``512 bytes``, ``1.5 KiB``, ``35.7 MiB``."""
-    size, unit = float(size_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
 
 
 def _largest_step(batch_size: int, max_row_tokens: int) -> int:
