@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.align.inputs import find_trace
+from mock_scheduler.align.stored_config import read_stored_keys
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.finished_run import load_batches
 from mock_scheduler.compare.traces import trace_level
@@ -64,12 +64,7 @@ def training_of_run(run: Path) -> TrainingConfig | None:
     path = _run_folder(run) / CONFIG_FILE
     if not path.is_file():
         return None
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no configuration: it has no keys")
+    content = read_stored_keys(path)
     return _training(
         str(path),
         algorithm=_parse_algorithm(content.get("algorithm") or {}, str(path)),

@@ -42,12 +42,7 @@ class StoredConfig:
 
 def load_stored_config(path: Path) -> StoredConfig:
     """Read a run's ``config.yaml``. Raises ``ConfigError`` where what is needed is missing or of another kind."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no configuration: it has no keys")
+    content = read_stored_keys(path)
     problems: list[str] = []
     precision = _text(content, "precision", problems)
     trace_level = _text(_section(content, "trace", problems), "level", problems, prefix="trace.")
@@ -62,6 +57,17 @@ def load_stored_config(path: Path) -> StoredConfig:
         is_deterministic=is_deterministic_mode(envs),
         tolerance=tolerance,
     )
+
+
+def read_stored_keys(path: Path) -> dict[str, Any]:
+    """The keys of a run's ``config.yaml`` as they stand. Raises ``ConfigError`` where it cannot be read or has none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no configuration: it has no keys")
+    return content
 
 
 def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 Contract: what a block gives does not depend on which thread computes it, and results come in the order of the blocks,
 so sums over them are the same on any machine. Chunks of a block stay in the processor's cache. Torch's own threads are
-off meanwhile (``without_inner_threads``).
+off meanwhile (``threads.without_inner_threads``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -72,17 +71,6 @@ def split_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def num_threads() -> int:
     """Processors that this process may use, at most 8."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST_THREADS)
-
-
-@contextmanager
-def without_inner_threads() -> Iterator[None]:
-    """Let torch compute each operation on one thread, since blocks are computed on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @cache

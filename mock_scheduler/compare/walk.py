@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mock_scheduler.compare.blocks import without_inner_threads
 from mock_scheduler.compare.explanation import explain_differences
 from mock_scheduler.compare.found import Found, find_missing_steps, in_order
 from mock_scheduler.compare.ledgers import compare_ledgers
@@ -18,6 +17,7 @@ from mock_scheduler.compare.step_walk import StepWalk
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.threads import without_inner_threads
 from mock_scheduler.trace.reader import TraceReader
 
 #: Called with how many tensors are done, of how many.

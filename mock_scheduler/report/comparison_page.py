@@ -11,15 +11,12 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs
-
 from mock_scheduler.compare.metrics import MetricComparison, MetricLog, load_metrics
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError, TraceError
-from mock_scheduler.files import written_aside
 from mock_scheduler.report.comparison_view import (
     count_tiers,
     describe_equal_metrics,
@@ -37,7 +34,7 @@ from mock_scheduler.report.comparison_view import (
 from mock_scheduler.report.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
 from mock_scheduler.report.grid_figure import grid_figure
 from mock_scheduler.report.metric_figure import metric_figure
-from mock_scheduler.report.page_assets import SCRIPT, STYLE, embed_json
+from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import bullets, facts, metrics_html, more_line, tensors_html, tiers_html
 from mock_scheduler.report.path_figure import path_figure
 from mock_scheduler.run_files import METRICS_FILE
@@ -57,12 +54,7 @@ def write_comparison_page(result: ComparisonResult, path: Path) -> None:
 
     Metric curves are read again from the compared runs. Raises ``AlignmentError`` where it cannot be written.
     """
-    page = render_comparison_page(result)
-    try:
-        with written_aside(path) as aside:
-            aside.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+    write_document(render_comparison_page(result), path, AlignmentError)
 
 
 def render_comparison_page(result: ComparisonResult) -> str:
@@ -77,19 +69,8 @@ def render_comparison_page(result: ComparisonResult) -> str:
     sections += _list_sections(result)
     baseline, candidate = name_sides(result)
     title = f"{result.alignment.verdict.value}: {candidate} against {baseline}"
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>",
-            f"<h1>{escape(candidate)} against {escape(baseline)}</h1>",
-            *filter(None, sections),
-            f"<footer><p>{escape(describe_tolerance(result.tolerance))}</p></footer></main>",
-            f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>{SCRIPT}</script>\n</body></html>\n",
-        ]
+    return render_document(
+        title, f"{candidate} against {baseline}", sections, footer=describe_tolerance(result.tolerance), figures=figures
     )
 
 

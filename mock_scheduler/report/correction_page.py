@@ -10,12 +10,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs
-
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import written_aside
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.correction_advice import Advice
 from mock_scheduler.report.correction_figures import histogram_figure, steps_figure
@@ -39,7 +36,7 @@ from mock_scheduler.report.correction_view import (
     WorstSequence,
     WorstToken,
 )
-from mock_scheduler.report.page_assets import SCRIPT, STYLE, embed_json
+from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import facts
 
 MAX_STEPS = 200
@@ -49,12 +46,7 @@ _SEVERITY_CLASSES = {"problem": "t-diverged", "warning": "t-undecided", "note": 
 
 def write_correction_page(report: CorrectionReport, path: Path) -> None:
     """Write the page to ``path``, whole or not at all; folders are made. Raises ``ConfigError`` where it cannot be."""
-    page = render_correction_page(report)
-    try:
-        with written_aside(path) as aside:
-            aside.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    write_document(render_correction_page(report), path, ConfigError)
 
 
 def render_correction_page(report: CorrectionReport) -> str:
@@ -65,21 +57,11 @@ def render_correction_page(report: CorrectionReport) -> str:
         sections += _measured_sections(report.measured, figures)
     sections.append(_steps_section(report.steps, figures))
     title = f"rollout correction: {report.recording}"
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>",
-            f"<h1>{escape(title)}</h1>",
-            *filter(None, sections),
-            "<footer><p>Log ratio: log-probability of a token by the training policy before the step's first update, "
-            "less that with which it was sampled. Effective sample size: (Σw)² / (N·Σw²).</p></footer></main>",
-            f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>{SCRIPT}</script>\n</body></html>\n",
-        ]
+    footer = (
+        "Log ratio: log-probability of a token by the training policy before the step's first update, less that with "
+        "which it was sampled. Effective sample size: (Σw)² / (N·Σw²)."
     )
+    return render_document(title, title, sections, footer=footer, figures=figures)
 
 
 def _head_section(report: CorrectionReport) -> str:

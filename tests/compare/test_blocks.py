@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mock_scheduler.compare import blocks
-from mock_scheduler.compare.blocks import map_blocks, split_blocks, split_chunks, without_inner_threads
+from mock_scheduler.compare.blocks import map_blocks, split_blocks, split_chunks
 from mock_scheduler.compare.figures import PairSums, sum_pair
 from mock_scheduler.compare.judging import compare_updates
 from mock_scheduler.compare.tensors import TensorDifference
@@ -53,19 +53,6 @@ def test_results_come_in_the_order_of_the_blocks() -> None:
 def test_an_error_in_a_block_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         map_blocks(lambda item: 1 // item, [1, 0])
-
-
-def fail_with_one_thread() -> None:
-    with without_inner_threads():
-        assert torch.get_num_threads() == 1
-        raise KeyError
-
-
-def test_torchs_own_threads_are_given_back_even_after_an_error() -> None:
-    before = torch.get_num_threads()
-    with pytest.raises(KeyError):
-        fail_with_one_thread()
-    assert torch.get_num_threads() == before
 
 
 def test_what_is_known_to_be_equal_is_read_once() -> None:

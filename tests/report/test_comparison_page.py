@@ -15,7 +15,7 @@ from mock_scheduler.compare.metrics import compare_metrics
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report import comparison_page
+from mock_scheduler.report import page_document
 from mock_scheduler.report.comparison_page import render_comparison_page, write_comparison_page
 from mock_scheduler.report.metric_figure import MAX_STEPS
 from tests.report.comparisons import (
@@ -40,7 +40,7 @@ ALL = [identical, rounding, diverged, sketched, incomparable, infinite]
 @pytest.fixture(autouse=True)
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
-    monkeypatch.setattr(comparison_page, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
 
 
 def headings_of(page: str) -> list[str]:

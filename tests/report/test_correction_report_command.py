@@ -15,7 +15,7 @@ from mock_scheduler.align.correction_report import CorrectionOptions, run_correc
 from mock_scheduler.align.correction_sources import training_of_contract, training_of_run
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
-from mock_scheduler.report import correction_page
+from mock_scheduler.report import page_document
 from mock_scheduler.report.correction_batch import ScoredBatch
 from tests.report.correction_reports import make_step, record_scored, write_run, write_trace
 from tests.report.recordings import make_console, record
@@ -65,7 +65,7 @@ def test_the_json_has_the_numbers_of_a_recording_and_its_trace(
 
 
 def test_files_are_written_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correction_page, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
     dump_dir, run_dir = record_scored(tmp_path, make_steps())
     html, json_path = tmp_path / "out" / "page.html", tmp_path / "out.json"
     text = run(dump_dir, run=run_dir, html_path=html, json_path=str(json_path))

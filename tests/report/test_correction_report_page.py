@@ -13,7 +13,7 @@ import pytest
 
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report import correction_page
+from mock_scheduler.report import page_document
 from mock_scheduler.report.correction_format import number, percent
 from mock_scheduler.report.correction_page import MAX_STEPS, render_correction_page, write_correction_page
 from mock_scheduler.report.correction_text import print_correction
@@ -28,7 +28,7 @@ EVIL = '</script><script>alert("1")</script><b>'
 @pytest.fixture(autouse=True)
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
-    monkeypatch.setattr(correction_page, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
 
 
 def make_full() -> CorrectionReport:

@@ -8,7 +8,7 @@ e7cdce1c, which lies between 0.6.0 and 0.6.1. 0.9.0 has the helper of 0.9.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mock_scheduler.config.correction.rules import VerlRelease
@@ -74,86 +74,53 @@ _DIVERGENCE_ARGUMENTS: Mapping[str, object] = {
     "rollout_rs_threshold": None,
 }
 
+_V060 = Behaviour(
+    defaults={
+        "rollout_is_level": "token",
+        "rollout_is_mode": "truncate",
+        "rollout_is_threshold": None,
+        "rollout_is_threshold_lower": None,
+        "rollout_is_veto_threshold": 1e-4,
+    },
+    prefix="mismatch/",
+    policy_prefix="mismatch_",
+    has_chi2=False,
+    rejects_by="weight",
+    truncates_first=False,
+    measures_applied=False,
+    text_bounds=False,
+    batch_norm="absent",
+    detaches=False,
+    skips_rejection_without_threshold=False,
+    geometric_fractions_by_token=True,
+    refuses_crossed_bounds=False,
+)
+_VE7C = replace(
+    _V060,
+    defaults=_RATIO_ARGUMENTS,
+    rejects_by="ratio",
+    truncates_first=True,
+    skips_rejection_without_threshold=True,
+)
+_V061 = replace(
+    _V060,
+    defaults={**_RATIO_ARGUMENTS, "rollout_is_batch_normalize": False},
+    prefix="rollout_corr/",
+    policy_prefix="",
+    has_chi2=True,
+    rejects_by="ratio",
+    batch_norm="all_rows",
+    detaches=True,
+    geometric_fractions_by_token=False,
+)
+_V071 = replace(_V061, defaults=_DIVERGENCE_ARGUMENTS, rejects_by="divergence", batch_norm="rows_with_tokens")
+_V091 = replace(_V071, measures_applied=True, text_bounds=True, refuses_crossed_bounds=True)
+
+#: Each release as what it changed of an earlier one.
 BEHAVIOURS: Mapping[VerlRelease, Behaviour] = {
-    "0.6.0": Behaviour(
-        defaults={
-            "rollout_is_level": "token",
-            "rollout_is_mode": "truncate",
-            "rollout_is_threshold": None,
-            "rollout_is_threshold_lower": None,
-            "rollout_is_veto_threshold": 1e-4,
-        },
-        prefix="mismatch/",
-        policy_prefix="mismatch_",
-        has_chi2=False,
-        rejects_by="weight",
-        truncates_first=False,
-        measures_applied=False,
-        text_bounds=False,
-        batch_norm="absent",
-        detaches=False,
-        skips_rejection_without_threshold=False,
-        geometric_fractions_by_token=True,
-        refuses_crossed_bounds=False,
-    ),
-    "e7cdce1c": Behaviour(
-        defaults=_RATIO_ARGUMENTS,
-        prefix="mismatch/",
-        policy_prefix="mismatch_",
-        has_chi2=False,
-        rejects_by="ratio",
-        truncates_first=True,
-        measures_applied=False,
-        text_bounds=False,
-        batch_norm="absent",
-        detaches=False,
-        skips_rejection_without_threshold=True,
-        geometric_fractions_by_token=True,
-        refuses_crossed_bounds=False,
-    ),
-    "0.6.1": Behaviour(
-        defaults={**_RATIO_ARGUMENTS, "rollout_is_batch_normalize": False},
-        prefix="rollout_corr/",
-        policy_prefix="",
-        has_chi2=True,
-        rejects_by="ratio",
-        truncates_first=False,
-        measures_applied=False,
-        text_bounds=False,
-        batch_norm="all_rows",
-        detaches=True,
-        skips_rejection_without_threshold=False,
-        geometric_fractions_by_token=False,
-        refuses_crossed_bounds=False,
-    ),
-    "0.7.1": Behaviour(
-        defaults=_DIVERGENCE_ARGUMENTS,
-        prefix="rollout_corr/",
-        policy_prefix="",
-        has_chi2=True,
-        rejects_by="divergence",
-        truncates_first=False,
-        measures_applied=False,
-        text_bounds=False,
-        batch_norm="rows_with_tokens",
-        detaches=True,
-        skips_rejection_without_threshold=False,
-        geometric_fractions_by_token=False,
-        refuses_crossed_bounds=False,
-    ),
-    "0.9.1": Behaviour(
-        defaults=_DIVERGENCE_ARGUMENTS,
-        prefix="rollout_corr/",
-        policy_prefix="",
-        has_chi2=True,
-        rejects_by="divergence",
-        truncates_first=False,
-        measures_applied=True,
-        text_bounds=True,
-        batch_norm="rows_with_tokens",
-        detaches=True,
-        skips_rejection_without_threshold=False,
-        geometric_fractions_by_token=False,
-        refuses_crossed_bounds=True,
-    ),
+    "0.6.0": _V060,
+    "e7cdce1c": _VE7C,
+    "0.6.1": _V061,
+    "0.7.1": _V071,
+    "0.9.1": _V091,
 }
