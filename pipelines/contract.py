@@ -31,7 +31,7 @@ _WORKERS = "num_env_workers"
 # Keys of the configuration that decide how a recorded batch is trained on: they may be what is being compared. The
 # keys that are in neither this table nor the one of what was played name files, or are in the contract as read back.
 _TRAINING = (
-    *("parallel", "training", "precision", "max_steps", "eval_steps"),
+    *("parallel", "training", "precision", "max_steps", "eval_steps", "order", "perturbation", "graft"),
     *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
     *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "pg_clip_high"),
     *("dual_clip", "policy_loss", "loss_agg_mode"),

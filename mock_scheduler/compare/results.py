@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.proofs import Consequence, Localisation, Proof
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison
 from mock_scheduler.compare.traces import compare_trace_folders
@@ -41,7 +42,10 @@ class RunSummary:
 class CandidateResult:
     """One candidate: what it overrides, its planned layout, its run (``None`` where it failed) and the verdict.
 
-    ``log_path``: its terminal output; ``None`` where that was not kept.
+    ``log_path``: its terminal output; ``None`` where that was not kept. ``alignment``: compared with the baseline.
+    ``changes``: the keys that may move a bit. ``proofs``: what the verdict rests on, strongest first. ``emulated``: the
+    comparison with the reference that adds in its order. ``localisation``: of a divergence; ``consequence``: of a
+    difference. ``versions``: of packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
     """
 
     name: str
@@ -50,11 +54,34 @@ class CandidateResult:
     log_path: Path | None
     run: RunSummary | None
     alignment: Alignment
+    changes: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    emulated: Alignment | None = None
+    localisation: Localisation | None = None
+    consequence: Consequence | None = None
+    versions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignmentTimes:
+    """Where the seconds of an alignment went: baseline and candidates, comparisons, and what proofs cost beyond them."""
+
+    baseline_s: float
+    candidates_s: float
+    comparison_s: float
+    emulation_s: float
+    noise_s: float
+    referee_s: float
+    localisation_s: float
+    total_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentResult:
-    """A whole alignment run. ``recording_dir``: ``None`` where no recording is known, or it is no longer there."""
+    """A whole alignment run. ``recording_dir``: ``None`` where no recording is known, or it is no longer there.
+
+    ``times``: ``None`` until it has ended.
+    """
 
     config_name: str
     output_dir: Path
@@ -62,6 +89,7 @@ class AlignmentResult:
     tolerance: ToleranceConfig
     baseline: RunSummary
     candidates: tuple[CandidateResult, ...]
+    times: AlignmentTimes | None = None
 
 
 InputKind = Literal["run", "trace", "metrics", "recording"]

@@ -1,6 +1,7 @@
 """From the differences of two runs to one verdict with its reason.
 
-``identical``: everything compared is bit-equal, and so are all replicas. ``rounding``: nothing is beyond its bound.
+``identical``: everything compared is bit-equal, and so are all replicas. ``identical (emulated)``: so it is to a
+reference that adds in the candidate's order, which alignment decides. ``rounding``: nothing is beyond its bound.
 ``suspect``: sketches cannot tell on which side of its bound something is. ``diverged``: something is beyond its bound,
 or missing on one side, or replicas disagree. ``incomparable``: what had to be compared was not, the two were told to
 trace different things, or neither is a reference. ``unverified``: the run could not show that it is deterministic.
@@ -48,6 +49,7 @@ class Verdict(StrEnum):
     """What a candidate is to its baseline."""
 
     IDENTICAL = "identical"
+    EMULATED = "identical (emulated)"
     ROUNDING = "rounding"
     SUSPECT = "suspect"
     DIVERGED = "diverged"
@@ -62,6 +64,7 @@ class Verdict(StrEnum):
 
 _EXIT_CODES = {
     Verdict.IDENTICAL: ExitCode.ALIGNED,
+    Verdict.EMULATED: ExitCode.ALIGNED,
     Verdict.ROUNDING: ExitCode.ALIGNED,
     Verdict.SUSPECT: ExitCode.SUSPECT,
     Verdict.DIVERGED: ExitCode.DIVERGED,

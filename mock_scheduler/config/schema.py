@@ -48,6 +48,7 @@ from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.model import ModelConfig
+from mock_scheduler.config.proofs import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.sections import (
     AlignConfig,
@@ -73,10 +74,13 @@ __all__ = [
     "EnvManagerConfig",
     "FrozenLakeEnvConfig",
     "GeneratingArgs",
+    "GraftConfig",
     "KlInRewardConfig",
     "Mode",
     "ModelConfig",
+    "OrderConfig",
     "ParallelConfig",
+    "PerturbationConfig",
     "PipelineConfig",
     "RetentionConfig",
     "RewardNormalizationConfig",
@@ -148,6 +152,9 @@ class PipelineConfig(ConfigSection):
     rollout_worker: RolloutWorkerConfig = RolloutWorkerConfig()
     training_service: TrainingServiceConfig = TrainingServiceConfig()
     align: AlignConfig = AlignConfig()
+    order: OrderConfig = OrderConfig()
+    perturbation: PerturbationConfig = PerturbationConfig()
+    graft: GraftConfig = GraftConfig()
 
     @property
     def tags_in_use(self) -> list[str]:

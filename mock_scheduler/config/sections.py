@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt
+from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class ToleranceConfig(ConfigSection):
@@ -35,24 +39,61 @@ class CandidateConfig(ConfigSection):
 
     ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the pipeline's place, for a
     change that is code: one that puts another kernel in, say, and then calls ``pipelines.agentic.main``.
+    ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
+    ``exact``: whether it must equal the reference to the last bit, in its own order of sums where that is emulated;
+    ``None``: exactly where its code is this one's and nothing but its layout differs, so that nothing else may round.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: CandidateName
     overrides: list[str] = Field(default=[])
     entry: str = "pipelines.agentic"
+    python: str | None = None
+    exact: bool | None = None
+
+
+class MatrixConfig(ConfigSection):
+    """Candidates as a product: every layout with every option.
+
+    ``layouts``: as ``tp2-sp-pp2``; ``options``: overrides by a name of one's own, ``plain`` being none.
+    ``exclude``: globs of the names of candidates, ``{layout}`` or ``{layout}.{option}``.
+    """
+
+    layouts: list[str] = Field(default=[])
+    options: dict[CandidateName, list[str]] = Field(default={})
+    exclude: list[str] = Field(default=[])
+
+
+class ProofsConfig(ConfigSection):
+    """Which proofs an alignment may spend runs on; each is tried only where a stronger one has not decided.
+
+    ``emulate``: a reference in one process that adds in the candidate's order. ``num_perturbations``: runs whose
+    weights are perturbed by one unit roundoff, which measure the noise of every tensor; 0: none. ``referee``: both
+    sides again in float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs that narrow
+    a divergence down to step, tensor and module. ``consequence``: what a difference does to clipping, KL and update.
+    """
+
+    emulate: bool = True
+    num_perturbations: NonNegativeInt = 5
+    referee: Literal["auto", "always", "never"] = "auto"
+    localise: bool = True
+    consequence: bool = True
 
 
 class AlignConfig(ConfigSection):
-    """``mock-scheduler align``: what the baseline and each candidate override, and the stated tolerance.
+    """``mock-scheduler align``: what the baseline and each candidate override, and how they are judged.
 
-    ``tolerance``: ``None`` is ``ToleranceConfig``'s own for float32 and ``FLOAT64_TOLERANCE`` for float64; bfloat16 has
-    no default, so it must be stated.
+    ``tolerance``: bounds that the user states in the place of measured noise. ``share_processes``: candidates of one
+    world size run one after another in one process group. ``at_once``: groups of processes that may run at a time.
     """
 
     output_dir: str | None = None
     baseline: list[str] = Field(default=[])
     candidates: list[CandidateConfig] = Field(default=[])
+    matrix: MatrixConfig = MatrixConfig()
     tolerance: ToleranceConfig | None = None
+    proofs: ProofsConfig = ProofsConfig()
+    share_processes: bool = True
+    at_once: PositiveInt = 1
 
 
 class CheckpointConfig(ConfigSection):

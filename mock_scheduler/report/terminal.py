@@ -27,6 +27,7 @@ _NAME_WIDTH = 21
 #: How a verdict's word looks in a terminal.
 VERDICT_STYLES: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "bold green",
+    Verdict.EMULATED: "bold green",
     Verdict.ROUNDING: "green",
     Verdict.SUSPECT: "bold yellow",
     Verdict.DIVERGED: "bold red",
@@ -35,6 +36,7 @@ VERDICT_STYLES: Mapping[Verdict, str] = {
 }
 _LEGEND: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
+    Verdict.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
     Verdict.ROUNDING: "differs, and nothing is beyond the tolerance below",
     Verdict.SUSPECT: "within the tolerance, but with a systematic slope or concentrated in one place",
     Verdict.DIVERGED: "something is beyond tolerance or missing, or replicas disagree",

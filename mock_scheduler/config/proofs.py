@@ -1,0 +1,58 @@
+"""How a run is made part of a proof: in whose order it adds, how its weights are perturbed, what is grafted into it.
+
+Contract: importing this imports no torch. All three are off by default, and alignment sets them itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mock_scheduler.config.base import ConfigSection, NonNegativeInt
+from mock_scheduler.config.layout import ParallelConfig
+
+
+class OrderConfig(ConfigSection):
+    """In which order sums are made.
+
+    ``emulate``: a layout whose order of sums one process follows, in matrix products, reductions and accumulators; what
+    is computed stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
+    parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
+    """
+
+    emulate: ParallelConfig | None = None
+    ordered_reductions: bool = False
+
+
+class PerturbationConfig(ConfigSection):
+    """Weights moved by about one rounding, to measure how much a difference of that size becomes.
+
+    Every initial weight w is w · (1 + unit_roundoffs · u · ξ), ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so
+    that it is the same in every layout; u is 2^-24 in float32, 2^-8 in bfloat16, 2^-53 in float64. The output of the
+    embedding is moved likewise. ``seed``: ``None`` perturbs nothing.
+    """
+
+    seed: NonNegativeInt | None = None
+    unit_roundoffs: float = Field(default=1.0, gt=0.0)
+
+
+class GraftConfig(ConfigSection):
+    """A reference's tensors put into a run, to tell what causes a difference from what passes it on.
+
+    ``trace_dir``: a trace of level ``full`` that has them; ``None`` grafts nothing. ``names``: canonical names of
+    module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).
+    ``step``, ``update``: the only update in which it is done.
+    """
+
+    trace_dir: str | None = None
+    kind: Literal["activation", "activation_gradient"] = "activation"
+    names: list[str] = Field(default=[])
+    step: NonNegativeInt = 0
+    update: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check_names(self) -> GraftConfig:
+        if (self.trace_dir is None) != (not self.names):
+            raise ValueError("trace_dir and names belong together: give both, or neither")
+        return self
