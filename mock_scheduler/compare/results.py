@@ -64,7 +64,7 @@ class CandidateResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentTimes:
-    """Where the seconds of an alignment went: baseline and candidates, comparisons, and what proofs cost beyond them."""
+    """Where the seconds of an alignment went: runs, comparisons, and what proofs cost beyond them."""
 
     baseline_s: float
     candidates_s: float
