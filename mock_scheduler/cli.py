@@ -100,20 +100,81 @@ def align(
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "--output_dir", help="where runs and verdicts go")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier alignment run there")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
+    ] = False,
+    recording: Annotated[
+        Path | None, typer.Option("--recording", help="what the baseline replays too; else it records")
+    ] = None,
+    is_ci: Annotated[bool, typer.Option("--ci", help="print a short summary, and write JUnit XML")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdicts to this file")] = None,
+    html_path: Annotated[Path | None, typer.Option("--html", help="also write the page to this file")] = None,
 ) -> None:
-    """Record a baseline, replay it under every candidate, and give a verdict for each."""
-    from mock_scheduler.align.command import run_align  # imports torch: not for --help
+    """Record a baseline, replay it under every candidate, and give a verdict for each, with what proves it."""
+    from mock_scheduler.align.command import AlignOptions, run_align  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
+    options = AlignOptions(
+        output_dir=output_dir,
+        overwrite=overwrite,
+        recording_dir=recording,
+        is_ci=is_ci,
+        json_path=json_path,
+        html_path=html_path,
+    )
     code = run_align(
         config_name=source.config_name,
         config_path=Path(source.config_path),
         overrides=source.overrides,
-        output_dir=output_dir,
-        overwrite=overwrite,
-        json_path=json_path,
+        options=options,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def extract(
+    align_dir: Annotated[Path, typer.Argument(help="folder of a finished alignment", show_default=False)],
+    candidate: Annotated[str, typer.Argument(help="one of its candidates that diverged", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder to make", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="step to reproduce; else that of the first divergence")
+    ] = None,
+    groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
+    is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
+) -> None:
+    """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
+    from mock_scheduler.align.extract import run_extract  # imports torch: not for --help
+
+    code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
+    raise typer.Exit(code)
+
+
+@app.command()
+def minimise(
+    config_name: ConfigName,
+    candidate: Annotated[str, typer.Argument(help="name of a candidate that diverges", show_default=False)],
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "--output_dir", help="where the alignments and the result go")
+    ] = None,
+    max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
+    ] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+) -> None:
+    """Shrink a diverged candidate, its layout, changes, model and data, while it still diverges."""
+    from mock_scheduler.align.minimise_command import MinimiseOptions, run_minimise  # imports torch: not for --help
+
+    source = _source(config_name, config_path, overrides)
+    options = MinimiseOptions(output_dir=output_dir, max_runs=max_runs, overwrite=overwrite, json_path=json_path)
+    code = run_minimise(
+        source.config_name,
+        candidate,
+        options,
+        config_path=Path(source.config_path),
+        overrides=source.overrides,
     )
     raise typer.Exit(code)
 

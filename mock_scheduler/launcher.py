@@ -35,9 +35,11 @@ from mock_scheduler.processes import (
     meant_exit_code,
     write_signal_error,
 )
+from mock_scheduler.session_files import STATUS_FILE, SessionRun, check_session, find_running, write_plan
 from mock_scheduler.text import bullet_list
 
 DEFAULT_ENTRY = "pipelines.agentic"
+SESSION_ENTRY = "pipelines.session"
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
 _RANK_VARIABLES = frozenset(
@@ -55,7 +57,7 @@ class LaunchPlan:
 
     ``argv``: the command. ``env``: variables to set over the launcher's own.
     ``num_processes``: on this node; ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes
-    if a signal ends it; ``None``: nowhere.
+    if a signal ends it, of several runs the plan's file, by which the one that was running is found; ``None``: nowhere.
     """
 
     argv: tuple[str, ...]
@@ -88,14 +90,9 @@ def plan_launch(
     num_processes = world_size // nnodes
     source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides))
     program = ("-m", entry, *source.arguments())
-    env = launch_environment(config.system_envs)
-    if world_size == 1:
-        argv = (python, *program)
-        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    else:
-        rendezvous = _rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
-        torchrun = ("--nproc-per-node", str(num_processes), "--nnodes", str(nnodes))
-        argv = (python, "-m", "mock_scheduler.launcher", config.output_dir, *torchrun, *rendezvous, *program)
+    rendezvous = _rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
+    torchrun = ("--nproc-per-node", str(num_processes), "--nnodes", str(nnodes), *rendezvous)
+    argv, env = _start_program(program, config, torchrun=torchrun, told_to=config.output_dir, python=python)
     return LaunchPlan(
         argv=argv,
         env=env,
@@ -103,6 +100,44 @@ def plan_launch(
         world_size=world_size,
         output_dir=Path(config.output_dir),
     )
+
+
+def plan_session(
+    runs: Sequence[SessionRun],
+    *,
+    plan_path: Path | None = None,
+    python: str = sys.executable,
+    entry: str = SESSION_ENTRY,
+) -> LaunchPlan:
+    """The plan of several runs one after another in one process group on this machine.
+
+    Writes what ``entry`` reads to ``plan_path`` (``None``: ``session.json`` beside the first run's ``output_dir``) and
+    removes what an earlier session said of these runs. Raises ``ConfigError`` where there is no run, or they cannot
+    share processes (``session_files.check_session``).
+    """
+    if not runs:
+        raise ConfigError("a session needs at least one run")
+    configs = [run.load() for run in runs]
+    check_session(runs, configs)
+    path = (plan_path or runs[0].output_dir.parent / STATUS_FILE).absolute()
+    write_plan(path, runs)
+    world_size = configs[0].parallel.world_size
+    rendezvous = _rendezvous(nnodes=1, node_rank=0, endpoint=None)
+    torchrun = ("--nproc-per-node", str(world_size), "--nnodes", "1", *rendezvous)
+    argv, env = _start_program(
+        ("-m", entry, str(path)), configs[0], torchrun=torchrun, told_to=str(path), python=python
+    )
+    return LaunchPlan(argv=argv, env=env, num_processes=world_size, world_size=world_size, output_dir=path)
+
+
+def _start_program(
+    program: tuple[str, ...], config: PipelineConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command and variables that start ``program`` as ``config`` needs it: alone, or through torchrun."""
+    env = launch_environment(config.system_envs)
+    if config.parallel.world_size == 1:
+        return (python, *program), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return (python, "-m", "mock_scheduler.launcher", told_to, *torchrun, *program), env
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:
@@ -179,10 +214,18 @@ def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]
     message = f"{subject} was ended by {describe_signal(code)}"
     if plan.output_dir is None:
         return [message]
-    problem = write_signal_error(
-        (cwd or Path()) / plan.output_dir, message, code=code, global_rank=0 if is_rank else None
-    )
-    return [message] if problem is None else [message, problem]
+    return [message, *_write_error(plan.output_dir, message, code=code, global_rank=0 if is_rank else None, cwd=cwd)]
+
+
+def _write_error(
+    told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
+) -> list[str]:
+    """Write a signal's end to the folder of the run, or of a session's run that it ended; returns what to say."""
+    folder: Path | None = (cwd or Path()) / told_to
+    if told_to.is_absolute() and told_to.is_file():
+        folder = find_running(told_to)
+    problem = None if folder is None else write_signal_error(folder, message, code=code, global_rank=global_rank)
+    return [] if problem is None else [problem]
 
 
 def _print_line(text: str, log: IO[bytes] | None) -> None:
@@ -207,7 +250,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """torchrun with all arguments but the first, the run's output_dir; returns the code that the failed ranks meant."""
+    """torchrun with all arguments but the first, where the run is told of a signal (``LaunchPlan.output_dir``).
+
+    Returns the code that the failed ranks meant.
+    """
     end_with_parent(os.environ)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     # Only the process that runs torchrun pays for torch; whoever plans a launch does not.
@@ -235,8 +281,7 @@ def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"
         print(message, file=sys.stderr, flush=True)
-        problem = write_signal_error(output_dir, message, code=culprit.code, global_rank=culprit.global_rank)
-        if problem is not None:
+        for problem in _write_error(output_dir, message, code=culprit.code, global_rank=culprit.global_rank):
             print(problem, file=sys.stderr, flush=True)
     return meant_exit_code(culprit.code)
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mock_scheduler.config.loading import parse_config_arguments
@@ -51,18 +51,29 @@ def run_entry(
     reads the environment itself. Where a launcher started this process, it ends with it.
     """
     end_with_parent(os.environ)
+
+    def load() -> PipelineConfig:
+        return parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog).load()
+
+    return attempt_run(load, check=check, run=run, prepare=prepare)
+
+
+def attempt_run(
+    load: Callable[[], PipelineConfig],
+    *,
+    check: Callable[[PipelineConfig], None],
+    run: Callable[[PipelineConfig], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
+    """One run from its configuration to its end, whose failure is reported as its own; returns its exit code."""
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None
     try:
-        source = parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog)
-        config = source.load()
+        config = load()
         output_dir = Path(config.output_dir)
         check(config)
-        apply_system_envs(
-            config.system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with()
-        )
-        _silence_foreign_warnings()
+        apply_environment(config.system_envs)
         prepare()
         run(config)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -71,3 +82,9 @@ def run_entry(
     except BaseException as error:  # noqa: BLE001
         return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
     return 0
+
+
+def apply_environment(system_envs: Mapping[str, str]) -> None:
+    """Export ``system_envs`` into this process, and keep other libraries' warnings on themselves off its terminal."""
+    apply_system_envs(system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with())
+    _silence_foreign_warnings()

@@ -49,8 +49,9 @@ from pipelines.megatron.checkpoint import (
 )
 from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
+from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
@@ -284,8 +285,10 @@ class AgenticPipeline:
         )
 
 
-def run_pipeline(config: PipelineConfig) -> None:
+def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
     """One run in this process's place of the layout. Every rank must call it, after its environment was applied.
+
+    ``in_group``: leave the layout at the end and stay in the process group, so that another run can follow.
 
     Raises:
         MockSchedulerError: of any kind, where the run cannot start or a step cannot be carried out.
@@ -297,13 +300,17 @@ def run_pipeline(config: PipelineConfig) -> None:
     check_trace_ranks(config)
     tokenizer = build_tokenizer(config)
     resumed = _read_resumed_state(config, tokenizer)
-    runtime = start_runtime(config.parallel, seed=config.seed)
     try:
+        runtime = start_runtime(config.parallel, seed=config.seed)
         configure_logging(is_writer=runtime.is_writer)
-        AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
+        with use_ordered_reductions(config.order):
+            AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
         check_took_effect(read_back(os.environ), deterministic=is_deterministic)
     finally:
-        stop_runtime()
+        if in_group:
+            leave_layout()
+        else:
+            stop_runtime()
 
 
 def _read_resumed_state(config: PipelineConfig, tokenizer: GridTokenizer) -> RunState | None:

@@ -1,21 +1,47 @@
-"""``mock-scheduler align``: plan, run, compare, report."""
+"""``mock-scheduler align``: plan, run, prove, report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from mock_scheduler.align.alignment import AlignmentRunner
 from mock_scheduler.align.execution import MakeLaunch, make_process_launch
-from mock_scheduler.align.folder import ALIGN_MARKER, prepare_folder
 from mock_scheduler.align.plan import build_loader, plan_alignment
-from mock_scheduler.align.runs import run_alignment
+from mock_scheduler.align.proof_runs import order_reductions
+from mock_scheduler.align.resume import RunCache, open_folder
+from mock_scheduler.align.run_store import RunStore
+from mock_scheduler.compare.consequence import consequence_kinds
+from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import worst_exit_code
+from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
+from mock_scheduler.report.alignment_page import write_alignment_page
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
+
+PAGE_FILE = "align.html"
+JUNIT_FILE = "align.junit.xml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignOptions:
+    """``output_dir``: where all goes; ``None``: as the configuration says. ``overwrite``: run everything anew.
+
+    ``recording_dir``: a recording that baseline and candidates replay; ``None``: the baseline records. ``is_ci``: print
+    a short summary alone, and write JUnit XML. ``json_path``, ``html_path``: further copies of result and page.
+    """
+
+    output_dir: Path | None = None
+    overwrite: bool = False
+    recording_dir: Path | None = None
+    is_ci: bool = False
+    json_path: Path | None = None
+    html_path: Path | None = None
 
 
 def run_align(
@@ -23,32 +49,64 @@ def run_align(
     config_name: str,
     config_path: Path,
     overrides: Sequence[str],
-    output_dir: Path | None,
-    overwrite: bool,
-    json_path: Path | None,
+    options: AlignOptions,
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
 ) -> int:
     """Run an alignment, print its report, and return the exit code of the gravest verdict.
 
-    ``{output_dir}/align.json`` holds the result, saved anew after every run, so that an interrupt loses none; a copy
-    of the whole goes to ``json_path``. Raises ``ConfigError`` before anything runs, and ``AlignmentError`` where the
-    baseline fails. ``console``: ``None`` is this terminal.
+    ``{output_dir}/align.json`` holds the result, saved anew after every stage, so that an interrupt loses none, and
+    ``align.html`` shows it. Runs of an earlier alignment in the same folder that would be made again as they were are
+    taken again. Raises ``ConfigError`` before anything runs, and ``AlignmentError`` where the baseline fails.
+    ``console``: ``None`` is this terminal.
     """
     console = console or build_console()
     load = build_loader(config_name, config_path)
-    plan = plan_alignment(load, overrides=overrides, output_dir=output_dir)
-    prepare_folder(plan.output_dir, marker=ALIGN_MARKER, overwrite=overwrite)
-    launch = make_launch(config_name, config_path)
+    wants_consequence = load(overrides).align.proofs.consequence
+    plan = plan_alignment(
+        load,
+        overrides=overrides,
+        output_dir=options.output_dir,
+        recording_dir=options.recording_dir,
+        trace_kinds=consequence_kinds() if wants_consequence else (),
+    )
+    plan = order_reductions(plan, load=load)
+    open_folder(plan.output_dir, fresh=options.overwrite)
     result_path = plan.output_dir / ALIGN_FILE
-    save = partial(save_result, path=result_path)
-    result = run_alignment(plan, config_name=config_name, launch=launch, save=save, console=console)
+    runner = AlignmentRunner(
+        plan=plan,
+        config_name=config_name,
+        load=load,
+        store=RunStore(
+            launch=make_launch(config_name, config_path),
+            cache=RunCache(recording_dir=plan.recording_dir),
+            console=console,
+            share=plan.baseline.config.align.share_processes,
+        ),
+        save=partial(save_result, path=result_path),
+        console=console,
+    )
+    result = runner.run()
     files = {
+        "page": plan.output_dir / PAGE_FILE,
         "result": result_path,
         "recording": plan.recording_dir,
         "runs": plan.output_dir / "{name}" / LOG_FILE,
     }
-    print_report(result, console, files=files)
-    if json_path is not None:
-        save_result(result, json_path)
+    _write_reports(result, options, files=files)
+    if options.is_ci:
+        console.print(alignment_summary(result), highlight=False, markup=False, soft_wrap=True)
+    else:
+        print_report(result, console, files=files)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
+
+
+def _write_reports(result: AlignmentResult, options: AlignOptions, *, files: dict[str, Path]) -> None:
+    for path in (files["page"], options.html_path):
+        if path is not None:
+            write_alignment_page(result, path)
+    if options.json_path is not None:
+        save_result(result, options.json_path)
+    if options.is_ci:
+        files["junit"] = result.output_dir / JUNIT_FILE
+        write_junit(result, files["junit"])

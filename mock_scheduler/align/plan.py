@@ -1,31 +1,67 @@
 """Which runs an alignment makes, and with which overrides; everything is checked before the first one starts.
 
-The baseline is the user's command line plus ``align.baseline``, in mode dump. Each candidate is the same plus its own
-overrides, in mock on the baseline's recording. What an alignment must decide itself (mode, recording, trace, folders)
-nobody else may set: an override that would have no effect is an error.
+The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a recording that is there
+already. Each candidate is the same plus its own overrides, in mock on the same recording. What an alignment must decide
+itself (mode, recording, trace, folders, proofs) nobody else may set: an override that would have no effect is an error.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from mock_scheduler.align.changes import find_changes
+from mock_scheduler.align.interpreters import Interpreter, InterpreterReader, describe_versions
+from mock_scheduler.align.matrix import expand_candidates
+from mock_scheduler.align.overrides import (
+    check_free,
+    format_override,
+    has_module,
+    override_keys,
+    quote_override,
+)
+from mock_scheduler.align.planned import PROOFS_NAME, AlignPlan, PlannedRun
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
-from mock_scheduler.config.sections import FLOAT64_TOLERANCE
+from mock_scheduler.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
-from mock_scheduler.errors import ConfigError, DeterminismError
-from mock_scheduler.launcher import DEFAULT_ENTRY
-from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
+from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.run_files import ALIGN_FILE
+
+__all__ = [
+    "BASELINE_NAME",
+    "PROOFS_NAME",
+    "RECORDING_NAME",
+    "AlignPlan",
+    "ConfigLoader",
+    "PlannedRun",
+    "build_loader",
+    "has_module",
+    "override_keys",
+    "plan_alignment",
+    "quote_override",
+    "stated_tolerance",
+]
 
 BASELINE_NAME = "baseline"
 RECORDING_NAME = "recording"
+#: What else lies in an alignment's folder beside its candidates.
+RESERVED_NAMES = (
+    BASELINE_NAME,
+    RECORDING_NAME,
+    PROOFS_NAME,
+    ALIGN_FILE,
+    *(Path(ALIGN_FILE).with_suffix(suffix).name for suffix in (".html", ".junit.xml")),
+)
 
 #: Makes a checked configuration out of overrides; raises ``ConfigError``.
 ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
+#: Finds the interpreter of a candidate; ``None`` is this process's own. Raises ``ConfigError``.
+ReadInterpreter = Callable[[str | None], Interpreter]
 
 # Every step of the baseline is recorded, and every step of a candidate is that of the recording.
 _WHOLE_RECORDING = {
@@ -37,81 +73,60 @@ _WHOLE_RECORDING = {
     "rollout_mock.missing_step": "error",
     "rollout_mock.retention.keep_last": "null",
 }
-_SET_BY_ALIGN = (*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level")
-_SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir")
+_SET_BY_ALIGN = (
+    *(*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level"),
+    *("order.emulate", "perturbation.", "graft."),
+)
+_SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir", "align.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRun:
-    """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with.
-
-    ``entry``: the Python module that its processes run.
-    """
-
-    name: str
-    entry: str
-    own_overrides: tuple[str, ...]
-    overrides: tuple[str, ...]
-    config: PipelineConfig
-    output_dir: Path
-
-    @property
-    def layout(self) -> str:
-        """Its layout in one phrase."""
-        return self.config.parallel.describe()
-
-    @property
-    def log_path(self) -> Path:
-        """Where its terminal output goes."""
-        return self.output_dir / LOG_FILE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlignPlan:
-    """All runs of an alignment, in order, and where its results go."""
-
-    output_dir: Path
-    recording_dir: Path
-    tolerance: ToleranceConfig
-    baseline: PlannedRun
-    candidates: tuple[PlannedRun, ...]
-
-
-def plan_alignment(load: ConfigLoader, *, overrides: Sequence[str], output_dir: Path | None) -> AlignPlan:
-    """Plan an alignment; nothing is started or written.
+def plan_alignment(
+    load: ConfigLoader,
+    *,
+    overrides: Sequence[str],
+    output_dir: Path | None,
+    recording_dir: Path | None = None,
+    trace_kinds: Sequence[str] = (),
+    read_interpreter: ReadInterpreter | None = None,
+) -> AlignPlan:
+    """Plan an alignment; nothing is run or written, but other interpreters are asked for their versions.
 
     ``load`` makes a checked configuration out of overrides. ``output_dir``: ``None`` means ``align.output_dir``, or
-    ``{output_dir}/align``. Raises ``ConfigError`` for a missing, doubled or impossible candidate, naming it.
+    ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well; its contract is checked by
+    the runs. ``trace_kinds``: what must be traced beside the configuration's own ``trace.kinds``.
+    Raises ``ConfigError`` for missing, doubled or impossible candidates, naming them all, and for a recording that is
+    not there or has too few steps.
     """
     config = load(overrides)
-    _check_candidates(config)
-    _check_free("the command line", overrides, _SET_BY_ALIGN)
-    _check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
+    check_free("the command line", overrides, _SET_BY_ALIGN)
+    check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
-    shared = (*overrides, *config.align.baseline)
-    baseline = _plan_run(
-        load, BASELINE_NAME, shared, own=tuple(config.align.baseline), entry=DEFAULT_ENTRY, mode="dump", root=root
+    planner = _Planner(
+        load=load,
+        root=root,
+        recording_dir=root / RECORDING_NAME if recording_dir is None else recording_dir.resolve(),
+        trace_kinds=tuple(trace_kinds),
+        read_interpreter=read_interpreter or InterpreterReader().read,
     )
-    candidates, problems = [], []
-    for candidate in config.align.candidates:
-        own = tuple(candidate.overrides)
-        try:
-            _check_free("its overrides", own, _SET_BY_ALIGN + _SET_PER_RUN)
-            planned = _plan_run(
-                load, candidate.name, (*shared, *own), own=own, entry=candidate.entry, mode="mock", root=root
-            )
-            stated_tolerance(planned.config)
-            candidates.append(planned)
-        except (ConfigError, DeterminismError) as error:
-            problems.append(f"candidate {candidate.name!r}: {error}")
-    if problems:
-        raise ConfigError("nothing was run:\n" + "\n".join(problems))
+    shared = (*overrides, *config.align.baseline)
+    of_baseline = load(shared) if config.align.baseline else config
+    _check_proof_keys(of_baseline)
+    candidates = expand_candidates(of_baseline.align, of_baseline.parallel, reserved=RESERVED_NAMES)
+    if recording_dir is not None:
+        _check_recording(recording_dir, of_baseline)
+    baseline = planner.plan(
+        CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
+        shared,
+        exp_name=of_baseline.exp_name,
+        mode="dump" if recording_dir is None else "mock",
+    )
     return AlignPlan(
         output_dir=root,
-        recording_dir=root / RECORDING_NAME,
+        recording_dir=planner.recording_dir,
         tolerance=stated_tolerance(baseline.config),
         baseline=baseline,
-        candidates=tuple(candidates),
+        candidates=tuple(_plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)),
+        is_recorded=recording_dir is not None,
     )
 
 
@@ -125,98 +140,122 @@ def build_loader(config_name: str, config_path: Path) -> ConfigLoader:
     return load
 
 
-def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The keys that overrides in Hydra's grammar set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
-    return [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
-
-
-def has_module(module: str) -> bool:
-    """Whether ``python -m module``, started in the working directory, would find a file to run; imports nothing."""
-    relative = Path(*module.split("."))
-    roots = (Path(root) for root in ("", *sys.path))
-    return any(
-        (root / relative).with_suffix(".py").is_file() or (root / relative / "__main__.py").is_file() for root in roots
-    )
-
-
 def stated_tolerance(config: PipelineConfig) -> ToleranceConfig:
-    """The tolerance of ``align.tolerance``, or the default for float32 or float64.
+    """The bounds that the user states; what is not stated is measured."""
+    return config.align.tolerance or ToleranceConfig()
 
-    Raises ``ConfigError`` in bfloat16 without a stated one: its rounding grows to the size of the gradients within a
-    few updates (measured: 1.5 % at the first, more than 100 % after ten), so no default would tell it from a fault.
-    """
-    if config.align.tolerance is not None:
-        return config.align.tolerance
-    if config.precision == "float64":
-        return FLOAT64_TOLERANCE
-    if config.precision != "float32":
-        raise ConfigError(
-            f"align.tolerance must be stated for precision {config.precision}: no default separates its rounding from "
-            "a fault over several updates. Measure what an honest change of this model gives and state more than "
-            "that, or align in float32, where the same change is judged far more sharply"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planner:
+    """What all runs of one alignment have in common."""
+
+    load: ConfigLoader
+    root: Path
+    recording_dir: Path
+    trace_kinds: tuple[str, ...]
+    read_interpreter: ReadInterpreter
+
+    def plan(
+        self,
+        candidate: CandidateConfig,
+        overrides: Sequence[str],
+        *,
+        exp_name: str,
+        mode: Literal["dump", "mock"],
+    ) -> PlannedRun:
+        """One run; raises ``ConfigError`` or ``DeterminismError`` where it cannot be."""
+        run_dir = self.root / candidate.name
+        complete = (
+            *overrides,
+            *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
+            f"rollout_mock.mode={mode}",
+            quote_override("rollout_mock.dump_dir", str(self.recording_dir)),
+            "trace.level=full",
+            quote_override("output_dir", str(run_dir)),
+            quote_override("exp_name", f"{exp_name}-{candidate.name}"),
+            "checkpoint_config.output_dir=null",
         )
-    return ToleranceConfig()
+        config = self.load(complete)
+        missing = set(self.trace_kinds) - set(config.trace.kinds)
+        if missing:
+            kinds = [kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in {*config.trace.kinds, *missing}]
+            complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
+            config = self.load(complete)
+        check_settings(config.system_envs)
+        if not has_module(candidate.entry):
+            raise ConfigError(
+                f"entry: there is no Python module {candidate.entry!r} in the working directory or on the Python path"
+            )
+        interpreter = self.read_interpreter(candidate.python)
+        return PlannedRun(
+            name=candidate.name,
+            entry=candidate.entry,
+            own_overrides=tuple(candidate.overrides),
+            overrides=complete,
+            config=config,
+            output_dir=run_dir,
+            python=interpreter.path,
+            env=interpreter.env,
+            versions=interpreter.versions,
+            sources=interpreter.sources,
+            exact=candidate.exact,
+        )
 
 
-def quote_override(key: str, value: str) -> str:
-    """``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text.
-
-    In a quoted value (Hydra 1.3) a quote is escaped, and so are the backslashes just before one or at the end; a
-    ``${`` is escaped for OmegaConf, which resolves the value afterwards.
-    """
-    quoted = ""
-    num_backslashes = 0
-    for character in value.replace("${", "\\${"):
-        if character == "'":
-            quoted += "\\" * num_backslashes + "\\"
-        num_backslashes = num_backslashes + 1 if character == "\\" else 0
-        quoted += character
-    return f"{key}='{quoted}{chr(92) * num_backslashes}'"
-
-
-def _plan_run(
-    load: ConfigLoader,
-    name: str,
-    overrides: Sequence[str],
+def _plan_candidates(
+    planner: _Planner,
+    candidates: Sequence[CandidateConfig],
+    shared: Sequence[str],
+    baseline: PlannedRun,
     *,
-    own: tuple[str, ...],
-    entry: str,
-    mode: Literal["dump", "mock"],
-    root: Path,
-) -> PlannedRun:
-    exp_name = load(overrides).exp_name
-    run_dir = root / name
-    complete = (
-        *overrides,
-        *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
-        f"rollout_mock.mode={mode}",
-        quote_override("rollout_mock.dump_dir", str(root / RECORDING_NAME)),
-        "trace.level=full",
-        quote_override("output_dir", str(run_dir)),
-        quote_override("exp_name", f"{exp_name}-{name}"),
-        "checkpoint_config.output_dir=null",
-    )
-    config = load(complete)
-    check_settings(config.system_envs)
-    if not has_module(entry):
-        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
-    return PlannedRun(name=name, entry=entry, own_overrides=own, overrides=complete, config=config, output_dir=run_dir)
+    listed: PipelineConfig,
+) -> list[PlannedRun]:
+    of_list = {candidate.name for candidate in listed.align.candidates}
+    planned, problems = [], []
+    for candidate in candidates:
+        own = tuple(candidate.overrides)
+        try:
+            check_free("its overrides", own, _SET_BY_ALIGN + _SET_PER_RUN)
+            run = planner.plan(candidate, (*shared, *own), exp_name=listed.exp_name, mode="mock")
+        except (ConfigError, DeterminismError) as error:
+            advice = "" if candidate.name in of_list else f"\nor leave it out: align.matrix.exclude: [{candidate.name}]"
+            problems.append(f"candidate {candidate.name!r}: {error}{advice}")
+            continue
+        planned.append(
+            replace(
+                run,
+                changes=find_changes(baseline.config, run.config),
+                version_changes=describe_versions(baseline.versions, run.versions),
+            )
+        )
+    if problems:
+        raise ConfigError("nothing was run:\n" + "\n".join(problems))
+    return planned
 
 
-def _check_candidates(config: PipelineConfig) -> None:
-    names = [candidate.name for candidate in config.align.candidates]
-    if not names:
-        raise ConfigError("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
-    reserved = sorted({BASELINE_NAME, RECORDING_NAME, ALIGN_FILE} & set(names))
-    if reserved:
-        raise ConfigError(f"align.candidates: {', '.join(map(repr, reserved))} cannot be a candidate's name")
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise ConfigError(f"align.candidates: more than one is named {', '.join(map(repr, doubled))}")
+def _check_proof_keys(config: PipelineConfig) -> None:
+    """Refuse a configuration that is part of a proof itself; alignment adds runs that are."""
+    found = [
+        format_override(key, str(value))
+        for key, value in (
+            ("order.emulate", config.order.emulate and config.order.emulate.describe()),
+            ("perturbation.seed", config.perturbation.seed),
+            ("graft.trace_dir", config.graft.trace_dir),
+        )
+        if value is not None
+    ]
+    if found:
+        raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")
 
 
-def _check_free(where: str, overrides: Sequence[str], taken: tuple[str, ...]) -> None:
-    keys = override_keys(overrides)
-    clashes = [key for key in taken if key in keys]
-    if clashes:
-        raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")
+def _check_recording(recording_dir: Path, config: PipelineConfig) -> None:
+    try:
+        steps = RecordingReader(str(recording_dir)).steps()
+    except RecordingError as error:
+        raise ConfigError(f"the recording to replay cannot be used: {error}") from error
+    missing = sorted(set(range(config.max_steps)) - set(steps.get("train", [])))
+    if missing:
+        raise ConfigError(
+            f"max_steps is {config.max_steps}, and the recording {recording_dir} has {format_present(steps)}: step "
+            f"{missing[0]} is missing; set max_steps to at most {missing[0]}, or record again"
+        )

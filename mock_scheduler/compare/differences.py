@@ -8,8 +8,8 @@ from typing import Literal
 from mock_scheduler.trace.entries import DimName, RankPlace
 
 Tier = Literal["identical", "ulp", "tolerance", "diverged"]
-"""``identical``: equal bits. ``ulp``: no element is further than ``ToleranceConfig.ulp`` units in the last place.
-``tolerance``: within the stated bound. ``diverged``: beyond it. Each is at least as strict as the next."""
+"""``identical``: equal bits. ``ulp``: no element is further than ``bounds.NUM_ULPS`` units in the last place.
+``tolerance``: within its bound. ``diverged``: beyond it. Each is at least as strict as the next."""
 
 ResidualKind = Literal[
     "ratio",

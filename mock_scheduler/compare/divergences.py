@@ -13,7 +13,6 @@ from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.order import order_keys
 from mock_scheduler.compare.sentence import describe_before, describe_tensor, name_place
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
 from mock_scheduler.trace.reader import ReplicaConflict
@@ -52,9 +51,7 @@ class Divergence:
     is_selection: bool = False
 
 
-def find_divergences(
-    metrics: MetricComparison | None, tensors: TensorComparison | None, *, tolerance: ToleranceConfig
-) -> list[Divergence]:
+def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
     """Everything beyond its bound, in the order of computation that the module's docstring explains."""
     found: list[Divergence] = []
     last_update: dict[int, int] = {}
@@ -69,7 +66,7 @@ def find_divergences(
             last_update[key.step] = max(key.update, last_update.get(key.step, 0))
     if metrics is not None:
         found += [_from_finding(finding) for finding in metrics.findings]
-        found += [from_metric(difference, tolerance) for difference in metrics.exceeding]
+        found += [from_metric(difference) for difference in metrics.exceeding]
     keys = {_trace_key(item) for item in found} - {None}
     position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
@@ -155,7 +152,7 @@ def _certain_key(item: Divergence) -> TraceKey:
     return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
 
 
-def from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Divergence:
+def from_metric(difference: MetricDifference) -> Divergence:
     """A metric beyond its bound, at the first step where it is."""
     step = difference.first_exceeding_step
     assert step is not None
@@ -165,9 +162,10 @@ def from_metric(difference: MetricDifference, tolerance: ToleranceConfig) -> Div
         kind="metric",
         name=difference.name,
         value=difference.max_relative,
-        tolerance=tolerance.metric,
+        tolerance=None,
         message=(
-            f"{difference.name} from step {step} on: relative difference up to {difference.max_relative:.3g} "
-            f"> {tolerance.metric:g}"
+            f"{difference.name} from step {step} on: relative difference up to {difference.max_relative:.3g}, "
+            f"|a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} at step "
+            f"{difference.nearest_step}"
         ),
     )

@@ -21,7 +21,7 @@ from mock_scheduler.compare.residual import classify_residual
 from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
 from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
@@ -50,6 +50,12 @@ def explain_differences(
         else item
         for position, item in enumerate(differences)
     ]
+
+
+def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
+    """What each dimension counts; empty where that is not known."""
+    dims = pair.dims or (parameter_dims(pair.key.name, pair.baseline.shape) if pair.key.kind in _STATE_KINDS else ())
+    return dims if len(dims) == pair.baseline.dim() else ()
 
 
 def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> dict[str, float]:
@@ -91,15 +97,15 @@ def _explain(
         if residual is not None:
             hint = ", as another learning rate makes it" if what and residual.kind == "ratio" else ""
             residual = replace(residual, text=f"{what}{residual.text}{hint}")
-    dims = pair.dims or (parameter_dims(key.name, pair.baseline.shape) if key.kind in _STATE_KINDS else ())
-    if len(dims) != pair.baseline.dim():
+    dims = dims_of(pair)
+    if not dims:
         return replace(difference, residual=residual)
     localities = find_localities(
         pair.baseline,
         pair.candidate,
         dims=dims,
         present=pair.present,
-        boundaries=_boundaries(key, traces.readers, is_same_order=tokens.index is None),
+        boundaries=boundaries_of(key, traces.readers, is_same_order=tokens.index is None),
     )
     return replace(difference, residual=residual, localities=localities)
 
@@ -186,7 +192,7 @@ def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
     return counts
 
 
-def _boundaries(
+def boundaries_of(
     key: TraceKey, readers: tuple[TraceReader, TraceReader], *, is_same_order: bool
 ) -> dict[int, tuple[int, ...]]:
     """By dimension, the indices at which a piece of a rank begins, in either run."""

@@ -33,6 +33,8 @@ class Found:
     flips: list[ExpertFlips] = field(default_factory=list)
     ledgers: list[LedgerComparison] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    num_located: int = 0
 
     def result(self, steps: tuple[int, ...], *, level: Literal["full", "sketch"] = "full") -> TensorComparison:
         """All of it."""
@@ -50,6 +52,8 @@ class Found:
             flips=tuple(self.flips),
             ledgers=tuple(self.ledgers),
             notes=(*self.notes, *describe_empty_kinds(not_compared, compared)),
+            numbers=dict(self.numbers),
+            num_located=self.num_located,
         )
 
 

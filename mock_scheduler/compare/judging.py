@@ -27,20 +27,20 @@ import numpy as np
 import torch
 
 from mock_scheduler.compare.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.bounds import NUM_ULPS, TensorBound
 from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.figures import PairSums, compute_figures, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.files import view_as_bits
-from mock_scheduler.trace.kinds import PHASES, Phase
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same tensor of baseline and candidate."""
 
-#: Elements whose gradients differ by more than this fraction have no say in how the update is judged.
-_SIGNIFICANT = 1e-2
+#: Elements whose gradients differ by more than this many times what the whole gradient does, each relative to its own
+#: size, have no say in how the update is judged.
+SIGNIFICANT = 4.0
 #: Units in the last place of the root mean square of its kind below which a tensor is rounding.
 ROUNDING_UNITS = 16
 
@@ -48,11 +48,6 @@ ROUNDING_UNITS = 16
 def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and equal bits."""
     return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
-
-
-def is_judged_by_gradient(kind: TraceKind) -> bool:
-    """Whether a kind is held to ``tolerance.gradient``: what the backward pass and the optimizer compute."""
-    return PHASES[kind] >= Phase.BACKWARD
 
 
 def describe_non_finite(tensor: torch.Tensor) -> str:
@@ -69,14 +64,13 @@ def measure(
     baseline: torch.Tensor,
     candidate: torch.Tensor,
     *,
-    tolerance: float,
-    ulp: int,
+    bound: TensorBound,
     present: torch.Tensor | None = None,
     sums: PairSums | None = None,
 ) -> TensorDifference:
     """||a - b|| / ||a|| of two finite tensors of one shape, over the elements where ``present`` is True.
 
-    The bound has no rounding yet: ``with_rounding`` adds it. Of two dtypes, the values are compared in float64.
+    The bound is not complete yet: ``with_rounding`` makes it so. Of two dtypes, the values are compared in float64.
     ``sums``: of these elements; ``None`` computes them.
     """
     dtypes = None
@@ -96,23 +90,27 @@ def measure(
         bit_equal=bit_equal,
         max_abs=figures.max_abs,
         relative=figures.relative if is_number else fraction,
-        tolerance=tolerance if is_number else 0.0,
-        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= ulp and dtypes is None,
+        tolerance=bound.relative if is_number else 0.0,
+        distance=figures.norm,
+        size=sums.norm,
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS and dtypes is None,
         figures=None if bit_equal else figures,
         dtypes=dtypes,
     )
 
 
-def with_rounding(difference: TensorDifference, *, norm: float, size: float, unit: float) -> TensorDifference:
-    """The difference with the bound that rounding leaves it.
+def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: float, unit: float) -> TensorDifference:
+    """The difference with all of its bound.
 
-    ``norm``: ||a||. ``size``: the root mean square of all baseline tensors of its kind and update. ``unit``: the
-    spacing of its numbers at 1.
+    ``usual``: the root mean square of all baseline tensors of its kind and update. ``unit``: the spacing of its numbers
+    at 1.
     """
-    rounding = ROUNDING_UNITS * unit * size * math.sqrt(difference.num_elements)
-    distance = 0.0 if difference.figures is None else difference.figures.norm
-    relative, bound = relate(distance, norm, rounding=rounding, tolerance=difference.tolerance)
-    return replace(difference, relative=relative, tolerance=bound, is_zero=norm == 0.0)
+    unit = max(unit, bound.unit)
+    rounding = ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
+    relative, tolerance = relate(
+        difference.distance, difference.size, rounding=bound.absolute + rounding, tolerance=bound.relative
+    )
+    return replace(difference, relative=relative, tolerance=tolerance, is_zero=difference.size == 0.0)
 
 
 def relate(difference: float, size: float, *, rounding: float, tolerance: float) -> tuple[float, float]:
@@ -128,8 +126,8 @@ def compare_updates(
     before: Pair,
     after: Pair,
     gradients: Pair | None,
-    tolerance: float,
-    ulp: int,
+    significant: float,
+    bound: TensorBound,
     figures: Figures | None = None,
     is_same_before: bool | None = None,
 ) -> TensorDifference:
@@ -143,18 +141,22 @@ def compare_updates(
     is_same_before = is_bit_equal(*before) if is_same_before is None else is_same_before
     bit_equal = figures.num_different == 0 and is_same_before
     # What is equal needs no bound, and summing what the update did costs more than all else.
-    sums = _Changes() if bit_equal else _sum_changes(before, after, gradients, is_same_before=is_same_before)
-    relative, bound = (0.0, tolerance) if bit_equal else sums.relate(tolerance)
+    sums = (
+        _Changes() if bit_equal else _sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
+    )
+    relative, tolerance = (0.0, bound.relative) if bit_equal else sums.relate(bound)
     return TensorDifference(
         key=key,
         num_elements=after[0].numel(),
         bit_equal=bit_equal,
         max_abs=figures.max_abs,
         relative=relative,
-        tolerance=bound,
+        tolerance=tolerance,
+        distance=math.sqrt(sums.difference),
+        size=math.sqrt(sums.size),
         num_excluded=sums.num_excluded,
         is_zero=is_bit_equal(before[0], after[0]),
-        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= ulp,
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS,
         figures=figures if figures.num_different else None,
     )
 
@@ -173,10 +175,11 @@ class _Changes:
     size: float = 0.0
     num_excluded: int = 0
 
-    def relate(self, tolerance: float) -> tuple[float, float]:
+    def relate(self, bound: TensorBound) -> tuple[float, float]:
         """The relative difference of the changes, and its bound."""
         difference, size, rounding = (math.sqrt(square) for square in (self.difference, self.size, self.rounding))
-        return relate(difference, size, rounding=rounding, tolerance=tolerance)
+        rounding = bound.absolute + (rounding if bound.has_rounding else 0.0)
+        return relate(difference, size, rounding=rounding, tolerance=bound.relative)
 
     def add(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], counts: torch.Tensor | None) -> None:
         """A chunk. old: of both sides, or one tensor that both have. counts: bool; ``None``: all elements."""
@@ -195,7 +198,9 @@ class _Changes:
         self.difference += float(difference.dot(difference))
 
 
-def _sum_changes(before: Pair, after: Pair, gradients: Pair | None, *, is_same_before: bool) -> _Changes:
+def _sum_changes(
+    before: Pair, after: Pair, gradients: Pair | None, significant: float, *, is_same_before: bool
+) -> _Changes:
     old, new, grads = (None if pair is None else tuple(map(_flat, pair)) for pair in (before, after, gradients))
     assert old is not None
     assert new is not None
@@ -203,7 +208,7 @@ def _sum_changes(before: Pair, after: Pair, gradients: Pair | None, *, is_same_b
     def add_up(block: tuple[int, int]) -> _Changes:
         part = _Changes()
         for start, stop in split_chunks(*block):
-            counts = None if grads is None else _find_counted(grads[0][start:stop], grads[1][start:stop])
+            counts = None if grads is None else _find_counted(grads[0][start:stop], grads[1][start:stop], significant)
             olds = old[:1] if is_same_before else old
             part.add([side[start:stop] for side in olds], [side[start:stop] for side in new], counts)
         return part
@@ -221,14 +226,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _find_counted(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -> torch.Tensor | None:
     """bool: elements whose gradients differ by little; ``None``: all of them."""
     if mine.dtype not in (torch.float32, torch.float64):  # numpy has no bfloat16
         mine, other = mine.float(), other.float()
     left, right = mine.numpy(), other.numpy()
     # numpy compares and counts eight times as fast as torch.
     distance = np.subtract(left, right)
-    counts = np.less_equal(np.abs(distance, out=distance), np.abs(left) * _SIGNIFICANT)
+    counts = np.less_equal(np.abs(distance, out=distance), np.abs(left) * significant)
     return None if counts.all() else torch.from_numpy(counts)
 
 

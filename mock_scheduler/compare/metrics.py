@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mock_scheduler.compare.bounds import Bounds, MetricBound
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.selection import EVERYTHING, Selection
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.text import shorten
 
@@ -35,7 +35,9 @@ MetricLog = Mapping[int, Mapping[str, float]]
 class MetricDifference:
     """One metric over all steps that both runs logged.
 
-    ``max_relative``: largest |a - b| / max(|a|, |b|, ``metric_floor``). Steps are ``None`` where there is none such.
+    ``max_relative``: largest |a - b| / max(|a|, |b|, floor), the floor being that of its bound. ``times_bound``: at
+    most how many times its bound |a - b| is, 0/0 = 0; there, at ``nearest_step``, ``bound`` is that of |a - b|.
+    ``changes``: b - a by step, where both are finite. Steps are ``None`` where there is none such.
     """
 
     name: str
@@ -45,8 +47,17 @@ class MetricDifference:
     max_abs_step: int
     max_relative: float
     max_relative_step: int
+    times_bound: float
+    nearest_step: int
+    bound: float
     first_different_step: int | None
     first_exceeding_step: int | None
+    changes: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether anything bounds it at any step; equal bits always are."""
+        return self.bit_equal or math.isfinite(self.bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +70,7 @@ class MetricComparison:
 
     @property
     def exceeding(self) -> tuple[MetricDifference, ...]:
-        """Metrics beyond tolerance, in the order in which they first are, then by name."""
+        """Metrics beyond their bounds, in the order in which they first are, then by name."""
         found = [(diff.first_exceeding_step, diff.name, diff) for diff in self.differences]
         return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
 
@@ -90,7 +101,7 @@ def is_comparable(name: str) -> bool:
 
 
 def compare_metrics(
-    baseline: MetricLog, candidate: MetricLog, *, tolerance: ToleranceConfig, selection: Selection = EVERYTHING
+    baseline: MetricLog, candidate: MetricLog, *, bounds: Bounds, selection: Selection = EVERYTHING
 ) -> MetricComparison:
     """Compare every comparable metric at every selected step; nothing that is on one side only is skipped."""
     baseline, candidate = (
@@ -105,30 +116,59 @@ def compare_metrics(
         shared = [step for step in steps if name in baseline[step] and name in candidate[step]]
         if shared:
             pairs = [(step, baseline[step][name], candidate[step][name]) for step in shared]
-            differences.append(compare_values(name, pairs, tolerance=tolerance))
+            differences.append(compare_values(name, pairs, bounds=bounds))
     return MetricComparison(steps=steps, differences=tuple(differences), findings=tuple(findings))
 
 
-def compare_values(
-    name: str, pairs: Sequence[tuple[int, float, float]], *, tolerance: ToleranceConfig
-) -> MetricDifference:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One metric at one step."""
+
+    step: int
+    mine: float
+    other: float
+    limit: float
+    absolute: float
+    relative: float
+
+    @classmethod
+    def build(cls, step: int, mine: float, other: float, bound: MetricBound) -> _Row:
+        absolute, relative = differ(mine, other, floor=bound.floor)
+        limit = bound.limit(mine, other) if math.isfinite(absolute) else bound.absolute
+        return cls(step=step, mine=mine, other=other, limit=limit, absolute=absolute, relative=relative)
+
+    @property
+    def exceeds(self) -> bool:
+        return self.absolute > self.limit or math.isinf(self.absolute)
+
+    @property
+    def times_bound(self) -> float:
+        if not self.absolute or math.isinf(self.limit):
+            return 0.0
+        return self.absolute / self.limit if self.limit else math.inf
+
+
+def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, bounds: Bounds) -> MetricDifference:
     """Compare one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
-    rows = [
-        (step, *differ(mine, other, floor=tolerance.metric_floor), is_bit_equal(mine, other))
-        for step, mine, other in pairs
-    ]
-    max_abs_step, max_abs, _, _ = max(rows, key=lambda row: row[1])
-    max_relative_step, _, max_relative, _ = max(rows, key=lambda row: row[2])
+    rows = [_Row.build(step, mine, other, bounds.metric(step, name)) for step, mine, other in pairs]
+    largest = max(rows, key=lambda row: row.absolute)
+    relative = max(rows, key=lambda row: row.relative)
+    nearest = max(rows, key=lambda row: (row.times_bound, -row.limit))
+    different = [row.step for row in rows if not is_bit_equal(row.mine, row.other)]
     return MetricDifference(
         name=name,
         num_steps=len(rows),
-        bit_equal=all(equal for _, _, _, equal in rows),
-        max_abs=max_abs,
-        max_abs_step=max_abs_step,
-        max_relative=max_relative,
-        max_relative_step=max_relative_step,
-        first_different_step=next((step for step, _, _, equal in rows if not equal), None),
-        first_exceeding_step=next((step for step, _, relative, _ in rows if relative > tolerance.metric), None),
+        bit_equal=not different,
+        max_abs=largest.absolute,
+        max_abs_step=largest.step,
+        max_relative=relative.relative,
+        max_relative_step=relative.step,
+        times_bound=nearest.times_bound,
+        nearest_step=nearest.step,
+        bound=nearest.limit,
+        first_different_step=next(iter(different), None),
+        first_exceeding_step=next((row.step for row in rows if row.exceeds), None),
+        changes=tuple((row.step, row.other - row.mine) for row in rows if math.isfinite(row.other - row.mine)),
     )
 
 
@@ -139,8 +179,7 @@ def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
     if not (math.isfinite(mine) and math.isfinite(other)):
         return math.inf, math.inf
     absolute = abs(mine - other)
-    scale = max(abs(mine), abs(other), floor)
-    return absolute, absolute / scale
+    return absolute, absolute / max(abs(mine), abs(other), floor)
 
 
 def is_bit_equal(mine: float, other: float) -> bool:

@@ -75,18 +75,52 @@ class Localisation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutGap:
+    """How far the trainer's own log-probabilities are from those of the engine that sampled, in one run.
+
+    Of all response tokens before each step's first update, |train - rollout| in nats: ``median``, ``p99`` (NumPy's
+    linear quantiles) and ``largest``. ``mult_prob_error``: the mean of exp(|train - rollout|), which is NeMo-RL's
+    metric ``token_mult_prob_error``: 1 where both agree.
+    """
+
+    median: float
+    p99: float
+    largest: float
+    mult_prob_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipFlip:
+    """Response tokens that are in one clip state in the baseline and in another in the candidate.
+
+    States: ``not clipped``, ``clipped low`` (ratio below 1 - pg_clip, advantage negative), ``clipped high`` (ratio
+    above 1 + pg_clip_high, advantage positive), ``dual clipped`` (ratio above dual_clip, advantage negative).
+    """
+
+    baseline: str
+    candidate: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Consequence:
     """What a candidate's difference does to the training itself, over all steps compared.
 
-    num_tokens: response tokens, over all updates. num_clip_flips: of these, whose clip state differs; num_clipped: in
-    the baseline. kl_baseline, kl_candidate: mean KL to the reference or the rollout policy, ``kl_name`` says which;
-    ``None`` where the loss has none. max_advantage_change: largest |a - b|; max_advantage: largest |a|.
-    update_cosine: of the whole change of the parameters, by step. text: the summary in one or two sentences.
+    A figure is ``None`` where the traces do not hold what it is made of; ``text`` then says what to trace.
+
+    num_tokens: response tokens, counted once in every update that trains on them. num_clip_flips: of these, whose clip
+    state differs, and ``clip_flips`` by states, the most frequent first; num_clipped: clipped in the baseline; all
+    ``None`` where neither loss has a clip. kl_baseline, kl_candidate: mean over these tokens, in nats, by the estimator
+    k3, ``kl_name`` says of what: to the reference policy where there is one, else from the rollout policy.
+    max_advantage_change: largest |a - b|; max_advantage: largest |a|; num_sign_flips: response tokens whose advantage
+    has another sign. gaps: of baseline and candidate. update_cosine: of the whole change of the policy's parameters,
+    for each of ``updates``, (step, update) in order; nan where either did not move. update_ratio: ‖candidate's change‖
+    / ‖baseline's change‖ likewise. text: the summary in one or two sentences.
     """
 
-    num_tokens: int
-    num_clipped: int
-    num_clip_flips: int
+    num_tokens: int | None
+    num_clipped: int | None
+    num_clip_flips: int | None
     kl_name: str | None
     kl_baseline: float | None
     kl_candidate: float | None
@@ -94,3 +128,8 @@ class Consequence:
     max_advantage: float | None
     update_cosine: tuple[float, ...]
     text: str
+    clip_flips: tuple[ClipFlip, ...] = ()
+    num_sign_flips: int | None = None
+    gaps: tuple[RolloutGap, RolloutGap] | None = None
+    updates: tuple[tuple[int, int], ...] = ()
+    update_ratio: tuple[float, ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.proofs import Consequence, Localisation, Proof
 from mock_scheduler.compare.selection import EVERYTHING, Selection
@@ -14,7 +15,6 @@ from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.compare.walk import OnKey
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.run_files import METRICS_FILE, TRACE_FOLDER
@@ -86,7 +86,7 @@ class AlignmentResult:
     config_name: str
     output_dir: Path
     recording_dir: Path | None
-    tolerance: ToleranceConfig
+    bounds: Bounds
     baseline: RunSummary
     candidates: tuple[CandidateResult, ...]
     times: AlignmentTimes | None = None
@@ -118,7 +118,7 @@ class ComparisonResult:
 
     baseline: ComparedInput
     candidate: ComparedInput
-    tolerance: ToleranceConfig
+    bounds: Bounds
     alignment: Alignment
     recordings: RecordingDifferences | None = None
 
@@ -155,7 +155,7 @@ def compare_runs(
     baseline_dir: Path,
     candidate_dir: Path,
     *,
-    tolerance: ToleranceConfig,
+    bounds: Bounds,
     selection: Selection = EVERYTHING,
     has_metrics: bool = True,
     on_key: OnKey | None = None,
@@ -168,15 +168,13 @@ def compare_runs(
     metrics = None
     if has_metrics:
         logs = [load_metrics(folder / METRICS_FILE) for folder in (baseline_dir, candidate_dir)]
-        metrics = compare_metrics(logs[0], logs[1], tolerance=tolerance, selection=selection)
+        metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
     tensors = compare_trace_folders(
         baseline_dir / TRACE_FOLDER,
         candidate_dir / TRACE_FOLDER,
-        tolerance=tolerance,
+        bounds=bounds,
         selection=selection,
         on_key=on_key,
     )
     is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
-    return decide(
-        metrics, tensors, tolerance=tolerance, required=() if is_chosen else JUDGED_KINDS, selection=selection
-    )
+    return decide(metrics, tensors, bounds=bounds, required=() if is_chosen else JUDGED_KINDS, selection=selection)

@@ -59,8 +59,8 @@ def describe_before(tensors: TensorComparison, first: TensorDifference | None, p
     if num_equal == len(before):
         return f"{tensors_before} {verb} equal"
     num_unjudged = sum(not item.is_judged for item in before)
-    unjudged = f", {num_unjudged} no larger than rounding" if num_unjudged else ""
-    return f"{tensors_before} {verb} within tolerance ({num_equal} equal{unjudged})"
+    unjudged = f", {num_unjudged} no larger than noise" if num_unjudged else ""
+    return f"{tensors_before} {verb} within their bounds ({num_equal} equal{unjudged})"
 
 
 def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
@@ -87,14 +87,14 @@ def describe_worst(tensors: TensorComparison | None) -> str:
     )
 
 
-def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None, *, metric: float) -> str:
+def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
     """The smallest error that would have been called a divergence, for each kind that was compared.
 
-    A tensor that is 0 in the baseline has no size that an error could be relative to, and is counted.
+    Metrics have bounds of their own at every step, so the one nearest to its bound stands for them. A tensor that is 0
+    in the baseline has no size that an error could be relative to, and is counted.
     """
     kinds: dict[str, list[str]] = {}
-    if metrics is not None and metrics.differences:
-        kinds.setdefault(f"{metric:.2g}", []).append("metrics")
+    differing = [item for item in metrics.differences if item.is_judged and not item.bit_equal] if metrics else []
     num_without_size = 0
     for kind in tensors.kinds if tensors is not None else ():
         assert tensors is not None
@@ -103,9 +103,17 @@ def describe_smallest(metrics: MetricComparison | None, tensors: TensorCompariso
         num_without_size += len(bounds) - len(finite)
         if finite:
             kinds.setdefault(f"{max(finite):.2g}", []).append(name_kinds(kind))
-    listed = "; ".join(f"{bound} of {_join(names)}" for bound, names in kinds.items())
+    listed = [f"{bound} of {_join(names)}" for bound, names in kinds.items()]
     zero = f" ({count_of(num_without_size, 'tensor')} of the baseline 0, without a size)" if num_without_size else ""
-    return f"a divergence would have been any relative error above {listed}{zero}"
+    text = f"a divergence would have been any relative error above {'; '.join(listed)}{zero}" if listed else ""
+    if differing:
+        nearest = max(differing, key=lambda item: item.times_bound)
+        metric = (
+            f"the metric nearest to its bound, {nearest.name}, is at {nearest.times_bound:.2g} of it at step "
+            f"{nearest.nearest_step}"
+        )
+        text = f"{text}; {metric}" if text else metric
+    return text
 
 
 def name_kind(kind: TraceKind) -> str:
@@ -161,7 +169,7 @@ def _describe_group(group: TensorGroup) -> str:
 def _describe_excluded(group: TensorGroup) -> str:
     """How much had no say: elements whose gradients are rounding, and tensors that are too small to be judged."""
     excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
-    unjudged = f"; {group.num_unjudged} not judged, being no larger than rounding" if group.num_unjudged else ""
+    unjudged = f"; {group.num_unjudged} not judged, being no larger than noise" if group.num_unjudged else ""
     return excluded + unjudged
 
 

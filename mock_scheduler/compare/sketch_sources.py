@@ -34,6 +34,7 @@ class FullAsSketches:
     def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
         self._reader = reader
         self._num_buckets = num_buckets
+        self.merge = reader.merge
         self.is_complete = reader.is_complete
         self.keys = reader.keys
         self.footers = reader.footers

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mock_scheduler.compare.bounds import Bounds, TensorBound
 from mock_scheduler.compare.found import SIDES, Found, find_missing_steps, in_order
-from mock_scheduler.compare.judging import ROUNDING_UNITS, is_judged_by_gradient, relate
+from mock_scheduler.compare.judging import ROUNDING_UNITS, relate
 from mock_scheduler.compare.ledgers import compare_ledgers
 from mock_scheduler.compare.order import order_keys
 from mock_scheduler.compare.pairs import finding
@@ -26,7 +27,6 @@ from mock_scheduler.compare.selection import EVERYTHING, Absence, Selection, exp
 from mock_scheduler.compare.sketch_sources import SketchSource
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.tokens import find_row_differences
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.sketch import Estimate, Sketch, difference
@@ -39,7 +39,7 @@ def compare_sketches(
     baseline: SketchSource,
     candidate: SketchSource,
     *,
-    tolerance: ToleranceConfig,
+    bounds: Bounds,
     selection: Selection = EVERYTHING,
     on_key: Callable[[int, int], None] | None = None,
 ) -> TensorComparison:
@@ -49,9 +49,7 @@ def compare_sketches(
     found = Found(findings=find_missing_steps(baseline.steps, candidate.steps, selection))
     total, done = sum(len(baseline.keys(step) | candidate.keys(step)) for step in steps), 0
     for step in steps:
-        walk = _SketchStep(
-            sides, step, tolerance=tolerance, selection=selection, found=found, is_first=step == steps[0]
-        )
+        walk = _SketchStep(sides, step, bounds=bounds, selection=selection, found=found, is_first=step == steps[0])
         for key in order_keys(baseline.keys(step) | candidate.keys(step)):
             walk.compare(key)
             done += 1
@@ -71,6 +69,7 @@ class _Measured:
     norm: float
     distance: float
     unit: float
+    bound: TensorBound
     pool: tuple[str, int, str]
 
 
@@ -82,13 +81,13 @@ class _SketchStep:
         sides: tuple[SketchSource, SketchSource],
         step: int,
         *,
-        tolerance: ToleranceConfig,
+        bounds: Bounds,
         selection: Selection,
         found: Found,
         is_first: bool,
     ) -> None:
         self._sides = sides
-        self._tolerance = tolerance
+        self._bounds = bounds
         self._selection = selection
         self._found = found
         self._is_first = is_first
@@ -134,8 +133,11 @@ class _SketchStep:
         for item in self._measured:
             total, count = self._squares[item.pool]
             known = self._found.differences[item.position]
-            rounding = ROUNDING_UNITS * item.unit * math.sqrt(total / max(count, 1) * known.num_elements)
-            relative, bound = relate(item.distance, item.norm, rounding=rounding, tolerance=known.tolerance)
+            rounding = item.bound.absolute
+            if item.bound.has_rounding:
+                unit = max(item.unit, item.bound.unit)
+                rounding += ROUNDING_UNITS * unit * math.sqrt(total / max(count, 1) * known.num_elements)
+            relative, bound = relate(item.distance, item.norm, rounding=rounding, tolerance=item.bound.relative)
             is_nothing = item.norm == 0.0 and relative == 0.0
             self._found.differences[item.position] = replace(
                 known,
@@ -200,10 +202,12 @@ class _SketchStep:
         identical = _is_identical(before) and _is_identical(after)
         estimate = difference(changes[0], changes[1])
         norm = changes[0].norm
-        rounding = torch.finfo(after[0].dtype).eps * after[0].sketch.norm if after[0].dtype.is_floating_point else 0.0
-        relative, bound = relate(
-            0.0 if identical else estimate.norm_difference, norm, rounding=rounding, tolerance=self._tolerance.update
-        )
+        limit = self._bounds.tensor(key)
+        rounding = limit.absolute
+        if limit.has_rounding and after[0].dtype.is_floating_point:
+            rounding += torch.finfo(after[0].dtype).eps * after[0].sketch.norm
+        distance = 0.0 if identical else estimate.norm_difference
+        relative, bound = relate(distance, norm, rounding=rounding, tolerance=limit.relative)
         has_equal_gradient = self._has_equal_gradients.get((key.update, key.name), False)
         self._found.differences.append(
             TensorDifference(
@@ -213,6 +217,8 @@ class _SketchStep:
                 max_abs=0.0,
                 relative=relative,
                 tolerance=bound,
+                distance=distance,
+                size=norm,
                 is_zero=before[0].sketch.is_identical(after[0].sketch),
                 low=0.0 if identical or not has_equal_gradient else estimate.low,
                 high=0.0 if identical else estimate.high,
@@ -227,7 +233,7 @@ class _SketchStep:
             low, high = 0.0, math.inf
         elif not identical and not is_number:
             low = relative = high = max(relative, 2.0**-52)
-        tolerance = self._tolerance.gradient if is_judged_by_gradient(key.kind) else self._tolerance.activation
+        bound = self._bounds.tensor(key)
         norm, num_elements = pair[0].sketch.norm, pair[0].sketch.num_elements
         if is_number:
             pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
@@ -239,6 +245,7 @@ class _SketchStep:
                     norm=norm,
                     distance=estimate.norm_difference,
                     unit=torch.finfo(pair[0].dtype).eps,
+                    bound=bound,
                     pool=pool,
                 )
             )
@@ -249,7 +256,9 @@ class _SketchStep:
                 bit_equal=identical,
                 max_abs=0.0,
                 relative=relative,
-                tolerance=tolerance if is_number else 0.0,
+                tolerance=bound.relative if is_number else 0.0,
+                distance=0.0 if identical else estimate.norm_difference,
+                size=norm,
                 low=low,
                 high=high,
             )

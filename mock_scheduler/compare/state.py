@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
+from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.figures import compute_figures
 from mock_scheduler.compare.found import SIDES
-from mock_scheduler.compare.judging import Pair, compare_updates, is_bit_equal
+from mock_scheduler.compare.judging import SIGNIFICANT, Pair, compare_updates, is_bit_equal
 from mock_scheduler.compare.pairs import TensorPair, all_of
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.kinds import TraceKind
 
 #: What is compared together, in the order within one update.
@@ -47,9 +47,9 @@ def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
 class StateWalk:
     """Compares the tensors of one name, given one after another."""
 
-    def __init__(self, step: Measures, *, tolerance: ToleranceConfig, is_first: bool) -> None:
+    def __init__(self, step: Measures, *, bounds: Bounds, is_first: bool) -> None:
         self._step = step
-        self._tolerance = tolerance
+        self._bounds = bounds
         self._is_first = is_first
         self._gradient: TensorPair | None = None
         self._parameter: TensorPair | None = None
@@ -97,8 +97,8 @@ class StateWalk:
             before=old,
             after=new,
             gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
-            tolerance=self._tolerance.update,
-            ulp=self._tolerance.ulp,
+            significant=0.0 if gradient is None else SIGNIFICANT * gradient.sums.figures.relative,
+            bound=self._bounds.tensor(after.key),
             figures=figures,
             is_same_before=before.is_equal or None,
         )

@@ -13,14 +13,18 @@ from dataclasses import replace
 
 import torch
 
+from mock_scheduler.compare.bounds import Bounds, TensorBound
+from mock_scheduler.compare.differences import Locality
+from mock_scheduler.compare.explanation import boundaries_of, dims_of
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.found import SIDES, Found
 from mock_scheduler.compare.judging import (
-    is_judged_by_gradient,
     measure,
     rounding_unit,
     with_rounding,
 )
+from mock_scheduler.compare.locality import find_localities
+from mock_scheduler.compare.noise.places import PlaceNoise
 from mock_scheduler.compare.order import order_keys
 from mock_scheduler.compare.pairs import (
     TensorPair,
@@ -35,9 +39,8 @@ from mock_scheduler.compare.pairs import (
 from mock_scheduler.compare.routing import find_flips, is_by_slot, is_choice, logits_key, routed_part
 from mock_scheduler.compare.selection import Absence, Selection, explain_absence
 from mock_scheduler.compare.state import STATE_KINDS, StateWalk, needed_kinds
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import LARGEST_BOUND, SLOPE_KINDS, TensorDifference
 from mock_scheduler.compare.tokens import align_tokens, find_row_differences
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import TraceKey
 
 _PoolKey = tuple[str, int, str]
@@ -52,15 +55,17 @@ class StepWalk:
         keys: tuple[frozenset[TraceKey], frozenset[TraceKey]],
         *,
         step: int,
-        tolerance: ToleranceConfig,
+        bounds: Bounds,
         selection: Selection,
+        places: PlaceNoise,
         is_first: bool,
         found: Found,
     ) -> None:
         self._traces = traces
         self._keys = keys
-        self._tolerance = tolerance
+        self._bounds = bounds
         self._selection = selection
+        self._places = places
         self._is_first = is_first
         self._found = found
         self._footers = (traces.readers[0].footer(step), traces.readers[1].footer(step))
@@ -68,7 +73,7 @@ class StepWalk:
         self.tokens = align_tokens(self._footers[0].rows, self._footers[1].rows)
         self._flipped: dict[tuple[int, str], torch.Tensor] = {}
         self._squares: dict[_PoolKey, tuple[float, int]] = {}
-        self._unrounded: list[tuple[int, float, float, _PoolKey]] = []
+        self._unrounded: list[tuple[int, TensorBound, float, _PoolKey]] = []
         found.findings += find_row_differences(step, *self._footers)
         found.absences += self._unobserved_by_both(step)
 
@@ -112,24 +117,31 @@ class StepWalk:
 
     def measure(self, pair: TensorPair, *, num_flipped_tokens: int = 0) -> None:
         """Keep the difference of any tensor but a parameter; its rounding is added at the end of the step."""
-        key, tolerance = pair.key, self._tolerance
-        difference = measure(
-            key,
-            pair.baseline,
-            pair.candidate,
-            tolerance=tolerance.gradient if is_judged_by_gradient(key.kind) else tolerance.activation,
-            ulp=tolerance.ulp,
-            present=pair.present,
-            sums=pair.sums,
-        )
+        key = pair.key
+        bound = self._bounds.tensor(key)
+        difference = measure(key, pair.baseline, pair.candidate, bound=bound, present=pair.present, sums=pair.sums)
         unit = rounding_unit(pair.baseline)
         if unit:
             norm = pair.sums.norm
             pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
             total, count = self._squares.get(pool, (0.0, 0))
             self._squares[pool] = (total + norm * norm, count + difference.num_elements)
-            self._unrounded.append((len(self._found.differences), norm, unit, pool))
-        self.add(replace(difference, num_flipped_tokens=num_flipped_tokens), pair)
+            self._unrounded.append((len(self._found.differences), bound, unit, pool))
+        localities = self._find_places(pair, bound) if not difference.bit_equal else ()
+        self.add(replace(difference, num_flipped_tokens=num_flipped_tokens, localities=localities), pair)
+
+    def _find_places(self, pair: TensorPair, bound: TensorBound) -> tuple[Locality, ...]:
+        """Places that differ by more than their own noise, of a tensor that does not; empty where it is not known."""
+        key = pair.key
+        if not self._places.is_known or key.kind not in SLOPE_KINDS or bound.relative > LARGEST_BOUND:
+            return ()
+        dims = dims_of(pair)
+        if pair.baseline.dtype != pair.candidate.dtype or not pair.sums.figures.relative <= bound.relative or not dims:
+            return ()
+        self._found.num_located += 1
+        boundaries = boundaries_of(key, self._traces.readers, is_same_order=self.tokens.index is None)
+        found = find_localities(pair.baseline, pair.candidate, dims=dims, present=pair.present, boundaries=boundaries)
+        return self._places.confirm(found, pair, dims, self._traces.readers[0])
 
     def _groups(self) -> list[list[TraceKey]]:
         """Tensors that are walked together: the state of one name; choices of experts before what depends on them."""
@@ -175,7 +187,7 @@ class StepWalk:
             self._flipped[choice.key.update, routed_part(choice.key.name)] = is_flipped
 
     def _walk_state(self, keys: list[TraceKey]) -> None:
-        walk = StateWalk(self, tolerance=self._tolerance, is_first=self._is_first)
+        walk = StateWalk(self, bounds=self._bounds, is_first=self._is_first)
         for key in keys:
             is_reported = self._selection.has_kind(key.kind)
             pair = self.pair(key, is_reported=is_reported)
@@ -211,7 +223,7 @@ class StepWalk:
     def _add_rounding(self) -> None:
         """Give each difference of the step the bound that its rounding leaves it, which all tensors together show."""
         differences = self._found.differences
-        for position, norm, unit, pool in self._unrounded:
+        for position, bound, unit, pool in self._unrounded:
             total, count = self._squares[pool]
-            size = math.sqrt(total / max(count, 1))
-            differences[position] = with_rounding(differences[position], norm=norm, size=size, unit=unit)
+            usual = math.sqrt(total / max(count, 1))
+            differences[position] = with_rounding(differences[position], bound, usual=usual, unit=unit)

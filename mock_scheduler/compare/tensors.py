@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mock_scheduler.compare.differences import Figures, Locality, Residual, Tier
@@ -15,6 +16,9 @@ from mock_scheduler.trace.reader import ReplicaConflict
 #: The kinds that a verdict must have compared.
 JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")
 
+#: The kinds of which <a, b> / <a, a> tells something: what is compared as it is, and no choice of experts.
+SLOPE_KINDS: frozenset[TraceKind] = frozenset({"activation", "logits", "output", "activation_gradient", "gradient"})
+
 #: A tensor whose bound is larger than this is not judged: ``judging`` says why.
 LARGEST_BOUND = 0.5
 
@@ -23,16 +27,18 @@ LARGEST_BOUND = 0.5
 class TensorDifference:
     """One tensor that both runs have.
 
-    ``relative``: what the tolerance bounds, as ``judging`` says, in float64; a is the baseline; 0/0 = 0,
-    x/0 = inf. ``tolerance``: the stated one and the tensor's own rounding. ``max_abs``: the largest |a - b|; 0 at level
-    ``sketch``, which does not know it.
+    ``relative``: what is bounded, as ``judging`` says, in float64; a is the baseline; 0/0 = 0, x/0 = inf. It is
+    ``distance`` by ``size``: ||a - b|| and ||a||, or of a parameter those of the change by the update.
+    ``tolerance``: the bound of ``relative``. ``max_abs``: the largest |a - b|; 0 at level ``sketch``, which does not
+    know it.
     ``num_elements``: that were compared. ``num_excluded``: of these, elements of a parameter that had no say.
     ``num_absent``: elements of the canonical tensor that were not compared, being masked out or on one side only.
     ``num_flipped_tokens``: tokens left out because rounding chose other experts for them.
     ``is_zero``: the baseline's gradient or change is 0.
-    ``is_within_ulp``: no element is further than ``ToleranceConfig.ulp`` units in the last place.
+    ``is_within_ulp``: no element is further than ``bounds.NUM_ULPS`` units in the last place.
     ``figures``: of the compared elements; ``None`` where their bits are equal, and at level ``sketch``.
-    ``localities``, ``residual``: of the first and the largest beyond their tolerance; empty elsewhere.
+    ``localities``, ``residual``: of the first and the largest beyond their tolerance; empty elsewhere. Of a tensor that
+    is within its bound, ``localities`` are places that differ by more than their own measured noise.
     ``dtypes``: of baseline and candidate, where they are not the same; the difference is then that of the values.
     ``low``, ``high``: at level ``sketch``, the error bar of ``relative``; ``None`` at level ``full``.
     """
@@ -43,6 +49,8 @@ class TensorDifference:
     max_abs: float
     relative: float
     tolerance: float
+    distance: float = 0.0
+    size: float = 0.0
     num_excluded: int = 0
     num_absent: int = 0
     num_flipped_tokens: int = 0
@@ -69,6 +77,13 @@ class TensorDifference:
     def is_undecided(self) -> bool:
         """Whether the tolerance lies within the error bar of a sketch."""
         return self.high is not None and not self.exceeds and not self.high <= self.tolerance
+
+    @property
+    def slope(self) -> float | None:
+        """<a, b> / <a, a>; 1 where the bits are equal; ``None`` at level ``sketch`` where they are not."""
+        if self.figures is not None:
+            return self.figures.slope
+        return 1.0 if self.bit_equal else None
 
     @property
     def tier(self) -> Tier:
@@ -148,6 +163,8 @@ class TensorComparison:
     ``level``: ``sketch`` where at least one side has no whole tensors: figures are then estimates.
     ``notes``: what limits the comparison without being a difference, in words: parts written by some ranks only,
     ledgers that were not compared.
+    ``numbers``: of the layouts, by name, that a wrong factor may be. ``num_located``: tensors within their bound in
+    which places that stand out were looked for.
     """
 
     steps: tuple[int, ...]
@@ -161,6 +178,8 @@ class TensorComparison:
     flips: tuple[ExpertFlips, ...] = ()
     ledgers: tuple[LedgerComparison, ...] = ()
     notes: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    num_located: int = 0
 
     @property
     def exceeding(self) -> tuple[TensorDifference, ...]:

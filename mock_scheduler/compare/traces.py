@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
+import torch
+
+from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.sketch_sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.sketches import compare_sketches
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk import OnKey, compare_traces
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.sketch import NUM_BUCKETS
 from mock_scheduler.trace.sketch_files import has_full, has_sketches
 from mock_scheduler.trace.sketch_reader import SketchReader, open_sketches
+
+_COMPUTED_IN: tuple[TraceKind, ...] = ("initial", "parameter", "activation", "weight")
+_NARROWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def trace_level(trace_dir: Path) -> Literal["full", "sketch"]:
@@ -31,7 +39,7 @@ def compare_trace_folders(
     baseline_dir: Path,
     candidate_dir: Path,
     *,
-    tolerance: ToleranceConfig,
+    bounds: Bounds,
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
@@ -39,16 +47,41 @@ def compare_trace_folders(
     levels = trace_level(baseline_dir), trace_level(candidate_dir)
     if levels == ("full", "full"):
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
-            return compare_traces(baseline, candidate, tolerance=tolerance, selection=selection, on_key=on_key)
+            return compare_traces(baseline, candidate, bounds=bounds, selection=selection, on_key=on_key)
+    with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
+        return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
+
+
+@contextmanager
+def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[SketchSource, SketchSource]]:
+    """Two traces of any level that give sketches of one size. Raises ``TraceError``."""
     folders = (baseline_dir, candidate_dir)
-    opened = [open_sketches(path) if level == "sketch" else None for path, level in zip(folders, levels, strict=True)]
-    num_buckets = next(_count_buckets(reader) for reader in opened if reader is not None)
+    readers = [open_sketches(path) if trace_level(path) == "sketch" else None for path in folders]
+    num_buckets = next((_count_buckets(reader) for reader in readers if reader is not None), NUM_BUCKETS)
     with ExitStack() as stack:
-        sides: list[SketchSource] = [
+        ours, theirs = (
             FullAsSketches(stack.enter_context(open_trace(path)), num_buckets=num_buckets) if reader is None else reader
-            for path, reader in zip(folders, opened, strict=True)
-        ]
-        return compare_sketches(sides[0], sides[1], tolerance=tolerance, selection=selection, on_key=on_key)
+            for path, reader in zip(folders, readers, strict=True)
+        )
+        yield ours, theirs
+
+
+def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torch.dtype]:
+    """Of all tensors of some kinds in the first step. Raises ``TraceError`` where there is no trace."""
+    if trace_level(trace_dir) == "sketch":
+        sketches = open_sketches(trace_dir)
+        keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in kinds]
+        return frozenset(sketches.sketch(key).dtype for key in keys)
+    with open_trace(trace_dir) as reader:
+        keys = [key for key in reader.keys(reader.steps[0]) if key.kind in kinds]
+        return frozenset(reader.dtype_and_shape(key)[0] for key in keys)
+
+
+def find_epsilon(trace_dir: Path) -> float:
+    """The spacing at 1 of the numbers that the model of a trace computes in; float32's where it shows none."""
+    dtypes = find_dtypes(trace_dir, _COMPUTED_IN)
+    narrowest = next((dtype for dtype in _NARROWEST_FIRST if dtype in dtypes), torch.float32)
+    return torch.finfo(narrowest).eps
 
 
 def _count_buckets(reader: SketchReader) -> int:

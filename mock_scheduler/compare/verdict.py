@@ -2,7 +2,8 @@
 
 ``identical``: everything compared is bit-equal, and so are all replicas. ``identical (emulated)``: so it is to a
 reference that adds in the candidate's order, which alignment decides. ``rounding``: nothing is beyond its bound.
-``suspect``: sketches cannot tell on which side of its bound something is. ``diverged``: something is beyond its bound,
+``suspect``: nothing is, but a test for what hides within the noise found a slope, a place or a drift that noise does not
+make; or sketches cannot tell on which side of its bound something is. ``diverged``: something is beyond its bound,
 or missing on one side, or replicas disagree. ``incomparable``: what had to be compared was not, the two were told to
 trace different things, or neither is a reference. ``unverified``: the run could not show that it is deterministic.
 
@@ -16,8 +17,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.divergences import Divergence, describe_divergence, find_divergences, from_metric
 from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.noise.judging import first_hidden_step, judge_noise
+from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.sentence import (
     describe_coverage,
@@ -27,7 +31,6 @@ from mock_scheduler.compare.sentence import (
     name_kind,
 )
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.text import count_of
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
@@ -83,6 +86,8 @@ class Alignment:
     and the smallest error that would have been found.
     ``sentence``: the first divergence in one sentence: when, what, by how much, where, what it looks like and what
     before it is equal; ``None`` where nothing diverged.
+    ``suspicions``: what the noise does not explain though nothing is beyond its bound, in the order of computation.
+    ``tests``: for these, what each looked at; empty where no noise was measured.
     ``full_dump``: of two sketches, the overrides of the full trace to take next; empty where none is needed.
     """
 
@@ -93,13 +98,15 @@ class Alignment:
     tensors: TensorComparison | None
     sentence: str | None = None
     full_dump: tuple[str, ...] = ()
+    suspicions: tuple[Suspicion, ...] = ()
+    tests: tuple[TestSummary, ...] = ()
 
 
 def decide(
     metrics: MetricComparison | None,
     tensors: TensorComparison | None,
     *,
-    tolerance: ToleranceConfig,
+    bounds: Bounds,
     required: Collection[TraceKind] = JUDGED_KINDS,
     selection: Selection = EVERYTHING,
 ) -> Alignment:
@@ -108,11 +115,18 @@ def decide(
     ``metrics``, ``tensors``: ``None`` where they were not asked for. ``required``: kinds of which a tensor must have
     been compared, or the rest proves nothing. ``selection``: what was chosen to be compared, for the reason.
     """
-    divergences = find_divergences(metrics, tensors, tolerance=tolerance)
+    divergences = find_divergences(metrics, tensors)
+    noise = bounds.noise
+    tested = None if noise is None else judge_noise(metrics, tensors, noise)
     first = next((item for item in divergences if not item.is_selection), None)
     sentence = None if first is None else describe_divergence(first, tensors)
     evidence = _Evidence(
-        metrics=metrics, tensors=tensors, tolerance=tolerance, required=tuple(required), selection=selection
+        metrics=metrics,
+        tensors=tensors,
+        bounds=bounds,
+        tested=tested,
+        required=tuple(required),
+        selection=selection,
     )
     verdict, reason = evidence.judge(first, sentence, divergences)
     full_dump: tuple[str, ...] = ()
@@ -129,6 +143,8 @@ def decide(
         tensors=tensors,
         sentence=sentence,
         full_dump=full_dump,
+        suspicions=() if tested is None else tested.suspicions,
+        tests=() if tested is None else tested.tests,
     )
 
 
@@ -173,7 +189,8 @@ class _Evidence:
 
     metrics: MetricComparison | None
     tensors: TensorComparison | None
-    tolerance: ToleranceConfig
+    bounds: Bounds
+    tested: NoiseVerdict | None
     required: tuple[TraceKind, ...]
     selection: Selection
 
@@ -202,7 +219,7 @@ class _Evidence:
         tensors = self.tensors
         coverage = describe_coverage(self.metrics, tensors)
         if tensors is not None:
-            idle = _describe_idle(tensors)
+            idle = _describe_idle(tensors, self.bounds)
             if idle:
                 return Verdict.INCOMPARABLE, idle
             if tensors.baseline_conflicts:
@@ -215,15 +232,25 @@ class _Evidence:
                 )
         metrics = self.metrics.differences if self.metrics is not None else ()
         differences = tensors.differences if tensors is not None else ()
+        if not differences and not any(item.is_judged for item in metrics):
+            return Verdict.INCOMPARABLE, f"no metric is judged: {_no_bound(self.bounds)}; compared: {coverage}"
         notes = self._describe_limits()
         if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
             how = "" if tensors is None or tensors.level == "full" else " by the fingerprints of sketches"
             return Verdict.IDENTICAL, f"bit-equal{how}: {coverage}{notes}; one changed bit would have been found"
         level = "" if tensors is None or tensors.level == "full" else ", as estimated from sketches"
-        smallest = describe_smallest(self.metrics, tensors, metric=self.tolerance.metric)
+        smallest = describe_smallest(self.metrics, tensors)
         worst = describe_worst(tensors)
         nearest = f"; {worst}" if worst else ""
-        return Verdict.ROUNDING, f"within tolerance{level}: {coverage}{nearest}{notes}; {smallest}"
+        within = f"within {self.bounds.level()}{level}: {coverage}{nearest}{notes}"
+        if self.tested is not None and self.tested.suspicions:
+            listed = "; ".join(item.text for item in self.tested.suspicions[:_NUM_SELECTIONS])
+            count = len(self.tested.suspicions)
+            more = f"; and {count - _NUM_SELECTIONS} more" if count > _NUM_SELECTIONS else ""
+            return Verdict.SUSPECT, f"noise does not explain this: {listed}{more}; {within}"
+        tests = "" if self.tested is None else "".join(f"; {test.text}" for test in self.tested.tests)
+        advice = self.bounds.advice()
+        return Verdict.ROUNDING, f"{within}; {smallest}{tests}{f'; to {advice}' if advice else ''}"
 
     def _describe_limits(self) -> str:
         """How many tensors were not compared, and all else that limits a verdict that passes."""
@@ -233,6 +260,9 @@ class _Evidence:
         parts = [f"{count_of(len(missing), 'tensor')} not compared, not being shown by both runs"] if missing else []
         flips = sum(item.num_flipped for item in self.tensors.flips)
         parts += [f"rounding chose other experts for {count_of(flips, 'token')}"] if flips else []
+        hidden = first_hidden_step(self.tensors)
+        if hidden is not None:
+            parts.append(f"from step {hidden} on nothing can be judged: differences there are noise, whatever they are")
         return "".join(f"; {part}" for part in (*parts, *self.tensors.notes))
 
     def _not_compared(self) -> list[str]:
@@ -258,17 +288,20 @@ class _Evidence:
         counts, num_findings = [], 0
         if self.metrics is not None:
             if self.metrics.exceeding and first.kind != "metric":
-                parts.append(f"first metric: {from_metric(self.metrics.exceeding[0], self.tolerance).message}")
+                parts.append(f"first metric: {from_metric(self.metrics.exceeding[0]).message}")
             counts.append(f"{len(self.metrics.exceeding)} of {count_of(len(self.metrics.differences), 'metric')}")
             num_findings += len(self.metrics.findings)
         if self.tensors is not None:
             counts.append(f"{len(self.tensors.exceeding)} of {count_of(len(self.tensors.differences), 'tensor')}")
             num_findings += len(self.tensors.findings)
-        parts.append(f"beyond tolerance: {', '.join(counts)}")
+        parts.append(f"beyond {self.bounds.level()}: {', '.join(counts)}")
         if num_findings:
             parts.append(f"{num_findings} could not be compared")
         if self.tensors is not None:
             parts += _describe_causes(first, self.tensors)
+        advice = self.bounds.advice()
+        if advice and first.value is not None and first.tolerance != 0.0:
+            parts.append(f"whether this is more than this model's own noise was not measured; to {advice}")
         return "; ".join(dict.fromkeys(parts))
 
 
@@ -291,7 +324,15 @@ def _describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
     return parts
 
 
-def _describe_idle(tensors: TensorComparison) -> str:
+def _no_bound(bounds: Bounds) -> str:
+    """Why nothing is judged, and what would let it be."""
+    if bounds.noise is not None:
+        return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
+    advice = bounds.advice()
+    return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
+
+
+def _describe_idle(tensors: TensorComparison, bounds: Bounds) -> str:
     """Why the runs trained nothing that could be compared; empty where they did, or neither kind was compared."""
     gradients, changes = (
         [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
@@ -303,7 +344,11 @@ def _describe_idle(tensors: TensorComparison) -> str:
         )
     if changes and all(item.is_zero for item in changes):
         return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
+    if gradients and not any(item.is_judged for item in gradients):
+        return f"no gradient was judged: {_no_bound(bounds)}"
     if changes and not any(item.is_judged for item in changes):
+        if bounds.source != "stated":
+            return f"no parameter was judged: {_no_bound(bounds)}"
         return (
             "no parameter was judged: every update changes less than parameters can be stored with; raise training.lr"
         )

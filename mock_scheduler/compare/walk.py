@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mock_scheduler.compare.explanation import explain_differences
+from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.explanation import explain_differences, layout_numbers
 from mock_scheduler.compare.found import Found, find_missing_steps, in_order
 from mock_scheduler.compare.ledgers import compare_ledgers
+from mock_scheduler.compare.noise.places import PlaceNoise
 from mock_scheduler.compare.pairs import TracePair
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.step_walk import StepWalk
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.tokens import TokenAlignment
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.threads import without_inner_threads
 from mock_scheduler.trace.reader import TraceReader
 
@@ -28,7 +29,7 @@ def compare_traces(
     baseline: TraceReader,
     candidate: TraceReader,
     *,
-    tolerance: ToleranceConfig,
+    bounds: Bounds,
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
@@ -41,14 +42,15 @@ def compare_traces(
     keys = {step: (baseline.keys(step), candidate.keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     alignments: dict[int, TokenAlignment] = {}
-    with TracePair(baseline, candidate) as traces, without_inner_threads():
+    with TracePair(baseline, candidate) as traces, PlaceNoise(bounds.noise) as places, without_inner_threads():
         for step in steps:
             walk = StepWalk(
                 traces,
                 keys[step],
                 step=step,
-                tolerance=tolerance,
+                bounds=bounds,
                 selection=selection,
+                places=places,
                 is_first=step == steps[0],
                 found=found,
             )
@@ -58,5 +60,7 @@ def compare_traces(
                 if on_key is not None:
                     on_key(done, total)
             found.ledgers += compare_ledgers(traces.readers, step, selection, found.notes)
+        gradients = (item.key for item in found.differences if item.key.kind == "gradient")
+        found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
         found.differences = explain_differences(in_order(found.differences), traces, alignments, found.conflicts[1])
     return found.result(steps)

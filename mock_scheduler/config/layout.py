@@ -7,13 +7,27 @@ The rules are those that Megatron-core 0.16.1 and 0.19.2 assert themselves, most
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from mock_scheduler.config.base import ConfigSection, PositiveInt
 from mock_scheduler.config.model import ModelConfig
+from mock_scheduler.errors import LayoutError
 from mock_scheduler.text import bullet_list, count_of
+
+#: The axes of a layout, as its text names them, and the key of each one's degree.
+LAYOUT_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "data_parallel_size",
+}
+_SEQUENCE_PARALLEL = "sp"
 
 
 class ParallelConfig(ConfigSection):
@@ -85,6 +99,36 @@ class ParallelConfig(ConfigSection):
         """``tp2 pp1 dp1 (2 processes: tp 2, pp 1, ...)``: the layout, its size and every degree."""
         processes = count_of(self.world_size, "process", "processes")
         return f"{self.describe()} ({processes}: {self.describe_degrees()})"
+
+
+def parse_layout(text: str) -> dict[str, int | bool | None]:
+    """``tp2-sp-pp2`` as keys of the ``parallel`` section, every degree and ``sequence_parallel`` among them.
+
+    A degree that is not named is 1, of virtual stages ``None``. Raises ``LayoutError`` with every part that is none or
+    is there twice.
+    """
+    keys: dict[str, int | bool | None] = dict.fromkeys(LAYOUT_AXES.values(), 1)
+    keys |= {LAYOUT_AXES["vpp"]: None, "sequence_parallel": False}
+    named: set[str] = set()
+    problems = []
+    for part in text.split("-"):
+        match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", part)
+        axis = match[1] if match is not None and match[1] in LAYOUT_AXES else None
+        if axis is None and part != _SEQUENCE_PARALLEL:
+            problems.append(f"{part!r} is no axis with a degree, as in tp2, nor sp")
+            continue
+        if (axis or part) in named:
+            problems.append(f"{axis or part} is there more than once")
+        named.add(axis or part)
+        if match is not None and axis is not None:
+            keys[LAYOUT_AXES[axis]] = int(match[2])
+        else:
+            keys["sequence_parallel"] = True
+    if problems:
+        raise LayoutError(
+            f"{text!r} is no layout: {'; '.join(problems)}; write it as tp2-sp-pp2; axes are {', '.join(LAYOUT_AXES)}"
+        )
+    return keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,7 @@ from mock_scheduler.config.sections import (
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
 from mock_scheduler.config.training_service import TrainingServiceConfig
+from mock_scheduler.order_plan import limits as emulation_limits
 from mock_scheduler.text import bullet_list
 
 __all__ = [
@@ -339,12 +340,12 @@ class PipelineConfig(ConfigSection):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_layout(self) -> PipelineConfig:
+    def _workload(self) -> Workload:
+        """What a layout's rules look at."""
         training = self.training
         together = training.recompute_num_layers if training.recompute_granularity == "full" else None
         is_uniform = training.recompute_method == "uniform"
-        work = Workload(
+        return Workload(
             model=self.model,
             num_micro_batches=None if self.rollout_form == "step" else training.num_micro_batches,
             sequence_multiple_of=training.sequence_multiple_of,
@@ -352,11 +353,32 @@ class PipelineConfig(ConfigSection):
             layers_per_recomputation=together if together and is_uniform else 1,
             layers_of_block_recomputation=together if together and not is_uniform else 0,
         )
-        problems = layout_problems(self.parallel, work)
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> PipelineConfig:
+        problems = layout_problems(self.parallel, self._workload())
         if problems:
             raise ValueError(describe_layout_problems(self.parallel, problems))
-        values = layout_values(self.parallel, self.model, training)
+        values = layout_values(self.parallel, self.model, self.training)
         check_known_wrong(self.parallel, values, version=installed_megatron())
+        return self
+
+    @model_validator(mode="after")
+    def _check_emulated_order(self) -> PipelineConfig:
+        emulated = self.order.emulate
+        if emulated is None:
+            return self
+        problems = list(emulation_limits(emulated, self.model, self.training))
+        if self.parallel.world_size > 1:
+            problems.append(f"parallel {self.parallel.describe()}: one process follows the order of several; set it to 1")
+        if problems:
+            raise ValueError(
+                f"order.emulate {emulated.describe()} cannot be followed by one process:"
+                f"{bullet_list(problems, limit=None)}"
+            )
+        problems = layout_problems(emulated, self._workload())
+        if problems:
+            raise ValueError(f"order.emulate: {describe_layout_problems(emulated, problems)}")
         return self
 
 

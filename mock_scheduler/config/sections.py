@@ -12,26 +12,21 @@ CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class ToleranceConfig(ConfigSection):
-    """How far a candidate may be from the baseline and still be called ``rounding``; the defaults are for float32.
+    """How far a candidate may be from the baseline and still be called ``rounding``, where a user states it.
 
-    ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric.
+    What is not stated is bounded by the measured noise, or by theory where none was measured.
+
+    ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric; ``metric_floor``: ``None`` is 0.
     ``activation``: largest ||a - b|| / ||a|| of anything that the forward pass computes, from inputs to losses.
     ``gradient``: the same of a main gradient, an activation's gradient, the gradients' norm and the optimizer's state.
     ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d that one update made to a parameter, beyond rounding.
-    ``ulp``: where no element differs by more units in the last place than this, reports say so; it decides nothing.
     """
 
-    metric: NonNegativeFloat = 1e-4
-    metric_floor: NonNegativeFloat = 1e-3
-    activation: NonNegativeFloat = 1e-4
-    gradient: NonNegativeFloat = 1e-4
-    update: NonNegativeFloat = 5e-3
-    ulp: NonNegativeInt = 4
-
-
-# float64 leaves 1e-14 of gradients under any layout, after several updates too (docs/layouts.md), and more of an
-# update's change, which Adam makes as large where a gradient is nearly 0.
-FLOAT64_TOLERANCE = ToleranceConfig(metric=1e-11, activation=1e-11, gradient=1e-11, update=1e-8)
+    metric: NonNegativeFloat | None = None
+    metric_floor: NonNegativeFloat | None = None
+    activation: NonNegativeFloat | None = None
+    gradient: NonNegativeFloat | None = None
+    update: NonNegativeFloat | None = None
 
 
 class CandidateConfig(ConfigSection):

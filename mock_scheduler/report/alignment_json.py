@@ -8,9 +8,11 @@ Contract: numbers are numbers, but NaN and infinities, which JSON does not have,
   (overrides of the full trace to take after a comparison of sketches);
 - ``first_divergence``: null, or ``step``, ``update``, ``kind``, ``name``, ``value``, ``tolerance``, ``message``,
   ``is_selection`` and ``difference`` (null, or a tensor as below);
+- ``suspicions`` (``test``, ``step``, ``update``, ``name``, ``value``, ``limit``, ``text``) and ``tests`` (``test``,
+  ``num_looked_at``, ``smallest``, ``text``): what noise does not explain, and what was looked at for it;
 - ``metrics``: null, or ``steps``, ``differences`` (by metric: ``name``, ``num_steps``, ``bit_equal``, ``max_abs``,
-  ``max_abs_step``, ``max_relative``, ``max_relative_step``, ``first_different_step``, ``first_exceeding_step``) and
-  ``findings``;
+  ``max_abs_step``, ``max_relative``, ``max_relative_step``, ``times_bound``, ``nearest_step``, ``bound``,
+  ``first_different_step``, ``first_exceeding_step``) and ``findings``;
 - ``tensors``: null, or what follows.
 
 ``tensors`` is an object of ``level`` (``full``, or ``sketch``: figures are estimates), ``steps``, ``num_compared``,
@@ -20,7 +22,9 @@ Contract: numbers are numbers, but NaN and infinities, which JSON does not have,
 ``NUM_NEAREST`` tensors nearest to their bound, worst first), ``findings``, ``unusable``,
 ``baseline_replica_conflicts``, ``candidate_replica_conflicts``, ``not_compared``, ``flips``, ``ledgers`` and ``notes``.
 A tensor has all fields of ``compare.tensors.TensorDifference``, and ``tier``, ``is_judged`` and ``margin``.
-A finding is one of ``compare.findings.Finding``.
+A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``source`` (``noise``, ``theory``, ``stated``),
+``description``, ``advice`` (how to have measured ones, or empty) and ``noise``: null, or ``baseline`` (digest), ``seeds``,
+``unit_roundoffs`` and ``num_tensors`` of what was measured.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.verdict import Alignment, Divergence
 from mock_scheduler.digests import JSON
@@ -52,8 +57,29 @@ def alignment_to_json(alignment: Alignment) -> dict[str, JSON]:
         "sentence": alignment.sentence,
         "full_dump": list(alignment.full_dump),
         "first_divergence": _divergence(alignment.first_divergence),
+        "suspicions": [to_json(item) for item in alignment.suspicions],
+        "tests": [to_json(item) for item in alignment.tests],
         "metrics": None if alignment.metrics is None else _metrics(alignment.metrics),
         "tensors": None if alignment.tensors is None else _tensors(alignment.tensors),
+    }
+
+
+def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
+    """What a comparison's bounds are and where they are from."""
+    noise = bounds.noise
+    measured: JSON = None
+    if noise is not None:
+        measured = {
+            "baseline": noise.baseline,
+            "seeds": list(noise.seeds),
+            "unit_roundoffs": noise.unit_roundoffs,
+            "num_tensors": len(noise.tensors),
+        }
+    return {
+        "source": bounds.source,
+        "description": bounds.describe(),
+        "advice": bounds.advice(),
+        "noise": measured,
     }
 
 
@@ -77,9 +103,14 @@ def _divergence(divergence: Divergence | None) -> JSON:
 def _metrics(metrics: MetricComparison) -> JSON:
     return {
         **bounded("steps", metrics.steps),
-        **bounded("differences", metrics.differences),
+        **bounded("differences", metrics.differences, _metric),
         **bounded("findings", metrics.findings),
     }
+
+
+def _metric(difference: MetricDifference) -> JSON:
+    """All but its changes, which the two logs have."""
+    return {name: value for name, value in dataclass_to_json(difference).items() if name != "changes"}
 
 
 def _tensors(tensors: TensorComparison) -> JSON:

@@ -25,7 +25,6 @@ from mock_scheduler.report.comparison_view import (
     describe_margin,
     describe_not_compared,
     describe_rest,
-    describe_tolerance,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -44,6 +43,7 @@ MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2
 _TONES = {
     Verdict.IDENTICAL: "good",
+    Verdict.EMULATED: "good",
     Verdict.ROUNDING: "good",
     Verdict.DIVERGED: "bad",
 }
@@ -70,7 +70,7 @@ def render_comparison_page(result: ComparisonResult) -> str:
     baseline, candidate = name_sides(result)
     title = f"{result.alignment.verdict.value}: {candidate} against {baseline}"
     return render_document(
-        title, f"{candidate} against {baseline}", sections, footer=describe_tolerance(result.tolerance), figures=figures
+        title, f"{candidate} against {baseline}", sections, footer=result.bounds.describe(), figures=figures
     )
 
 
@@ -104,7 +104,7 @@ def _describe_side(side: ComparedInput) -> str:
 
 
 def _tensor_sections(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> list[str]:
-    sections = [tiers_html(count_tiers(tensors), result.tolerance)]
+    sections = [tiers_html(count_tiers(tensors))]
     points = list_points(result.alignment)
     if points:
         path = find_error_path(points, result.alignment)
@@ -161,13 +161,13 @@ def _metrics_section(result: ComparisonResult, metrics: MetricComparison, figure
         note += " Their curves are not drawn, since the logs cannot be read any more."
     else:
         figures += [
-            metric_figure(item.name, logs, name_sides(result), f"metric{number}", floor=result.tolerance.metric_floor)
+            metric_figure(item.name, logs, name_sides(result), f"metric{number}", floor=result.bounds.metric(item.nearest_step, item.name).floor)
             for number, item in enumerate(drawn)
         ]
     if drawn and len(drawn) < len(differing):
         note += f" Drawn are {len(drawn)} of {len(differing)} that differ."
     plots = "".join(_plot(f"metric{number}") for number in range(len(drawn)))
-    body = f'<div class="two">{plots}</div>{metrics_html(differing, result.tolerance)}'
+    body = f'<div class="two">{plots}</div>{metrics_html(differing)}'
     return _section("Metrics", note, body, is_long=True)
 
 

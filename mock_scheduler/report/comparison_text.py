@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mock_scheduler.compare.bounds import NUM_ULPS
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison_view import (
     TierCounts,
@@ -26,7 +26,6 @@ from mock_scheduler.report.comparison_view import (
     describe_ledgers,
     describe_not_compared,
     describe_rest,
-    describe_tolerance,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -54,19 +53,19 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
     if result.recordings is not None:
         print_differences(result.recordings, console)
     if alignment.tensors is not None:
-        _print_tiers(count_tiers(alignment.tensors), result.tolerance, console)
+        _print_tiers(count_tiers(alignment.tensors), console)
         print_tensors(alignment.tensors, console, more=more)
     _print_findings(unmatched(alignment.metrics, alignment.tensors), console, more=more)
     if alignment.tensors is not None:
         _print_ranks(alignment.tensors, console, more=more)
     if alignment.metrics is not None:
-        _print_metrics(alignment.metrics, result.tolerance, console, more=more)
+        _print_metrics(alignment.metrics, console, more=more)
     if alignment.tensors is not None:
         _print_list("Not compared", describe_not_compared(alignment.tensors), console, more=more)
     _print_next(alignment.full_dump, console)
     console.print()
     if alignment.tensors is not None or alignment.metrics is not None:
-        print_wrapped(console, Text(f"Bounds: {describe_tolerance(result.tolerance)}", style="dim"))
+        print_wrapped(console, Text(f"Bounds: {result.bounds.describe()}", style="dim"))
     for what, path in files.items():
         console.print(Text(f"{what}: {path}"), soft_wrap=True)
 
@@ -127,11 +126,11 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
         print_wrapped(console, Text(rest), indent=2)
 
 
-def _print_tiers(counts: Sequence[TierCounts], tolerance: ToleranceConfig, console: Console) -> None:
+def _print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
     """One row for each kind, and only the columns that have a number."""
     columns = [
         ("identical", [item.identical for item in counts], "green"),
-        (f"{tolerance.ulp} ulp", [item.ulp for item in counts], ""),
+        (f"{NUM_ULPS} ulp", [item.ulp for item in counts], ""),
         ("in\nbound", [item.tolerance for item in counts], ""),
         ("un-\ndecided", [item.undecided for item in counts], "yellow"),
         ("diverged", [item.diverged for item in counts], "red"),
@@ -174,7 +173,7 @@ def _print_ledgers(ledgers: Sequence[LedgerComparison], console: Console, *, mor
     _print_list("Calls", lines, console, more=more, style=style)
 
 
-def _print_metrics(metrics: MetricComparison, tolerance: ToleranceConfig, console: Console, *, more: str) -> None:
+def _print_metrics(metrics: MetricComparison, console: Console, *, more: str) -> None:
     differing = metrics_to_show(metrics)
     equal = describe_equal_metrics(metrics)
     if not differing and not equal:
@@ -182,7 +181,7 @@ def _print_metrics(metrics: MetricComparison, tolerance: ToleranceConfig, consol
     console.print()
     console.print(Text(f"Metrics{f': {equal}' if equal else ''}", style="bold"), soft_wrap=True)
     if differing:
-        console.print(metrics_table(differing[:_NUM_METRICS], tolerance))
+        console.print(metrics_table(differing[:_NUM_METRICS]))
     if len(differing) > _NUM_METRICS:
         console.print(Text(f"  and {len(differing) - _NUM_METRICS:,} more that differ{more}"), soft_wrap=True)
 

@@ -23,7 +23,6 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
 )
 from mock_scheduler.compare.verdict import Alignment
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.text import shortest_names
 from mock_scheduler.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
@@ -171,6 +170,13 @@ def format_bound(difference: TensorDifference) -> str:
     return f"{difference.tolerance:.1e}" if difference.is_judged else "not judged"
 
 
+def format_bound_share(difference: MetricDifference) -> str:
+    """How many times its bound a metric's difference is, at the step where it is nearest: ``0.31``, ``not judged``."""
+    if difference.bit_equal:
+        return "0"
+    return f"{difference.times_bound:.2g}" if difference.is_judged else "not judged"
+
+
 def format_times(times: float) -> str:
     """``3.1``, ``1,300``, ``2.4e+09``."""
     return f"{times:.1f}" if times < 10 else f"{times:,.0f}" if times < _MANY else f"{times:.1e}"
@@ -222,7 +228,7 @@ def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
     if difference.num_excluded:
         share = difference.num_excluded / max(difference.num_elements, 1)
         elements = count_of(difference.num_excluded, "element")
-        rows.append(("left out", f"{elements} ({share:.1%}) whose gradients differ by more than 1 %"))
+        rows.append(("left out", f"{elements} ({share:.1%}) whose gradients are noise"))
     return rows
 
 
@@ -272,13 +278,3 @@ def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
             steps = count_of(len(equal), "step")
             lines.append(f"{kind}: all {count_of(num_calls, 'call')} of {steps} on {ranks} equal")
     return lines
-
-
-def describe_tolerance(tolerance: ToleranceConfig) -> str:
-    """Every bound, with the formula of what it bounds."""
-    return (
-        f"||a-b|| / ||a|| of what the forward pass computes at most {tolerance.activation:g}, of gradients and the "
-        f"optimizer's state {tolerance.gradient:g}; of the change d by an update ||d_a-d_b|| / ||d_a|| "
-        f"{tolerance.update:g}; each beyond rounding; integers equal; metrics |a-b| / max(|a|, |b|, "
-        f"{tolerance.metric_floor:g}) {tolerance.metric:g}. a is the baseline, b the candidate; NaN equals NaN only."
-    )

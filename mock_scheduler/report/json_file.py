@@ -2,9 +2,9 @@
 
 Contract: one object, ``format_version`` 2, and in it, by command,
 
-- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``tolerance``, ``baseline`` (a run) and
+- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run) and
   ``candidates``: each with ``name``, ``overrides``, ``layout``, ``log_path``, ``run`` and all of an alignment.
-- ``compare``: ``exit_code``, ``tolerance``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
+- ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
   ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of an alignment.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
 
@@ -21,7 +21,7 @@ from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.files import save_json
-from mock_scheduler.report.alignment_json import alignment_to_json, bounded, conflict_to_json
+from mock_scheduler.report.alignment_json import alignment_to_json, bounded, bounds_to_json, conflict_to_json
 from mock_scheduler.report.json_values import to_json
 from mock_scheduler.report.recording_diff import differences_to_json
 
@@ -52,7 +52,7 @@ def result_to_json(result: AlignmentResult) -> dict[str, JSON]:
         "output_dir": str(result.output_dir),
         "recording_dir": to_json(result.recording_dir),
         "exit_code": int(worst_exit_code(verdicts)),
-        "tolerance": to_json(result.tolerance.model_dump()),
+        "bounds": bounds_to_json(result.bounds),
         "baseline": to_json(result.baseline),
         "candidates": [_candidate(candidate) for candidate in result.candidates],
     }
@@ -63,7 +63,7 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
     recordings = result.recordings
     return {
         "format_version": FORMAT_VERSION,
-        "tolerance": to_json(result.tolerance.model_dump()),
+        "bounds": bounds_to_json(result.bounds),
         "baseline": to_json(result.baseline),
         "candidate": to_json(result.candidate),
         **alignment_to_json(result.alignment),

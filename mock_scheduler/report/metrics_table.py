@@ -8,23 +8,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from mock_scheduler.compare.metrics import MetricDifference
-from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.report.comparison_view import format_bound_share
 
-_NUM_COLUMN_HEADERS = ("max |a-b|", "max relative", "at step", "first differs", "tolerance")
+_NUM_COLUMN_HEADERS = ("max |a-b|", "max relative", "at step", "first differs", "of bound")
 
 
-def metrics_table(differences: Sequence[MetricDifference], tolerance: ToleranceConfig) -> Table:
-    """One row per metric: its largest differences, where they are, and its bound; red beyond it, dim where equal."""
+def metrics_table(differences: Sequence[MetricDifference]) -> Table:
+    """One row per metric: its largest differences, where they are, and how many times its bound; red beyond it, dim where equal."""
     table = Table(title_justify="left", box=None, padding=(0, 2))
     table.add_column("metric", overflow="fold")
     for header in _NUM_COLUMN_HEADERS:
         table.add_column(header, justify="right", no_wrap=True)
     for difference in differences:
-        table.add_row(*metric_cells(difference, tolerance), style=_style(difference))
+        table.add_row(*metric_cells(difference), style=_style(difference))
     return table
 
 
-def metric_cells(difference: MetricDifference, tolerance: ToleranceConfig) -> tuple[str, ...]:
+def metric_cells(difference: MetricDifference) -> tuple[str, ...]:
     """The table's row in markup."""
     differs = not difference.bit_equal
     return (
@@ -33,7 +33,7 @@ def metric_cells(difference: MetricDifference, tolerance: ToleranceConfig) -> tu
         f"{difference.max_relative:.2e}" if differs else "0",
         str(difference.max_relative_step) if differs else "-",
         str(difference.first_different_step) if differs else "never",
-        f"{tolerance.metric:g}",
+        format_bound_share(difference),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from mock_scheduler.compare.bounds import NUM_ULPS
 from mock_scheduler.compare.metrics import MetricDifference
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.report.comparison_view import (
     TierCounts,
     describe_details,
     format_bound,
+    format_bound_share,
     format_relative,
     format_size,
     format_slope,
@@ -47,11 +48,11 @@ def more_line(count: int) -> str:
     return f'<p class="note">and {rest:,} more ({MORE})</p>' if rest > 0 else ""
 
 
-def tiers_html(counts: Sequence[TierCounts], tolerance: ToleranceConfig) -> str:
+def tiers_html(counts: Sequence[TierCounts]) -> str:
     """How many tensors of each kind are how far apart, with a bar; only the columns that have a number."""
     columns = [
         ("identical", "identical", [item.identical for item in counts]),
-        (f"within {tolerance.ulp} ULP", "ulp", [item.ulp for item in counts]),
+        (f"within {NUM_ULPS} ULP", "ulp", [item.ulp for item in counts]),
         ("within bound", "tolerance", [item.tolerance for item in counts]),
         ("undecided", "undecided", [item.undecided for item in counts]),
         ("diverged", "diverged", [item.diverged for item in counts]),
@@ -152,7 +153,7 @@ def _figure_cells(difference: TensorDifference) -> list[str]:
     return [format_size(figures.max_abs), ulp, format_slope(figures.slope), f"{figures.cosine:.7f}"]
 
 
-def metrics_html(differences: Sequence[MetricDifference], tolerance: ToleranceConfig) -> str:
+def metrics_html(differences: Sequence[MetricDifference]) -> str:
     """Metrics that differ, with their largest differences; empty where none does."""
     if not differences:
         return ""
@@ -160,7 +161,8 @@ def metrics_html(differences: Sequence[MetricDifference], tolerance: ToleranceCo
         f'<tr><td class="name">{escape(item.name)}</td><td class="n">{format_size(item.max_abs)}</td>'
         f'<td class="n{" t-diverged" if item.first_exceeding_step is not None else ""}">'
         f"{format_size(item.max_relative)}</td>"
-        f'<td class="n">{item.max_relative_step}</td><td class="n">{item.first_different_step}</td>'
+        f'<td class="n">{item.max_relative_step}</td><td class="n">{format_bound_share(item)}</td>'
+        f'<td class="n">{item.first_different_step}</td>'
         f'<td class="n">{"–" if item.first_exceeding_step is None else item.first_exceeding_step}</td></tr>'
         for item in differences[:MAX_METRICS]
     )
@@ -168,7 +170,7 @@ def metrics_html(differences: Sequence[MetricDifference], tolerance: ToleranceCo
     more = f'<p class="note">and {rest:,} more that differ ({MORE})</p>' if rest > 0 else ""
     return (
         '<div class="scroll"><table><thead><tr><th>metric</th><th class="n">max |a-b|</th>'
-        f'<th class="n">max relative (bound {tolerance.metric:g})</th><th class="n">at step</th>'
+        '<th class="n">max relative</th><th class="n">at step</th><th class="n">of its bound</th>'
         '<th class="n">first differs at step</th><th class="n">beyond its bound from step</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{more}"
     )

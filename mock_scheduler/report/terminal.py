@@ -1,29 +1,33 @@
-"""The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file."""
+"""The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file.
+
+Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then what is known of those
+that do not pass, what the verdicts mean, and where the files are. Drawn from the view that page and JSON are drawn from.
+"""
 
 from __future__ import annotations
 
 import os
-import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
-from mock_scheduler.compare.verdict import Divergence, Verdict
-from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.report.metrics_table import metrics_table
-from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.compare.results import AlignmentResult
+from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.report.alignment_builder import build_view
+from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
+from mock_scheduler.report.alignment_words import LEGEND, PROOF_MARKS
+from mock_scheduler.report.text import print_labelled, print_wrapped
 
 _PLAIN_WIDTH = 120
 _NUM_SHOWN = 5
-_NAME_WIDTH = 21
+_NUM_TENSORS = 3
+_GAP = "  "
+_WIDE = 90  # columns, from which on every column is in the table
+_VERDICT_WIDTH, _PROVED_WIDTH, _WORST_WIDTH, _SECONDS_WIDTH = 20, 20, 22, 8
+_LEAST_NAME_WIDTH = 16
 #: How a verdict's word looks in a terminal.
 VERDICT_STYLES: Mapping[Verdict, str] = {
     Verdict.IDENTICAL: "bold green",
@@ -34,15 +38,7 @@ VERDICT_STYLES: Mapping[Verdict, str] = {
     Verdict.INCOMPARABLE: "bold yellow",
     Verdict.UNVERIFIED: "bold yellow",
 }
-_LEGEND: Mapping[Verdict, str] = {
-    Verdict.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
-    Verdict.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
-    Verdict.ROUNDING: "differs, and nothing is beyond the tolerance below",
-    Verdict.SUSPECT: "within the tolerance, but with a systematic slope or concentrated in one place",
-    Verdict.DIVERGED: "something is beyond tolerance or missing, or replicas disagree",
-    Verdict.INCOMPARABLE: "the run failed, or nothing could be compared",
-    Verdict.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
-}
+_TONE_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 
 
 def build_console() -> Console:
@@ -53,121 +49,150 @@ def build_console() -> Console:
 
 
 def print_report(result: AlignmentResult, console: Console, *, files: Mapping[str, Path]) -> None:
-    """Print each candidate's metrics, then the verdicts, where the eye ends up, the legend and where the files are.
+    """Print the verdicts, details of candidates that do not pass, the legend and where the files are.
 
     ``files``: what lies where; ``result``, where it is among them, is the JSON file that holds all of the result.
     """
+    view = build_view(result, is_full=False)
     more = f", all in {files['result']}" if "result" in files else ""
-    for candidate in result.candidates:
-        _print_candidate(candidate, result.tolerance, console, more=more)
     console.print()
-    console.print(_candidates_table(result))
-    _print_legend(result, console)
+    print_wrapped(console, Text(f"Alignment of {view.config_name}: {view.headline}", style="bold"))
+    console.print()
+    _print_table(view, console)
+    for candidate in view.candidates:
+        if not candidate.passes:
+            _print_details(candidate, console, more=more)
+    _print_built(view, console)
+    _print_seconds(view, console)
+    _print_legend(view, console)
     for what, path in files.items():
         console.print(Text(f"{what:<13}{path}"), soft_wrap=True)
 
 
-def _candidates_table(result: AlignmentResult) -> Table:
-    table = Table(title=f"Alignment of {escape(result.config_name)}", title_justify="left", show_lines=True)
-    for header in ("candidate", "verdict", "first divergence", "worst relative\ndifference", "rollout\n/ total"):
-        table.add_column(header, no_wrap=header == "verdict")
-    baseline = result.baseline
-    table.add_row(_stack("baseline", baseline.layout), "", "", "", _describe_times(baseline))
-    for candidate in result.candidates:
-        alignment = candidate.alignment
-        table.add_row(
-            _stack(candidate.name, candidate.layout, *candidate.overrides),
-            Text(alignment.verdict.value, style=VERDICT_STYLES[alignment.verdict]),
-            _describe_first(alignment.first_divergence),
-            Text("\n").join(_describe_worst(alignment.tensors, kind) for kind in JUDGED_KINDS),
-            _describe_times(candidate.run) if candidate.run else "failed",
-        )
-    return table
+def _print_table(view: AlignmentView, console: Console) -> None:
+    """One line of columns for each candidate, and beneath it the verdict in words."""
+    widths = _widths(console.width)
+    headers = ("candidate", "verdict", "proved by", "nearest to its bound", "seconds")
+    _print_row(_chosen([(header, "dim") for header in headers], widths), widths, console)
+    seconds = f"{view.baseline_seconds[0][1]:,.1f}"
+    _print_row(_chosen([("baseline", "bold"), ("", ""), ("", ""), ("", ""), (seconds, "")], widths), widths, console)
+    _print_beneath(view.baseline_layout, console, style="dim")
+    for candidate in view.candidates:
+        worst = "–" if candidate.worst is None else candidate.worst.ratio
+        seconds = f"{candidate.seconds[0][1]:,.1f}" if candidate.run_dir else "failed"
+        cells = [
+            (candidate.name, "bold"),
+            (candidate.verdict.value, VERDICT_STYLES[candidate.verdict]),
+            (candidate.proved_by, ""),
+            (worst, "red" if candidate.worst is not None and candidate.worst.exceeds else ""),
+            (seconds, ""),
+        ]
+        _print_row(_chosen(cells, widths), widths, console)
+        _print_beneath(" ".join((candidate.layout, *candidate.overrides)), console, style="dim")
+        _print_beneath(candidate.headline, console, style="" if candidate.passes else _TONE_STYLES[candidate.tone])
+        if candidate.smallest_error:
+            _print_beneath(f"would have been found: {candidate.smallest_error}", console, style="dim")
 
 
-def _print_candidate(candidate: CandidateResult, tolerance: ToleranceConfig, console: Console, *, more: str) -> None:
-    alignment = candidate.alignment
+def _widths(width: int) -> tuple[int, ...]:
+    """Of the columns; where the terminal is narrow, of name, verdict and seconds alone."""
+    if width < _WIDE:
+        name = max(width - _VERDICT_WIDTH - _SECONDS_WIDTH - 2 * len(_GAP), _LEAST_NAME_WIDTH)
+        return (name, _VERDICT_WIDTH, _SECONDS_WIDTH)
+    others = (_VERDICT_WIDTH, _PROVED_WIDTH, _WORST_WIDTH, _SECONDS_WIDTH)
+    return (width - sum(others) - len(others) * len(_GAP), *others)
+
+
+def _chosen(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> list[tuple[str, str]]:
+    """The cells that have a column."""
+    return list(cells) if len(cells) == len(widths) else [*cells[:2], cells[-1]]
+
+
+def _print_row(cells: Sequence[tuple[str, str]], widths: Sequence[int], console: Console) -> None:
+    """Cells side by side, each wrapped in its column; the last one is aligned to the right."""
+    columns = [textwrap.wrap(text, width) or [""] for (text, _), width in zip(cells, widths, strict=True)]
+    for number in range(max(map(len, columns))):
+        line = Text()
+        for place, (lines, (_, style), width) in enumerate(zip(columns, cells, widths, strict=True)):
+            text = lines[number] if number < len(lines) else ""
+            is_last = place == len(widths) - 1
+            line.append(text.rjust(width) if is_last else text.ljust(width), style=style)
+            line.append("" if is_last else _GAP)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _print_beneath(text: str, console: Console, *, style: str) -> None:
+    print_wrapped(console, Text(text, style=style), indent=2)
+
+
+def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
+    """What is known of a candidate that does not pass."""
     console.print()
-    console.print(
-        Text.assemble((candidate.name, "bold"), ": ", (alignment.verdict.value, VERDICT_STYLES[alignment.verdict]))
+    title = Text.assemble((candidate.name, "bold"), ": ", (candidate.verdict.value, VERDICT_STYLES[candidate.verdict]))
+    console.print(title, soft_wrap=True)
+    for text in dict.fromkeys((candidate.first_divergence, candidate.reason)):
+        if text and text != candidate.headline:
+            print_wrapped(console, Text(text), indent=2)
+    rows = [(f"{PROOF_MARKS[proof.outcome]} {proof.name}", proof.text) for proof in candidate.proofs]
+    if any(proof.outcome != "not tried" for proof in candidate.proofs):
+        print_labelled(console, rows, indent=2)
+    if candidate.localisation:
+        print_labelled(console, [*candidate.localisation, ("open", candidate.command)], indent=2)
+    _print_lines("consequence", [text for text in (candidate.consequence_text,) if text], 1, console, more=more)
+    tensors = [
+        f"{line.kind} of {line.name} at step {line.step}, update {line.update}: {line.relative}, bound {line.bound} "
+        f"({line.ratio})"
+        for line in candidate.tensors[:_NUM_TENSORS]
+    ]
+    _print_lines(candidate.tensors_heading, tensors, candidate.num_tensors, console, more=more)
+    _print_lines(
+        "metrics that differ", candidate.differing_metrics, candidate.num_differing_metrics, console, more=more
     )
-    console.print(Padding(Text(alignment.reason), (0, 0, 0, 2)))
-    if candidate.run is not None:
-        console.print(f"  in this run: {describe_built(candidate.run.built)}", highlight=False)
-    if alignment.metrics is not None:
-        console.print(metrics_table(alignment.metrics.differences, tolerance))
-        _print_first(_messages(alignment.metrics.findings), console, more=more)
-    if alignment.tensors is not None:
-        _print_first(_messages(alignment.tensors.findings), console, more=more)
-        conflicts = [f"replicas: {conflict.describe()}" for conflict in alignment.tensors.candidate_conflicts]
-        _print_first(conflicts, console, more=more)
+    for title_text, lines, number in candidate.lists:
+        _print_lines(title_text, lines, number, console, more=more)
+    if candidate.versions:
+        _print_lines("other versions", candidate.versions, len(candidate.versions), console, more=more)
+    if candidate.log_path:
+        print_labelled(console, [("its output", candidate.log_path)], indent=2)
 
 
-def describe_built(built: Mapping[str, int]) -> str:
-    """What a run built, out of its ledger: ``engines built 0, environments built 0``."""
-    return ", ".join(f"{what}s built {count}" for what, count in built.items()) or "nothing counted in its ledger"
+def _print_lines(title: str, lines: Sequence[str], number: int, console: Console, *, more: str) -> None:
+    """The first few lines under a title, and how many there are beside them; ``more`` says where."""
+    if not lines:
+        return
+    print_wrapped(console, Text(title, style="dim"), indent=2)
+    for line in lines[:_NUM_SHOWN]:
+        print_wrapped(console, Text(line), indent=4)
+    rest = number - min(len(lines), _NUM_SHOWN)
+    if rest > 0:
+        console.print(Text(f"    and {rest:,} more{more}"), soft_wrap=True)
 
 
-def _messages(findings: Sequence[Finding]) -> list[str]:
-    return [finding.message for finding in findings]
-
-
-def _print_first(messages: Sequence[str], console: Console, *, more: str) -> None:
-    """The first few messages, and how many there are beside them; ``more`` says where."""
-    for message in messages[:_NUM_SHOWN]:
-        console.print(Text(f"  {message}", style="red"))
-    if len(messages) > _NUM_SHOWN:
-        rest = f"  and {len(messages) - _NUM_SHOWN:,} more{more}"
-        console.print(Text(rest, style="red"), soft_wrap=True)
-
-
-def _print_legend(result: AlignmentResult, console: Console) -> None:
-    tolerance = result.tolerance
+def _print_built(view: AlignmentView, console: Console) -> None:
+    """What candidates built: in one line where it is the same for all that ran."""
+    built = {candidate.name: candidate.built for candidate in view.candidates if candidate.built}
+    if not built:
+        return
     console.print()
-    for verdict, meaning in _LEGEND.items():
-        console.print(Text.assemble((f"{verdict.value:<13}", VERDICT_STYLES[verdict]), meaning))
+    if len(set(built.values())) == 1:
+        print_wrapped(console, Text(f"Each candidate: {next(iter(built.values()))}"))
+        return
+    print_labelled(console, built.items())
+
+
+def _print_seconds(view: AlignmentView, console: Console) -> None:
+    """Where the seconds of the whole went; nothing where it has not ended."""
+    if view.total_s is None:
+        return
+    parts = ", ".join(f"{label} {seconds:,.1f}" for label, seconds in view.seconds if seconds)
+    print_wrapped(console, Text(f"Seconds: {view.total_s:,.1f} in all: {parts}"))
+
+
+def _print_legend(view: AlignmentView, console: Console) -> None:
+    """What the verdicts that occur mean, and what tensors were held to."""
     console.print()
-    console.print(
-        f"Tolerance: metric |a-b| / max(|a|, |b|, {tolerance.metric_floor:g}) at most {tolerance.metric:g}; "
-        f"gradient ||a-b|| / ||a|| at most {tolerance.gradient:g}; parameter: of the change d by an update, "
-        f"||d_a-d_b|| / ||d_a|| beyond rounding at most {tolerance.update:g}",
-        highlight=False,
-    )
-    console.print("a is the baseline, b the candidate; NaN equals NaN only.", highlight=False)
-
-
-def _stack(name: str, *lines: str) -> Text:
-    return Text.assemble((name, "bold"), *(("\n" + _wrap_name(line), "dim") for line in lines))
-
-
-def _describe_first(divergence: Divergence | None) -> Text:
-    if divergence is None:
-        return Text("-")
-    update = f" update {divergence.update}" if divergence.update else ""
-    value = "" if divergence.value is None else f"\n{divergence.value:.2e} > {divergence.tolerance:g}"
-    return Text(f"step {divergence.step}{update}: {divergence.kind}\n{_wrap_name(divergence.name)}{value}")
-
-
-def _describe_worst(tensors: TensorComparison | None, kind: TraceKind) -> Text:
-    group = tensors.group(kind) if tensors is not None else None
-    if group is None:
-        return Text(f"{kind} -")
-    if group.num_bit_equal == group.num_compared:
-        return Text(f"{kind} 0")
-    worst = group.worst
-    style = "red" if worst.exceeds else ""
-    return Text(f"{kind} {worst.relative:.1e}\n{_wrap_name(worst.key.name)}", style=style)
-
-
-def _describe_times(run: RunSummary) -> str:
-    return f"{run.rollout_s:.1f} s\n{run.elapsed_s:.1f} s"
-
-
-def _wrap_name(name: str) -> str:
-    """Break a dotted name or override after separators, so that it fits a column and its parts stay whole."""
-    lines = [""]
-    for part in re.findall(r"[^._=/]*[._=/]|[^._=/]+", name):
-        if lines[-1] and len(lines[-1]) + len(part) > _NAME_WIDTH:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
+    rows = [(verdict.value, LEGEND[verdict]) for verdict, _ in view.counts]
+    print_labelled(console, rows)
+    print_wrapped(console, Text(f"Bounds: {view.bounds}", style="dim"))
+    console.print()

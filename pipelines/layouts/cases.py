@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mock_scheduler.config.known_wrong import find_known_wrong, installed_megatron, layout_values
+from mock_scheduler.config.layout import parse_layout
 from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
 from pipelines.layouts.models import MODELS
 from pipelines.layouts.options import (
@@ -27,14 +27,8 @@ LONGEST_ROW = 56
 NUM_STEPS = 2
 ONE_PROCESS = "tp1"
 
-_AXES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "dp": "data_parallel_size",
-}
+#: The part of a layout that is no axis: the optimizer that is not distributed.
+_PLAIN_OPTIMIZER = "plain"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,14 +165,8 @@ def option_cases(models: Sequence[str], precisions: Sequence[str]) -> list[Case]
 
 
 def parallel_of(layout: str) -> dict[str, Any]:
-    """``tp2-sp-pp2`` as the ``parallel`` section."""
-    parts = layout.split("-")
-    sizes = {}
-    for part in parts:
-        match = re.fullmatch(r"([a-z]+)(\d+)", part)
-        if match is not None:
-            sizes[_AXES[match[1]]] = int(match[2])
-    return {**sizes, "sequence_parallel": "sp" in parts}
+    """``tp2-sp-pp2`` or ``dp2-plain`` as the ``parallel`` section."""
+    return parse_layout("-".join(part for part in layout.split("-") if part != _PLAIN_OPTIMIZER))
 
 
 def build_config(case: Case) -> PipelineConfig:
@@ -205,7 +193,7 @@ def build_config(case: Case) -> PipelineConfig:
             "global_batch_size": 8,
             "lr": 1e-3,
             "clip_grad": 0.3,
-            "use_distributed_optimizer": "plain" not in case.layout.split("-"),
+            "use_distributed_optimizer": _PLAIN_OPTIMIZER not in case.layout.split("-"),
         },
         "actor_infer": {"only_action_tokens": True},
         "train_env_manager": groups,

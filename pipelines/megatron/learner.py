@@ -19,6 +19,7 @@ from pipelines.algorithm.correction import BatchCorrector, correction_spec, with
 from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
+from pipelines.megatron.emulation.engine import emulated_plan
 from pipelines.megatron.merging import exchange_rows, exchange_tokens
 from pipelines.megatron.model import DTYPES
 from pipelines.megatron.places import OwnBatch, own_batch
@@ -68,6 +69,8 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
+        plan = emulated_plan(config)
+        self._micro_batch_multiple = runtime.micro_batch_multiple if plan is None else plan.micro_batch_multiple
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -156,7 +159,7 @@ class Learner:
             token_kept=None if values is None else values.kept,
             loss_agg_mode=self.config.loss_agg_mode,
             rs_denominator="original" if self._spec is None else self._spec.rs_denominator,
-            count_multiple=self.runtime.micro_batch_multiple,
+            count_multiple=self._micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
         )
 

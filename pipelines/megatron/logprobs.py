@@ -6,11 +6,15 @@ alignment can be repeated in float64. Megatron's own cross-entropy narrows to fl
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
+
+from pipelines.megatron.emulation.parts import cut_graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,68 +37,114 @@ def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.P
     return tensor
 
 
+class _Exponentials(NamedTuple):
+    """A shard's exponentials and logits below the maximum, where its targets are, and whether they are in it."""
+
+    exponentials: torch.Tensor
+    shifted: torch.Tensor
+    local_targets: torch.Tensor
+    is_local: torch.Tensor
+
+
+def _masked(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    if shard.allowed is None:
+        return logits
+    return logits.masked_fill(~shard.allowed, torch.finfo(logits.dtype).min)
+
+
+def _exponentiate(
+    logits: torch.Tensor, maximum: torch.Tensor, targets: torch.Tensor, shard: VocabShard
+) -> _Exponentials:
+    shifted = logits - maximum.unsqueeze(-1)
+    exponentials = shifted.exp()
+    if shard.allowed is not None:
+        # 0 · anything finite is 0: excluded columns then add nothing to entropy or gradient.
+        exponentials = exponentials.masked_fill(~shard.allowed, 0.0)
+        shifted = shifted.masked_fill(~shard.allowed, 0.0)
+    local_targets = targets - shard.start
+    is_local = (local_targets >= 0) & (local_targets < shard.width)
+    return _Exponentials(exponentials, shifted, torch.where(is_local, local_targets, 0), is_local)
+
+
+def _local_sums(local: _Exponentials) -> torch.Tensor:
+    """``[3, B, T]``: the shard's parts of Z, z_t and sum_j exp(z_j) z_j."""
+    target_logits = local.shifted.gather(-1, local.local_targets.unsqueeze(-1)).squeeze(-1)
+    return torch.stack(
+        (
+            local.exponentials.sum(dim=-1),
+            torch.where(local.is_local, target_logits, torch.zeros_like(target_logits)),
+            (local.exponentials * local.shifted).sum(dim=-1),
+        )
+    )
+
+
+def _local_gradient(
+    local: _Exponentials,
+    total: torch.Tensor,
+    log_total: torch.Tensor,
+    entropy: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """The gradient of the shard's logits from those of log-probability and entropy."""
+    grad_logprobs, grad_entropy = grads
+    probabilities = local.exponentials / total.unsqueeze(-1)
+    log_p_plus_entropy = local.shifted - (log_total - entropy).unsqueeze(-1)
+    grad = -probabilities * (grad_logprobs.unsqueeze(-1) + grad_entropy.unsqueeze(-1) * log_p_plus_entropy)
+    # Each row has one target, so a plain scatter is enough; scatter_add_ has no deterministic form on CUDA.
+    index = local.local_targets.unsqueeze(-1)
+    hit = (grad_logprobs * local.is_local).unsqueeze(-1).to(grad.dtype)
+    grad.scatter_(-1, index, grad.gather(-1, index) + hit)
+    return grad
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """log p(target) and H(p) of p = softmax(logits); gradients are local to the shard.
+    """log p(target) and H(p) of p = softmax(logits); gradients are local to the shards.
 
     With z the shifted logits and Z the sum of exp(z):
     log p_t = z_t - log Z, d log p_t / d z_j = 1[j = t] - p_j;
     H = log Z - sum_j p_j z_j, dH / dz_j = -p_j (z_j - log Z + H).
+
+    Shards in this process are added in their order, and then over the group.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard
+        ctx: FunctionCtx, targets: torch.Tensor, shards: tuple[VocabShard, ...], *logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if shard.allowed is not None:
-            logits = logits.masked_fill(~shard.allowed, torch.finfo(logits.dtype).min)
-        maximum = _all_reduce(logits.amax(dim=-1), dist.ReduceOp.MAX, shard.group)
-        shifted = logits - maximum.unsqueeze(-1)
-        exponentials = shifted.exp()
-        if shard.allowed is not None:
-            # 0 · anything finite is 0: excluded columns then add nothing to entropy or gradient.
-            exponentials = exponentials.masked_fill(~shard.allowed, 0.0)
-            shifted = shifted.masked_fill(~shard.allowed, 0.0)
-        local_targets = targets - shard.start
-        is_local = (local_targets >= 0) & (local_targets < shard.width)
-        local_targets = torch.where(is_local, local_targets, 0)
-        target_logits = shifted.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1)
-        sums = torch.stack(
-            (
-                exponentials.sum(dim=-1),
-                torch.where(is_local, target_logits, torch.zeros_like(target_logits)),
-                (exponentials * shifted).sum(dim=-1),
-            )
-        )
-        total, target, weighted = _all_reduce(sums, dist.ReduceOp.SUM, shard.group)
+        group = shards[0].group
+        masked = [_masked(one, shard) for one, shard in zip(logits, shards, strict=True)]
+        local_maximum = functools.reduce(torch.maximum, [one.amax(dim=-1) for one in masked])
+        maximum = _all_reduce(local_maximum, dist.ReduceOp.MAX, group)
+        parts = [_exponentiate(one, maximum, targets, shard) for one, shard in zip(masked, shards, strict=True)]
+        sums = functools.reduce(torch.add, [_local_sums(part) for part in parts])
+        total, target, weighted = _all_reduce(sums, dist.ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total
-        probabilities = exponentials / total.unsqueeze(-1)
-        ctx.save_for_backward(probabilities, shifted, log_total, entropy, local_targets, is_local)
+        ctx.save_for_backward(total, log_total, entropy, *(tensor for part in parts for tensor in part))
         return target - log_total, entropy
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
-        probabilities, shifted, log_total, entropy, local_targets, is_local = ctx.saved_tensors
-        log_p_plus_entropy = shifted - (log_total - entropy).unsqueeze(-1)
-        grad = -probabilities * (grad_logprobs.unsqueeze(-1) + grad_entropy.unsqueeze(-1) * log_p_plus_entropy)
-        # Each row has one target, so a plain scatter is enough; scatter_add_ has no deterministic form on CUDA.
-        index = local_targets.unsqueeze(-1)
-        hit = (grad_logprobs * is_local).unsqueeze(-1).to(grad.dtype)
-        grad.scatter_(-1, index, grad.gather(-1, index) + hit)
-        return grad, None, None
+    ) -> tuple[torch.Tensor | None, ...]:
+        total, log_total, entropy, *saved = ctx.saved_tensors
+        size = len(_Exponentials._fields)
+        parts = [_Exponentials(*saved[start : start + size]) for start in range(0, len(saved), size)]
+        grads = (grad_logprobs, grad_entropy)
+        return (None, None, *(_local_gradient(part, total, log_total, entropy, grads) for part in parts))
 
 
 def vocab_parallel_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, *, temperature: float = 1.0
+    logits: torch.Tensor, targets: torch.Tensor, *shards: VocabShard, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
-    logits: floating ``[B, T, V / tp]``, this rank's columns; targets: int64 ``[B, T]``, global token ids.
-    Returns two ``[B, T]`` tensors, equal on all ranks of ``shard.group``, in the logits' dtype or float32 if that is
+    logits: floating ``[B, T, V / tp]``, this rank's columns; targets: int64 ``[B, T]``, global token ids. shards: of
+    these columns; several, of equal width, are computed as by a rank each and added in their order.
+    Returns two ``[B, T]`` tensors, equal on all ranks of the group, in the logits' dtype or float32 if that is
     wider. Every rank of the group must call it: one MAX and one SUM all-reduce forward, none backward.
     """
-    widened = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs, entropy = _VocabParallelLogprobs.apply(widened, targets, shard)
+    widened = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    parts = [part / temperature for part in cut_graph(widened, -1, len(shards))]
+    logprobs, entropy = _VocabParallelLogprobs.apply(targets, shards, *parts)
     return logprobs, entropy

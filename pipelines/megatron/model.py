@@ -29,6 +29,7 @@ from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
 from pipelines.megatron.full_precision import finalize_wide, widen_rotary
 from pipelines.megatron.host_device import has_cuda
 from pipelines.megatron.norm import TorchNorm
+from pipelines.megatron.perturbation import perturb_embedding
 from pipelines.megatron.repairs import repair_layers
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.value_head import ValueHead
@@ -43,6 +44,12 @@ def padded_vocab_size(vocab_size: int, *, multiple_of: int, tp_size: int) -> int
     """The vocabulary rounded up so that every tp rank holds the same number of rows."""
     multiple = multiple_of * tp_size
     return -(-vocab_size // multiple) * multiple
+
+
+def vocab_parts(config: PipelineConfig, runtime: Runtime) -> int:
+    """Into how many tp ranks' parts the vocabulary is cut, those of a layout that is emulated included."""
+    emulated = config.order.emulate
+    return runtime.tp_size if emulated is None else emulated.tensor_model_parallel_size
 
 
 def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
@@ -212,7 +219,7 @@ def _build_chunk(
         config=transformer_config,
         transformer_layer_spec=build_layer_specs(model, layers_of_chunk(model.num_layers, runtime, chunk)),
         vocab_size=padded_vocab_size(
-            vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=runtime.tp_size
+            vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=vocab_parts(config, runtime)
         ),
         max_sequence_length=config.sequence_length,
         pre_process=runtime.is_first_stage and chunk == 0,
@@ -234,6 +241,7 @@ def _build_chunk(
     if model.position_embedding_type == "learned_absolute" and gpt.pre_process:
         # Megatron makes them in float32, whatever the model's dtype.
         gpt.embedding.position_embeddings.to(dtype=transformer_config.params_dtype)
+    perturb_embedding(gpt, config.perturbation)
     gpt = gpt.to(runtime.device)
     return Float16Module(transformer_config, gpt) if transformer_config.bf16 else gpt
 

@@ -143,15 +143,22 @@ def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
     Raises:
         LayoutError: the number of processes does not fit the layout; raised before anything communicates.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(parallel, world_size)
+    check_world_size(parallel, int(os.environ.get("WORLD_SIZE", "1")))
     check_device(parallel)
+    join_group()
+    return build_layout(parallel, seed=seed)
+
+
+def join_group() -> None:
+    """Join the process group of all processes that were started, where this one has not, on the device of its own.
+
+    Every rank must call it. Raises ``LayoutError`` where this process has no GPU of its own.
+    """
     if has_cuda():
         torch.cuda.set_device(_own_gpu())
     use_host_device()
     if not dist.is_initialized():
-        _init_process_group(world_size)
-    return build_layout(parallel, seed=seed)
+        _init_process_group(int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def build_layout(parallel: ParallelConfig, *, seed: int) -> Runtime:

@@ -33,19 +33,22 @@ def accumulate_gradients(
     ``update``: its number within the step, for the probe.
     """
     model.zero_grad()
+    replicas = [batches] if model.emulation is None else model.emulation.replicas(batches)
+    by_batch: dict[int, torch.Tensor] = {}
     with probe.watching(model, update):
-        sums = get_forward_backward_func()(
-            forward_step_func=_loss_step(loss, probe),
-            data_iterator=iterators(batches, len(model.data_parallel)),
-            model=list(model.data_parallel),
-            num_microbatches=len(batches),
-            forward_only=False,
-            **line_shape(batches, model.runtime),
-        )
+        for own_batches in replicas:
+            sums = get_forward_backward_func()(
+                forward_step_func=_loss_step(loss, probe),
+                data_iterator=iterators(own_batches, len(model.data_parallel)),
+                model=list(model.data_parallel),
+                num_microbatches=len(own_batches),
+                forward_only=False,
+                **line_shape(own_batches, model.runtime),
+            )
+            if model.runtime.is_last_stage:
+                by_batch |= {own.batch.index: metrics for own, metrics in zip(own_batches, sums, strict=True)}
     probe.state(model, update, "gradient")
-    if not model.runtime.is_last_stage:
-        return {}
-    return {own.batch.index: metrics for own, metrics in zip(batches, sums, strict=True)}
+    return by_batch
 
 
 def _loss_step(

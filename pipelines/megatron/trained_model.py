@@ -14,8 +14,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from mock_scheduler.config.schema import PipelineConfig
-from pipelines.megatron.model import Head, build_chunks, build_transformer_config, wrap_data_parallel
+from pipelines.megatron.emulation.engine import Emulation, emulated_plan
+from pipelines.megatron.model import (
+    Head,
+    build_chunks,
+    build_transformer_config,
+    unwrapped,
+    vocab_parts,
+    wrap_data_parallel,
+)
 from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
+from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.weights import LocalParameter, ModelShape, iterate_parameters, load_initial_weights
 
@@ -34,6 +43,7 @@ class TrainedModel:
 
     ``head``: logits for a policy, values for a critic. ``name``: what canonical names begin with, and a dot; nothing
     for the policy. ``lr``: the largest learning rate. ``first_step``: of the run, the first that trains it.
+    ``emulation``: what makes it compute in the order of another layout; ``None`` where nothing does.
     """
 
     def __init__(
@@ -48,10 +58,12 @@ class TrainedModel:
         first_step: int = 0,
     ) -> None:
         self.runtime = runtime
+        self.vocab_parts = vocab_parts(config, runtime)
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
         self.transformer_config = build_transformer_config(config)
         self.chunks = build_chunks(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head)
-        load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed)
+        perturbation = Perturbation.build(config.perturbation)
+        load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed, perturbation=perturbation)
         self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
             self.chunks, self.transformer_config, config.training
         )
@@ -59,6 +71,18 @@ class TrainedModel:
         self.optimizer = build_optimizer(own_rate, self.data_parallel)
         self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        plan = emulated_plan(config)
+        self.emulation = None if plan is None else Emulation(unwrapped(self.chunks[0]), plan)
+        if self.emulation is not None:
+            self.emulation.attach(self.optimizer)
+            self.transformer_config.finalize_model_grads_func = self.emulation.finalize
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks over which the gradient of a parameter's part is summed: dp × cp, of an emulated layout if there is."""
+        if self.emulation is not None:
+            return self.emulation.plan.replicas
+        return self.runtime.dp_size * self.runtime.cp_size
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
@@ -75,6 +99,8 @@ class TrainedModel:
         for chunk in self.data_parallel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.emulation is not None:
+            self.emulation.clear()
 
     def gather_parameters(self) -> None:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
@@ -95,5 +121,8 @@ def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.M
     # A configuration of its own: the trained model's knows its optimizer, which Megatron's experts would copy.
     transformer_config = build_transformer_config(config)
     chunks = build_chunks(config, transformer_config, vocab_size=model.shape.vocab_size, runtime=model.runtime)
-    load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed)
+    perturbation = Perturbation.build(config.perturbation)
+    load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed, perturbation=perturbation)
+    if model.emulation is not None:
+        Emulation(unwrapped(chunks[0]), model.emulation.plan)
     return [chunk.requires_grad_(False) for chunk in chunks]

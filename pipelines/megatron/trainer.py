@@ -91,9 +91,14 @@ class PolicyTrainer:
             rollout_kl_coef=spec.rollout_kl_coef,
         )
 
-    def vocab_shard(self, width: int) -> VocabShard:
-        """This rank's columns of logits that are ``width`` wide."""
-        start = self.runtime.tp_rank * width
+    def vocab_shards(self, width: int) -> tuple[VocabShard, ...]:
+        """This rank's columns of logits that are ``width`` wide; several equal parts where a layout is emulated."""
+        num_parts = self.policy.vocab_parts // self.runtime.tp_size
+        first = self.runtime.tp_rank * width
+        size = width // num_parts
+        return tuple(self._vocab_shard(first + part * size, size) for part in range(num_parts))
+
+    def _vocab_shard(self, start: int, width: int) -> VocabShard:
         allowed = self.allowed[start : start + width]
         allowed = torch.nn.functional.pad(allowed, (0, width - len(allowed)))
         return VocabShard(
@@ -122,7 +127,7 @@ class PolicyTrainer:
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature
-        return vocab_parallel_logprobs(logits, targets, self.vocab_shard(logits.shape[-1]), temperature=temperature)
+        return vocab_parallel_logprobs(logits, targets, *self.vocab_shards(logits.shape[-1]), temperature=temperature)
 
     def update(
         self,

@@ -18,6 +18,7 @@ from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
 from pipelines.megatron.model import layers_of_chunk, unwrapped
+from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.runtime import Runtime
 
 # Megatron scales the initialisation of the two layers that write to the residual stream by depth
@@ -119,9 +120,21 @@ def canonical_initial_weight(name: str, shape: tuple[int, ...], *, model: ModelC
 
 
 @torch.no_grad()
-def load_initial_weights(chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime, *, seed: int) -> None:
-    """Set this rank's parameters to its cut of the canonical initial weights; vocabulary padding becomes 0."""
+def load_initial_weights(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    runtime: Runtime,
+    *,
+    seed: int,
+    perturbation: Perturbation | None = None,
+) -> None:
+    """Set this rank's parameters to its cut of the canonical initial weights; vocabulary padding becomes 0.
+
+    ``perturbation``: moves the whole weights before they are cut.
+    """
     for local in iterate_parameters(chunks, shape, runtime):
-        spec = local.spec
+        spec, parameter = local.spec, local.parameter
         full = canonical_initial_weight(spec.name, spec.global_shape, model=shape.model, seed=seed)
-        local.parameter.copy_(cut_shard(full, spec))
+        if perturbation is not None:
+            full = perturbation.of_weight(spec.name, full, parameter.dtype)
+        parameter.copy_(cut_shard(full, spec))

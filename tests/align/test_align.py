@@ -3,7 +3,7 @@
 import io
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
-from mock_scheduler.align.command import run_align
-from mock_scheduler.align.execution import LaunchRun
+from mock_scheduler.align.command import AlignOptions, run_align
+from mock_scheduler.align.execution import LaunchRuns
 from mock_scheduler.align.plan import PlannedRun, quote_override
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
@@ -66,12 +66,12 @@ class FakeLauncher:
     behave: dict[str, Callable[[PlannedRun], int]] = field(default_factory=dict)
     started: list[PlannedRun] = field(default_factory=list)
 
-    def make(self, config_name: str, config_path: Path) -> LaunchRun:
+    def make(self, config_name: str, config_path: Path) -> LaunchRuns:
         return self.launch
 
-    def launch(self, run: PlannedRun) -> int:
-        self.started.append(run)
-        return self.behave.get(run.name, write_results)(run)
+    def launch(self, runs: Sequence[PlannedRun]) -> dict[str, int]:
+        self.started += runs
+        return {run.name: self.behave.get(run.name, write_results)(run) for run in runs}
 
 
 @dataclass
@@ -91,9 +91,7 @@ class Bench:
             config_name="lake",
             config_path=self.folder,
             overrides=overrides,
-            output_dir=None,
-            overwrite=overwrite,
-            json_path=json_path,
+            options=AlignOptions(overwrite=overwrite, json_path=json_path),
             make_launch=launcher.make,
             console=Console(file=self.output, width=100),
         )

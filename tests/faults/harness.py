@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from pipelines.agentic import main
+from tests.faults.counting import Fired
 
-
-@dataclass(slots=True)
-class Fired:
-    """How often a fault did its harm."""
-
-    count: int = 0
+__all__ = ["Fired", "run_with_fault"]
 
 
 def run_with_fault(plant: Callable[[Fired], None]) -> NoReturn:

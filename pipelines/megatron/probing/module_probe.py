@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -33,9 +32,9 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.text import bullet_list
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection
-from mock_scheduler.trace.shards import ShardSpec, Split
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.probing.observed import ObservedOutput, OutputForm, observed_outputs, unobserved_outputs
+from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs, unobserved_outputs
+from pipelines.megatron.probing.shares import Share, ShareBook, gradient_scale, select_tokens
 from pipelines.megatron.probing.token_places import TokenIndex
 from pipelines.megatron.probing.watches import Gather, See
 from pipelines.megatron.runtime import Runtime
@@ -45,38 +44,13 @@ _GRADIENT: TraceKind = "activation_gradient"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tokens:
-    """The tokens of a share that a module computes.
-
-    num_places: s · b of its output, padding included. places: int64 ``[n]`` on the compute device, the tokens among
-    them. split: where these n go in the token dimension.
-    """
-
-    num_places: int
-    places: torch.Tensor
-    split: Split
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Share:
-    """A micro-batch's share: all of its columns, and the slice of them that sequence parallelism leaves this rank."""
-
-    whole: _Tokens
-    slice: _Tokens
-
-    def of(self, form: OutputForm) -> _Tokens:
-        """The tokens of an output of this form."""
-        return self.slice if form.is_sliced else self.whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tap:
     """An output under observation, which of its two tensors are traced, and the passes that wait for a second run."""
 
     output: ObservedOutput
     has_value: bool
     has_gradient: bool
-    waiting: deque[_Share]
+    waiting: deque[Share]
 
 
 class ModuleProbe:
@@ -98,12 +72,11 @@ class ModuleProbe:
         self._selection = selection
         self._emit = emit
         self._aside = aside
-        self._index: TokenIndex | None = None
-        self._shares: dict[int, _Share] = {}
+        self._shares: ShareBook | None = None
         self._unobserved: dict[Unobserved, None] = {}
         self._update = 0
         self._gradient_scale = 1.0
-        self._current: _Share | None = None
+        self._current: Share | None = None
         self._open: Counter[str] = Counter()
 
     @property
@@ -113,8 +86,7 @@ class ModuleProbe:
 
     def start_step(self, index: TokenIndex) -> None:
         """A step with these tokens begins; the indices of its micro-batches are unique within it."""
-        self._index = index
-        self._shares = {}
+        self._shares = ShareBook(self._runtime, index)
 
     @contextmanager
     def watching(self, model: TrainedModel, update: int) -> Iterator[None]:
@@ -125,7 +97,7 @@ class ModuleProbe:
         """
         taps = self._taps(model)
         self._update = update
-        self._gradient_scale = _gradient_scale(model)
+        self._gradient_scale = gradient_scale(model)
         self._open.clear()
         with ExitStack() as stack:
             for tap in taps:
@@ -140,8 +112,10 @@ class ModuleProbe:
     @contextmanager
     def computing(self, own: OwnBatch) -> Iterator[None]:
         """The block is one forward pass of one chunk over this share."""
+        if self._shares is None:
+            raise TraceError("a forward pass was announced before the step: call start_step first")
         with self._aside():
-            self._current = self._share(own)
+            self._current = self._shares.share(own)
         try:
             yield
         finally:
@@ -183,7 +157,7 @@ class ModuleProbe:
         return see
 
     def _await_gradient(
-        self, output: ObservedOutput, share: _Share, tensor: torch.Tensor, gather: Gather | None
+        self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None
     ) -> None:
         scale = self._gradient_scale
 
@@ -197,69 +171,20 @@ class ModuleProbe:
         self,
         output: ObservedOutput,
         kind: TraceKind,
-        share: _Share,
+        share: Share,
         tensor: torch.Tensor,
         gather: Gather | None,
         *,
         scale: float = 1.0,
     ) -> None:
         """Hand on what a tensor has for the share's tokens; nothing where it is all padding."""
-        tokens, form = share.of(output.form), output.form
-        num_tokens, size = len(tokens.places), prod(form.local_shape)
-        if not num_tokens or not size:
-            return
+        tokens = share.of(output.form)
         with self._aside(), torch.no_grad():
-            tensor = tensor.detach()
-            local = _by_token(output, tensor, tokens) if gather is None else gather(tensor, tokens.places)
-            local = local.reshape(num_tokens, -1)[:, :size].reshape(num_tokens, *form.local_shape)
+            local = select_tokens(output, tensor.detach(), gather, tokens)
+            if local is None:
+                return
             local = local if scale == 1.0 else local * scale
-            assert self._index is not None
-            spec = ShardSpec(
-                name=output.name,
-                global_shape=(self._index.num_tokens, *form.shape),
-                local_shape=tuple(local.shape),
-                splits=(tokens.split, *form.splits),
-            )
-            dims = ("token", *form.dims)
+            assert self._shares is not None
+            spec = self._shares.spec(output, tokens)
+            dims = ("token", *output.form.dims)
             self._emit(TraceEntry(update=self._update, kind=kind, spec=spec, tensor=local, dims=dims))
-
-    def _share(self, own: OwnBatch) -> _Share:
-        index = own.batch.index
-        if index not in self._shares:
-            width = own.inputs.tokens.shape[1] // self._runtime.tp_size
-            start = self._runtime.tp_rank * width
-            whole = self._tokens(own, slice(None))
-            part = whole if self._runtime.tp_size == 1 else self._tokens(own, slice(start, start + width))
-            self._shares[index] = _Share(whole=whole, slice=part)
-        return self._shares[index]
-
-    def _tokens(self, own: OwnBatch, columns: slice) -> _Tokens:
-        if self._index is None:
-            raise TraceError("a forward pass was announced before the step: call start_step first")
-        places = self._index.places(own, columns=columns)
-        num_lines, width = own.batch.row_ids[:, columns].shape
-        # Lines lie one after another there; modules give the columns one after another.
-        of_output = places.cells % width * num_lines + places.cells // width
-        return _Tokens(num_places=num_lines * width, places=of_output.to(own.inputs.tokens.device), split=places.split)
-
-
-def _by_token(output: ObservedOutput, tensor: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
-    """The tokens of an output that has so many numbers for each of its places, ``[n, width]``."""
-    expected = tokens.num_places * output.form.width
-    if tensor.numel() != expected:
-        raise TraceError(
-            f"{output.name}: the module computed {list(tensor.shape)}; expected {output.form.width} numbers for each "
-            f"of {tokens.num_places} places"
-        )
-    return tensor.reshape(-1, output.form.width)[tokens.places]
-
-
-def _gradient_scale(model: TrainedModel) -> float:
-    """What makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel`` does.
-
-    It divides by dp · cp where each rank's loss is a mean, over its own micro-batches (megatron-core 0.16.1,
-    ``gradient_scaling_factor``).
-    """
-    if model.transformer_config.calculate_per_token_loss:
-        return 1.0
-    return 1.0 / (model.runtime.dp_size * model.runtime.cp_size)

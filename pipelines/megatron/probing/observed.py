@@ -259,7 +259,7 @@ def _output_form(model: TrainedModel) -> OutputForm:
         return OutputForm(dims=("channel",), shape=(1,), local_shape=(1,), width=1)
     runtime, vocab_size = model.runtime, model.shape.vocab_size
     multiple = model.shape.model.make_vocab_size_divisible_by
-    width = padded_vocab_size(vocab_size, multiple_of=multiple, tp_size=runtime.tp_size) // runtime.tp_size
+    width = padded_vocab_size(vocab_size, multiple_of=multiple, tp_size=model.vocab_parts) // runtime.tp_size
     start = runtime.tp_rank * width
     length = max(0, min(width, vocab_size - start))
     splits: tuple[Split, ...] = ()

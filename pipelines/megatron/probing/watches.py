@@ -1,7 +1,8 @@
 """How the outputs of modules are got at: by forward hooks, and by wrapping a method where a module does not give them.
 
 Each watch is a context manager that tells ``see`` of every tensor that is computed in its block, with or without a
-graph, and changes nothing. Behind the block nothing of it is left.
+graph. Where ``see`` gives another tensor back, the model and later watches go on with that one; else nothing changes.
+Behind the block nothing of it is left.
 
 A token's K chosen experts are ordered by their number, ascending, in every tensor that has slots: ``topk`` orders them
 by score, which two runs may round differently. The experts' outputs are taken where the all-to-all dispatcher has
@@ -24,8 +25,9 @@ Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a tensor as it was computed, or its gradient, and int64 ``[n]``, the places of tokens among its s · b, to what
 it has for these tokens, ``[n, ...]``."""
 
-See = Callable[[torch.Tensor, Gather | None], None]
-"""Takes a tensor; without a gather it has s · b parts of one size, token after token."""
+See = Callable[[torch.Tensor, Gather | None], torch.Tensor | None]
+"""Takes a tensor; without a gather it has s · b parts of one size, token after token. Gives what to put in its place,
+of the same shape and dtype, or ``None``."""
 
 Watch = Callable[[torch.nn.Module, See], AbstractContextManager[None]]
 
@@ -34,8 +36,11 @@ Watch = Callable[[torch.nn.Module, See], AbstractContextManager[None]]
 def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
     """See a module's output; of several, as of a linear layer that leaves its bias to the next, the first."""
 
-    def hook(_: torch.nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        see(output[0] if isinstance(output, tuple) else output, None)
+    def hook(_: torch.nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+        if not isinstance(output, tuple):
+            return see(output, None)
+        other = see(output[0], None)
+        return None if other is None else (other, *output[1:])
 
     with _hooked(module, hook):
         yield
@@ -48,8 +53,8 @@ def watch_scores(router: torch.nn.Module, see: See) -> Iterator[None]:
 
     def gating(*args: object, **kwargs: object) -> torch.Tensor:
         logits: torch.Tensor = compute(*args, **kwargs)
-        see(logits, None)
-        return logits
+        other = see(logits, None)
+        return logits if other is None else other
 
     with _replaced_method(router, "gating", gating):
         yield
@@ -59,9 +64,14 @@ def watch_scores(router: torch.nn.Module, see: See) -> Iterator[None]:
 def watch_probabilities(router: torch.nn.Module, see: See) -> Iterator[None]:
     """See the weights of the chosen experts, gathered to ``[n, K]`` of a router's ``[s · b, E]``."""
 
-    def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> object:
         probs, routing_map = output
-        see(probs, lambda tensor, places: tensor[places].gather(1, chosen_experts(routing_map[places], router.topk)))
+
+        def gather(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return tensor[places].gather(1, chosen_experts(routing_map[places], router.topk))
+
+        other = see(probs, gather)
+        return None if other is None else (other, routing_map)
 
     with _hooked(router, hook):
         yield
@@ -83,14 +93,31 @@ def watch_expert_outputs(layer: torch.nn.Module, see: See) -> Iterator[None]:
     """See what each chosen expert gives to each token, gathered to ``[n, K, h]``, of a layer with experts."""
     dispatcher = layer.token_dispatcher
     combine = dispatcher.combine_postprocess
-
-    def combine_postprocess(permuted: torch.Tensor) -> torch.Tensor:
-        see(permuted, _gather_from_experts(dispatcher.routing_map, layer.config.moe_router_topk))
-        combined: torch.Tensor = combine(permuted)
-        return combined
-
-    with _replaced_method(dispatcher, "combine_postprocess", combine_postprocess):
+    if isinstance(combine, _WatchedCombine):  # each later watch sees what the earlier ones put there
+        combine.sees.append(see)
+        try:
+            yield
+        finally:
+            combine.sees.remove(see)
+        return
+    with _replaced_method(dispatcher, "combine_postprocess", _WatchedCombine(layer, combine, see)):
         yield
+
+
+class _WatchedCombine:
+    """A dispatcher's ``combine_postprocess`` whose input ``sees`` see one after another."""
+
+    def __init__(self, layer: torch.nn.Module, combine: Callable[[torch.Tensor], torch.Tensor], see: See) -> None:
+        self.sees = [see]
+        self._dispatcher, self._topk = layer.token_dispatcher, layer.config.moe_router_topk
+        self._combine = combine
+
+    def __call__(self, permuted: torch.Tensor) -> torch.Tensor:
+        gather = _gather_from_experts(self._dispatcher.routing_map, self._topk)
+        for see in self.sees:
+            other = see(permuted, gather)
+            permuted = permuted if other is None else other
+        return self._combine(permuted)
 
 
 def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
@@ -118,7 +145,7 @@ def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
 
 
 @contextmanager
-def _hooked(module: torch.nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+def _hooked(module: torch.nn.Module, hook: Callable[..., object]) -> Iterator[None]:
     handle = module.register_forward_hook(hook)
     try:
         yield

@@ -1,0 +1,227 @@
+"""Which finished runs of an alignment may be taken again in the place of running anew.
+
+``fingerprint.json`` is written into a run's folder when the run has completed. It is a sealed document
+(``digests.seal``) with
+
+- ``format_version`` and ``elapsed_s``, the seconds that the run took;
+- ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration
+  without folders and the ``align`` section), ``entry``, ``code.*`` (versions of packages, and the SHA-256 of every
+  source file of the project and of the entry's package), ``machine.*`` (what decides the last bits), ``environ.*`` and,
+  where it replays, ``recording``;
+- ``files``: what it left, by path: size and a SHA-256, of safetensors files that of the header, which has every
+  tensor's own digest. A run that records has the recording among them.
+
+Contract: a run is taken again only where its keys are the wanted ones and its files lie there as they did when it
+completed; else ``find_cached`` says what is not. An interrupted run has no fingerprint. Nothing is removed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
+from mock_scheduler.files import save_json
+from mock_scheduler.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.text import list_some
+
+FINGERPRINT_FILE = "fingerprint.json"
+FORMAT_VERSION = 1
+
+_FOLDER_KEYS = ("output_dir", "exp_name", "checkpoint_config.output_dir", "rollout_mock.dump_dir")
+_RECORDING_PREFIX = "recording/"
+_NUM_NAMED = 3
+_HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
+_WHOLE_BYTES = 1 << 24
+_END_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """All that decides what a run computes; ``obstacle``: why it may not be taken again, whatever its keys are."""
+
+    keys: Mapping[str, JSON]
+    obstacle: str = ""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the keys."""
+        return compute_json_digest(self.keys)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reusable:
+    """A finished run that is taken again; ``elapsed_s``: what it took when it ran."""
+
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotReusable:
+    """``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
+
+    reason: str
+    was_there: bool = True
+
+
+def compute_fingerprint(
+    run: PlannedRun,
+    *,
+    code: Mapping[str, str],
+    machine: Mapping[str, str],
+    environ: Mapping[str, str],
+    recording: str | None,
+) -> Fingerprint:
+    """The fingerprint of a planned run.
+
+    ``code``: of its sources; ``machine``: where it runs; ``environ``: settings that it is started with; ``recording``:
+    the digest of what it replays, ``None`` where it records.
+    """
+    config = run.config.model_dump(mode="json", exclude={"align"})
+    leaves = {f"config.{key}": value for key, value in iterate_leaves(config) if key not in _FOLDER_KEYS}
+    versions = {f"code.{name}": version for name, version in run.versions.items()}
+    keys: dict[str, JSON] = {
+        **leaves,
+        "entry": run.entry,
+        **versions,
+        **{f"code.{name}": value for name, value in code.items()},
+        **{f"machine.{name}": value for name, value in machine.items()},
+        **{f"environ.{name}": value for name, value in environ.items()},
+        "recording": recording,
+    }
+    return Fingerprint(keys=keys, obstacle=_find_obstacle(run))
+
+
+def save_fingerprint(
+    run_dir: Path, fingerprint: Fingerprint, *, elapsed_s: float, recording_dir: Path | None = None
+) -> None:
+    """Say of a run that has just completed what it was and what it left.
+
+    ``recording_dir``: what it recorded; ``None`` where it replayed. Raises ``OSError``.
+    """
+    document: dict[str, JSON] = {
+        "format_version": FORMAT_VERSION,
+        "elapsed_s": elapsed_s,
+        "keys": dict(fingerprint.keys),
+        "files": describe_run_files(run_dir, recording_dir),
+    }
+    save_json(run_dir / FINGERPRINT_FILE, seal(document))
+
+
+def find_cached(
+    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
+) -> Reusable | NotReusable:
+    """Whether the finished run in a folder is the one that ``fingerprint`` describes, and lies there unchanged.
+
+    ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
+    """
+    path = run_dir / FINGERPRINT_FILE
+    if not run_dir.is_dir():
+        return NotReusable(reason="it has not run yet", was_there=False)
+    if fingerprint.obstacle:
+        return NotReusable(reason=fingerprint.obstacle)
+    if not path.is_file():
+        return NotReusable(reason=f"there is no {FINGERPRINT_FILE}: it did not complete, or its files were changed")
+    try:
+        document = open_sealed(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
+    if document.get("format_version") != FORMAT_VERSION:
+        return NotReusable(
+            reason=f"{FINGERPRINT_FILE} is of version {document.get('format_version')}, expected {FORMAT_VERSION}"
+        )
+    changes = _describe_changes(document["keys"], fingerprint.keys)
+    if changes:
+        return NotReusable(reason=list_some(changes, _NUM_NAMED))
+    damage = _describe_damage(document["files"], describe_run_files(run_dir, recording_dir))
+    if damage:
+        return NotReusable(reason=list_some(damage, _NUM_NAMED))
+    return Reusable(elapsed_s=float(document["elapsed_s"]))
+
+
+def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
+    """Size and digest of every file of a finished run that a comparison reads, by its path in the run's folder."""
+    named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
+    files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
+    files |= _describe_folder(run_dir / TRACE_FOLDER, f"{TRACE_FOLDER}/")
+    if recording_dir is not None:
+        files |= _describe_folder(recording_dir, _RECORDING_PREFIX)
+    return files
+
+
+def digest_recording(recording_dir: Path) -> str:
+    """SHA-256 (hex) of what a recording's files say they are; reads no rows."""
+    return compute_json_digest(_describe_folder(recording_dir, ""))
+
+
+def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> str:
+    """SHA-256 (hex) of every Python file below the folders, by its path there, and of further files by their names."""
+    digest = hashlib.sha256()
+    found = [(str(path.relative_to(folder.parent)), path) for folder in folders for path in folder.rglob("*.py")]
+    for name, path in sorted([*found, *((path.name, path) for path in files)]):
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _find_obstacle(run: PlannedRun) -> str:
+    if run.config.resume_from_checkpoint is not None:
+        return "it goes on from a checkpoint, whose content has no fingerprint"
+    if run.config.graft.trace_dir is not None:
+        return "tensors of another run are put into it, whose content has no fingerprint"
+    return ""
+
+
+def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> list[str]:
+    changes = []
+    for key in dict.fromkeys([*stored, *wanted]):
+        if key not in stored or key not in wanted or stored[key] != wanted[key]:
+            before, now = (_show(keys, key) for keys in (stored, wanted))
+            is_digest = all(re.fullmatch("[0-9a-f]{64}", text) for text in (before, now))
+            changes.append(f"{key} has changed" if is_digest else f"{key} was {before} and is {now}")
+    return changes
+
+
+def _show(keys: Mapping[str, JSON], key: str) -> str:
+    return str(keys[key]) if key in keys else "not set"
+
+
+def _describe_damage(stored: Mapping[str, JSON], present: Mapping[str, JSON]) -> list[str]:
+    gone = [f"{name} is not there any more" for name in stored if name not in present]
+    new = [f"{name} was not there when it completed" for name in present if name not in stored]
+    changed = [
+        f"{name} is not as it was when it completed"
+        for name in stored
+        if name in present and stored[name] != present[name]
+    ]
+    return [*gone, *changed, *new]
+
+
+def _describe_folder(folder: Path, prefix: str) -> dict[str, JSON]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    return {prefix + path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _describe_file(path: Path) -> list[int | str]:
+    """Size and SHA-256: of a safetensors file's header, of a large other file's two ends, else of the whole."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.suffix == ".safetensors":
+            length = file.read(_HEADER_LENGTH_BYTES)
+            content = length + file.read(min(int.from_bytes(length, "little"), size))
+        elif size <= _WHOLE_BYTES:
+            content = file.read()
+        else:
+            content = file.read(_END_BYTES)
+            file.seek(size - _END_BYTES)
+            content += file.read()
+    return [size, hashlib.sha256(content).hexdigest()]

@@ -1,0 +1,160 @@
+"""What ``mock-scheduler extract`` starts from: a finished alignment, and the one of its candidates that diverged.
+
+Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the keys that are
+needed are looked at, and what is missing or of another kind is an error that names the file and the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mock_scheduler.align.matrix import expand_candidates
+from mock_scheduler.align.overrides import override_keys
+from mock_scheduler.align.plan import BASELINE_NAME, RECORDING_NAME, build_loader
+from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
+from mock_scheduler.errors import ConfigError, StepNotFoundError
+from mock_scheduler.files import load_json_object
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.run_files import ALIGN_FILE, CONFIG_FILE
+
+_DIVERGED = "diverged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergedCandidate:
+    """A diverged candidate of a finished alignment.
+
+    baseline, candidate: the runs' own configurations. change: what makes the candidate one, with its entry.
+    sentence: the first divergence in words. step: where it is, or the step that was asked for; ``sample``: the row with
+    the largest difference, as recordings name it, where it is in one.
+    """
+
+    align_dir: Path
+    change: CandidateConfig
+    baseline: PipelineConfig
+    candidate: PipelineConfig
+    sentence: str
+    step: int
+    sample: str | None
+    reader: RecordingReader
+
+    @property
+    def steps(self) -> list[int]:
+        """The training steps of the recording, ascending."""
+        return self.reader.steps().get("train", [])
+
+    @property
+    def baseline_dir(self) -> Path:
+        """The folder of the baseline's run."""
+        return self.align_dir / BASELINE_NAME
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The keys that the candidate sets itself."""
+        return frozenset(override_keys(self.change.overrides))
+
+
+def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> DivergedCandidate:
+    """The candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than that of its divergence.
+
+    Raises ``ConfigError`` where the folder is no alignment's, there is no such candidate or it has not diverged, and
+    ``StepNotFoundError`` where the recording is gone or lacks the step.
+    """
+    result = _read_result(align_dir)
+    found = _find_candidate(result, name, align_dir)
+    divergence = found.get("first_divergence") or {}
+    baseline, candidate = (_load(align_dir / run) for run in (BASELINE_NAME, name))
+    reader = _open_recording(result, align_dir)
+    steps = reader.steps().get("train", [])
+    wanted = divergence.get("step") if step is None else step
+    if not isinstance(wanted, int):
+        wanted = min(steps, default=0)
+    if wanted not in steps:
+        raise StepNotFoundError(
+            f"the recording {reader.dump_dir} has no training step {wanted}; steps present: "
+            f"{format_present(reader.steps())}"
+        )
+    figures = (divergence.get("difference") or {}).get("figures") or {}
+    is_its_step = wanted == divergence.get("step")
+    sample = (figures.get("worst") or {}).get("sample") if is_its_step else None
+    return DivergedCandidate(
+        align_dir=align_dir,
+        change=_find_change(baseline, name, found),
+        baseline=baseline,
+        candidate=candidate,
+        sentence=str(found.get("sentence") or found.get("reason") or ""),
+        step=wanted,
+        sample=sample if isinstance(sample, str) else None,
+        reader=reader,
+    )
+
+
+def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
+    """Verdict and first divergence (or reason) of a candidate of a finished alignment; raises ``ConfigError``."""
+    found = _find(_read_result(align_dir), name, align_dir)
+    return str(found.get("verdict")), str(found.get("sentence") or found.get("reason") or "")
+
+
+def _read_result(align_dir: Path) -> Mapping[str, Any]:
+    path = align_dir / ALIGN_FILE
+    if not path.is_file():
+        raise ConfigError(f"{align_dir} is no folder of an alignment: there is no {ALIGN_FILE} in it")
+    try:
+        result = load_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} {error}") from error
+    if not isinstance(result.get("candidates"), list):
+        raise ConfigError(f"{path} is no result of mock-scheduler align: it has no list of candidates")
+    return result
+
+
+def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+    by_name = {item["name"]: item for item in result["candidates"] if isinstance(item, dict) and "name" in item}
+    if name not in by_name:
+        verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
+        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
+    found: Mapping[str, Any] = by_name[name]
+    return found
+
+
+def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+    found = _find(result, name, align_dir)
+    if found.get("verdict") != _DIVERGED:
+        raise ConfigError(
+            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}: there is no divergence to "
+            f"reproduce ({found.get('reason')})"
+        )
+    return found
+
+
+def _find_change(baseline: PipelineConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
+    """The candidate as it was configured; its overrides are those that the result has."""
+    configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
+    change = configured.get(name, CandidateConfig(name=name))
+    return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
+
+
+def _load(run_dir: Path) -> PipelineConfig:
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
+    return build_loader(path.stem, path.parent)(())
+
+
+def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
+    """The recording in the alignment's folder or, where it replayed another one, that."""
+    named = result.get("recording_dir")
+    places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
+    for place in places:
+        try:
+            return RecordingReader(place)
+        except StepNotFoundError:
+            continue
+    raise StepNotFoundError(
+        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; without its "
+        "rollouts nothing can be extracted. Run the alignment again"
+    )

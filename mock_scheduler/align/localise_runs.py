@@ -1,0 +1,128 @@
+"""The further runs that localisation asks for: their overrides, how large their traces are, and which names fit.
+
+Contract: nothing is started here. All are in mock on the alignment's recording, as the runs that they repeat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mock_scheduler.align.localise_decisions import Differing, GraftKind
+from mock_scheduler.align.overrides import quote_override, quote_value
+from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.trace.reader import TraceReader
+
+#: At least so many of the first tensors that differ are traced whole, however large they are.
+_FEWEST_NAMES = 8
+_CHOICES = "*.router.chosen_experts"
+
+
+class MakeRun(Protocol):
+    """Carries out a planned run with further overrides, in a folder of its own.
+
+    Returns the run's ``output_dir``, which is kept. Raises ``AlignmentError`` where it fails. ``name`` is unique.
+    """
+
+    def __call__(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
+        """Run it."""
+        ...
+
+
+def sketch_overrides(config: PipelineConfig, last_step: int | None) -> list[str]:
+    """Sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
+    steps = "null" if last_step is None else f"'0-{last_step}'"
+    return [*_trace(config, "sketch", steps, ("*",)), *_shortened(config, last_step)]
+
+
+def full_overrides(config: PipelineConfig, step: int, names: Sequence[str] | None) -> list[str]:
+    """Whole tensors of one step, of these names; ``None``: of all."""
+    return [*_trace(config, "full", f"'{step}'", names or ("*",)), *_shortened(config, step)]
+
+
+def graft_overrides(
+    config: PipelineConfig, *, level: str, kind: GraftKind, names: Sequence[str], place: tuple[int, int], trace: Path
+) -> list[str]:
+    """The reference's tensors put in, and a trace of all of that step. place: step and update. trace: that has them."""
+    step, update = place
+    return [
+        *_trace(config, level, f"'{step}'", ("*",)),
+        *_shortened(config, step),
+        quote_override("graft.trace_dir", str(trace)),
+        f"graft.names=[{','.join(map(quote_value, names))}]",
+        f"graft.kind={kind}",
+        f"graft.step={step}",
+        f"graft.update={update}",
+    ]
+
+
+def estimate_bytes(comparison: TensorComparison, step: int, *, num_ranks: int, item_bytes: int) -> int:
+    """What full traces of one step take at most, of one process and of ``num_ranks`` that each hold all of it."""
+    elements = sum(item.num_elements + item.num_absent for item in comparison.differences if item.key.step == step)
+    return elements * item_bytes * (1 + num_ranks)
+
+
+def guess_bytes(config: PipelineConfig, trace: TraceReader, *, num_ranks: int) -> int:
+    """The same before anything but parameters and main gradients was traced, by a trace of any step.
+
+    Of each token what a layer's parts give (14 times the hidden size, once more for each chosen expert, and 4 times the
+    MLP's are more than any model here has) and logits, with their gradients; of each parameter its gradient, two
+    moments and three copies.
+    """
+    step, model = trace.steps[0], config.model
+    footer = trace.footer(step)
+    num_tokens = sum(footer.rows.lengths[row] for rows in footer.update_rows for row in rows)
+    shapes = {key.name: trace.dtype_and_shape(key)[1] for key in trace.keys(step) if key.kind == "initial"}
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    vocabulary = max((shape[0] for name, shape in shapes.items() if "word_embeddings" in name), default=0)
+    by_layer = (14 + model.moe_router_topk) * model.hidden_size + 4 * model.ffn_size
+    by_token = 2 * (model.num_layers * by_layer + vocabulary)
+    num_updates = max(len(footer.update_rows), 1)
+    item_bytes = 8 if config.precision == "float64" else 4
+    return (num_tokens * by_token + 6 * num_updates * num_parameters) * item_bytes * (1 + num_ranks)
+
+
+def choose_names(differing: Sequence[Differing], *, budget: int, bytes_by_element: int) -> list[str]:
+    """Of what differs, in order, the names whose tensors fit; at least a few. With experts, also what tokens chose."""
+    names: dict[str, None] = {}
+    total = 0
+    for item in differing:
+        size = 0 if item.difference is None else item.difference.num_elements * bytes_by_element
+        if len(names) >= _FEWEST_NAMES and total + size > budget and item.key.name not in names:
+            break
+        total += size
+        names[item.key.name] = None
+    has_experts = any(".mlp.router." in name or name.endswith(".mlp.experts") for name in names)
+    return [*names, *([_CHOICES] if has_experts else [])]
+
+
+def _trace(config: PipelineConfig, level: str, steps: str, names: Sequence[str]) -> list[str]:
+    # One that is not the model's own, as of sketches before, must not take anything out.
+    return [
+        "rollout_mock.mode=mock",
+        f"trace.level={level}",
+        f"trace.kinds=[{','.join(TRACE_KINDS)}]",
+        f"trace.patterns=[{','.join(map(quote_value, names))}]",
+        "trace.exclude=[]",
+        "trace.ranks=null",
+        "trace.dump_every_n_steps=1",
+        f"trace.steps={steps}",
+        *(["save_steps=0"] if config.save_steps else []),
+    ]
+
+
+def _shortened(config: PipelineConfig, last_step: int | None) -> list[str]:
+    """End the run after the last step that matters, where its number of steps moves nothing else.
+
+    A rate that decays over the whole run follows from its length, and a critic's warm-up must be shorter than it.
+    """
+    training = config.training
+    is_rate_fixed = training.lr_decay_style == "constant" or training.lr_decay_iters is not None
+    if last_step is None or not is_rate_fixed or config.adv_estimator == "gae" or last_step + 1 >= config.max_steps:
+        return []
+    return [f"max_steps={last_step + 1}"]

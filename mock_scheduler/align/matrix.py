@@ -1,0 +1,106 @@
+"""The candidates of an alignment: those of the list, and the product of layouts and options without what is excluded.
+
+Contract: pure; nothing is loaded or run. Everything that is wrong with the list and the matrix is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from mock_scheduler.align.overrides import format_override
+from mock_scheduler.config.layout import ParallelConfig, parse_layout
+from mock_scheduler.config.sections import AlignConfig, CandidateConfig, MatrixConfig
+from mock_scheduler.errors import ConfigError
+
+#: The option that changes nothing; with it a candidate is named by its layout alone.
+PLAIN_OPTION = "plain"
+
+
+def expand_candidates(
+    align: AlignConfig, parallel: ParallelConfig, *, reserved: Collection[str] = ()
+) -> tuple[CandidateConfig, ...]:
+    """All candidates in order: ``align.candidates``, then the matrix layout by layout, each with every option.
+
+    ``parallel``: the baseline's layout; a candidate of the matrix overrides what its own differs in. ``reserved``:
+    names that no candidate may have. Raises ``ConfigError`` with every unknown layout, doubled or reserved name,
+    exclusion that matches nothing and product that is empty.
+    """
+    problems: list[str] = []
+    product = list(_expand_matrix(align.matrix, parallel, problems))
+    candidates = (*align.candidates, *product)
+    problems += _name_problems([candidate.name for candidate in candidates], reserved)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if not candidates:
+        raise ConfigError("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
+    return candidates
+
+
+def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
+    """What makes ``parallel`` the layout that a text such as ``tp2-sp`` names; degrees that it leaves out are 1.
+
+    Keys that are no degrees stay as they are. Raises ``LayoutError`` for a text that is no layout.
+    """
+    current = parallel.model_dump()
+    return tuple(
+        format_override(f"parallel.{key}", value)
+        for key, value in parse_layout(layout).items()
+        if value != current[key]
+    )
+
+
+def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: list[str]) -> Iterator[CandidateConfig]:
+    options = matrix.options or {PLAIN_OPTION: []}
+    if matrix.options and not matrix.layouts:
+        problems.append("align.matrix.options: there are no align.matrix.layouts to combine them with; tp1 is one")
+    if options.get(PLAIN_OPTION):
+        problems.append(
+            f"align.matrix.options.{PLAIN_OPTION} is {options[PLAIN_OPTION]}, but {PLAIN_OPTION} is the layout alone; "
+            "give it [], or the option another name"
+        )
+    layouts = _parse_layouts(matrix.layouts, parallel, problems)
+    names = {
+        layout if option == PLAIN_OPTION else f"{layout}.{option}": (layout, option)
+        for layout in layouts
+        for option in options
+    }
+    excluded = {name for name in names if any(fnmatchcase(name, glob) for glob in matrix.exclude)}
+    if layouts or not problems:
+        problems += [
+            f"align.matrix.exclude: {glob!r} matches no candidate; they are {', '.join(names) or 'none'}"
+            for glob in matrix.exclude
+            if not any(fnmatchcase(name, glob) for name in names)
+        ]
+    if names and len(excluded) == len(names):
+        problems.append(f"align.matrix: all of its {len(names)} candidates are excluded")
+    for name, (layout, option) in names.items():
+        if name not in excluded:
+            yield CandidateConfig(name=name, overrides=[*layouts[layout], *options[option]])
+
+
+def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: list[str]) -> dict[str, tuple[str, ...]]:
+    """The overrides of every layout that is one, by its text."""
+    layouts: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        try:
+            overrides = layout_overrides(text, parallel)
+        except ConfigError as error:
+            problems.append(f"align.matrix.layouts: {error}")
+            continue
+        same = next((other for other, found in layouts.items() if found == overrides), None)
+        if text in layouts:
+            problems.append(f"align.matrix.layouts: {text!r} is there more than once")
+        elif same is not None:
+            problems.append(f"align.matrix.layouts: {same!r} and {text!r} are the same layout")
+        layouts[text] = overrides
+    return layouts
+
+
+def _name_problems(names: Sequence[str], reserved: Collection[str]) -> Iterator[str]:
+    taken = sorted(set(reserved) & set(names))
+    if taken:
+        yield f"align.candidates: {', '.join(map(repr, taken))} cannot be a candidate's name"
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        yield f"align.candidates: more than one is named {', '.join(map(repr, doubled))}"

@@ -1,0 +1,284 @@
+"""``mock-scheduler minimise``: the smallest case in which a candidate is still diverged, found by alignments of it.
+
+Contract: every alignment goes to a folder of its workload, where a baseline that has run already is taken again. A
+candidate whose run fails, or that is no longer diverged, counts as one that does not show the fault.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.command import AlignOptions, run_align
+from mock_scheduler.align.folder import FolderMarker
+from mock_scheduler.align.matrix import expand_candidates
+from mock_scheduler.align.minimise import Levels, Minimum, minimise
+from mock_scheduler.align.minimise_space import Reduction, ReductionSpace, build_space
+from mock_scheduler.align.overrides import quote_value
+from mock_scheduler.align.plan import ConfigLoader, build_loader
+from mock_scheduler.align.resume import open_folder
+from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
+from mock_scheduler.config.sections import MatrixConfig
+from mock_scheduler.digests import JSON, compute_json_digest
+from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.files import load_json_object, save_json
+from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.report.terminal import build_console
+from mock_scheduler.run_files import ALIGN_FILE
+from mock_scheduler.text import count_of
+
+MINIMISE_FILE = "minimise.json"
+MINIMISE_MARKER = FolderMarker(
+    command="mock-scheduler minimise",
+    result_name=MINIMISE_FILE,
+    text="made by mock-scheduler minimise; --overwrite may remove what is in this folder\n",
+)
+FOLDER = "minimise"
+# They narrow a divergence down and say what it does to training; the verdict does not rest on them.
+_WITHOUT_EXPLANATION = ("align.proofs.localise=false", "align.proofs.consequence=false")
+
+#: As ``align_once``.
+AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], Verdict]
+
+
+def align_once(
+    config_name: str, config_path: Path, overrides: Sequence[str], candidate: CandidateConfig, output_dir: Path
+) -> Verdict:
+    """The verdict on one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
+
+    The alignment and its files are those of ``mock-scheduler align``, in ``output_dir``. Raises ``ConfigError`` before
+    anything runs.
+    """
+    only = only_candidate(build_loader(config_name, config_path), overrides, candidate)
+    try:
+        run_align(
+            config_name=config_name,
+            config_path=config_path,
+            overrides=(*overrides, *only, *_WITHOUT_EXPLANATION),
+            options=AlignOptions(output_dir=output_dir),
+            console=Console(file=io.StringIO(), width=120),
+        )
+    except AlignmentError:
+        return Verdict.INCOMPARABLE
+    result = load_json_object(output_dir / ALIGN_FILE)
+    return Verdict(result["candidates"][0]["verdict"])
+
+
+def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: CandidateConfig) -> tuple[str, ...]:
+    """The overrides that make a candidate the only one."""
+    fields = {"name": quote_value(candidate.name)}
+    if candidate.overrides:
+        fields["overrides"] = _quote_list(candidate.overrides)
+    if candidate.entry != DEFAULT_ENTRY:
+        fields["entry"] = quote_value(candidate.entry)
+    if candidate.python is not None:
+        fields["python"] = quote_value(candidate.python)
+    if candidate.exact is not None:
+        fields["exact"] = str(candidate.exact).lower()
+    entry = ",".join(f"{key}:{value}" for key, value in fields.items())
+    has_matrix = load(overrides).align.matrix != MatrixConfig()
+    return (f"align.candidates=[{{{entry}}}]", *(["~align.matrix"] if has_matrix else []))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MinimiseOptions:
+    """``output_dir``: ``None`` is ``minimise`` in the configuration's. ``max_runs``: alignments to spend at most."""
+
+    output_dir: Path | None = None
+    max_runs: int = 60
+    overwrite: bool = False
+    json_path: Path | None = None
+
+
+def run_minimise(
+    config_name: str,
+    candidate_name: str,
+    options: MinimiseOptions,
+    *,
+    config_path: Path,
+    overrides: Sequence[str],
+    align: AlignOnce = align_once,
+    console: Console | None = None,
+) -> int:
+    """Shrink a diverged candidate, print what is left and the command that shows it; returns the verdict's exit code.
+
+    A candidate that is neither diverged nor suspect is not reduced. ``{output_dir}/minimise.json`` has the result.
+    Raises ``ConfigError`` for a candidate that there is not, or that cannot be run.
+    """
+    console = console or build_console()
+    load = _remember(build_loader(config_name, config_path))
+    space, baseline = _open_space(load, overrides, candidate_name)
+    root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
+    open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
+    trial = _Trial(
+        space=space,
+        load=load,
+        align=align,
+        config_name=config_name,
+        config_path=config_path,
+        overrides=tuple(overrides),
+        baseline=baseline,
+        root=root,
+        console=console,
+    )
+    verdict = trial.align_at(tuple(0 for _ in space.dimensions))
+    if verdict not in (Verdict.DIVERGED, Verdict.SUSPECT):
+        console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
+        return int(verdict.exit_code)
+    trial.failing = (Verdict.DIVERGED,) if verdict is Verdict.DIVERGED else (Verdict.DIVERGED, Verdict.SUSPECT)
+    minimum = minimise(
+        space.highest, trial.fails, is_valid=trial.is_valid, identify=trial.identify, max_runs=options.max_runs
+    )
+    content = trial.describe(minimum, verdict)
+    for path in (root / MINIMISE_FILE, *([options.json_path] if options.json_path else [])):
+        save_json(path, content, sort_keys=False)
+    trial.print_result(minimum, root / MINIMISE_FILE)
+    return int(verdict.exit_code)
+
+
+def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tuple[ReductionSpace, tuple[str, ...]]:
+    """What can be reduced, and the overrides of ``align.baseline``."""
+    stated = tuple(load(overrides).align.baseline)
+    baseline = load((*overrides, *stated))
+    candidates = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
+    if name not in candidates:
+        raise ConfigError(f"there is no candidate {name!r}; they are {', '.join(candidates)}")
+    candidate = candidates[name]
+    planned = load((*overrides, *stated, *candidate.overrides))
+    return build_space(baseline, planned, candidate), stated
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Runs cases and says what they are; ``baseline``: the overrides that the configuration states for it."""
+
+    space: ReductionSpace
+    load: ConfigLoader
+    align: AlignOnce
+    config_name: str
+    config_path: Path
+    overrides: tuple[str, ...]
+    baseline: tuple[str, ...]
+    root: Path
+    console: Console
+    failing: tuple[Verdict, ...] = (Verdict.DIVERGED,)
+    tried: list[dict[str, JSON]] = field(default_factory=list)
+
+    def fails(self, levels: Levels) -> bool:
+        """Whether the candidate still shows the fault."""
+        return self.align_at(levels) in self.failing
+
+    def is_valid(self, levels: Levels) -> bool:
+        """Whether both runs of a case can be made, and the candidate is not the baseline itself."""
+        reduction = self.space.build(levels)
+        if reduction.is_baseline:
+            return False
+        shared = (*self.overrides, *self.baseline, *reduction.shared)
+        try:
+            self.load(shared)
+            self.load((*shared, *reduction.candidate.overrides))
+        except ConfigError:
+            return False
+        return True
+
+    def identify(self, levels: Levels) -> tuple[tuple[str, ...], str]:
+        """What a case runs."""
+        reduction = self.space.build(levels)
+        return reduction.shared, reduction.candidate.model_dump_json()
+
+    def align_at(self, levels: Levels) -> Verdict:
+        """Align one case."""
+        reduction = self.space.build(levels)
+        folder = self.root / f"workload-{compute_json_digest(list(reduction.shared))[:12]}"
+        started_s = time.perf_counter()
+        verdict = self.align(
+            self.config_name, self.config_path, self._with_shared(reduction), reduction.candidate, folder
+        )
+        seconds = time.perf_counter() - started_s
+        self.tried.append(
+            {
+                "reduced": list(reduction.steps),
+                "layout": reduction.layout,
+                "verdict": str(verdict),
+                "seconds": round(seconds, 3),
+            }
+        )
+        what = ", ".join(reduction.steps) or "as it is"
+        text = f"{len(self.tried) - 1:3d}  {verdict}  {reduction.layout}: {what}  ({seconds:.1f} s)"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        return verdict
+
+    def describe(self, minimum: Minimum, verdict: Verdict) -> dict[str, JSON]:
+        """The result as JSON."""
+        reduction = self.space.build(minimum.levels)
+        return {
+            "candidate": reduction.candidate.name,
+            "verdict": str(verdict),
+            "layout": reduction.layout,
+            "overrides": list(reduction.shared),
+            "candidate_overrides": list(reduction.candidate.overrides),
+            "entry": reduction.candidate.entry,
+            "python": reduction.candidate.python,
+            "reduced": list(reduction.steps),
+            "num_runs": minimum.num_runs,
+            "is_complete": minimum.is_complete,
+            "command": self.command(reduction),
+            "tried": list(self.tried),
+        }
+
+    def command(self, reduction: Reduction) -> str:
+        """What shows the reduced case."""
+        overrides = self._with_shared(reduction)
+        only = only_candidate(self.load, overrides, reduction.candidate)
+        words = ["mock-scheduler", "align", self.config_name, *overrides, *only]
+        return shlex.join([*words, "--config-path", str(self.config_path)])
+
+    def print_result(self, minimum: Minimum, path: Path) -> None:
+        """Say what is left."""
+        reduction = self.space.build(minimum.levels)
+        own = [*reduction.candidate.overrides]
+        if reduction.candidate.entry != DEFAULT_ENTRY:
+            own.append(f"entry {reduction.candidate.entry}")
+        if reduction.candidate.python is not None:
+            own.append(f"python {reduction.candidate.python}")
+        state = "" if minimum.is_complete else ", which were all that it may take: it may not be the smallest"
+        lines = (
+            f"still fails after {count_of(minimum.num_runs, 'alignment')}{state}",
+            f"layout       {reduction.layout}",
+            f"candidate    {' '.join(own)}",
+            f"workload     {' '.join(reduction.shared) or 'as it was'}",
+            f"result       {path}",
+            f"see it with  {self.command(reduction)}",
+        )
+        for line in lines:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _with_shared(self, reduction: Reduction) -> tuple[str, ...]:
+        """The command line with the reduced workload, which counts after what the configuration states."""
+        if not reduction.shared:
+            return self.overrides
+        return (*self.overrides, f"align.baseline={_quote_list([*self.baseline, *reduction.shared])}")
+
+
+def _remember(load: ConfigLoader) -> ConfigLoader:
+    """The same loader, which loads nothing twice."""
+    known: dict[tuple[str, ...], PipelineConfig] = {}
+
+    def look_up(overrides: Sequence[str]) -> PipelineConfig:
+        key = tuple(overrides)
+        if key not in known:
+            known[key] = load(key)
+        return known[key]
+
+    return look_up
+
+
+def _quote_list(texts: Sequence[str]) -> str:
+    return f"[{','.join(map(quote_value, texts))}]"

@@ -1,0 +1,72 @@
+"""Overrides in Hydra's grammar: which keys they set, and how any text is written in one; and modules by their names.
+
+Contract: standard library only; imports nothing that it is asked about.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mock_scheduler.errors import ConfigError
+
+
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys that overrides in Hydra's grammar set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
+    return [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
+
+
+def check_free(where: str, overrides: Sequence[str], taken: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for an override of a key that an alignment sets itself; ``a.`` takes all keys below it."""
+    keys = override_keys(overrides)
+    clashes = [clash for name in taken for clash in dict.fromkeys(keys) if clash == name or _is_below(clash, name)]
+    if clashes:
+        raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")
+
+
+def _is_below(key: str, section: str) -> bool:
+    return section.endswith(".") and f"{key}.".startswith(section)
+
+
+def format_override(key: str, value: object) -> str:
+    """``key=value`` for a number, a bool, ``None`` or a text."""
+    if value is None or isinstance(value, bool):
+        return f"{key}={'null' if value is None else str(value).lower()}"
+    return f"{key}={value}" if isinstance(value, int | float) else quote_override(key, str(value))
+
+
+def quote_override(key: str, value: str) -> str:
+    """``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text."""
+    return f"{key}={quote_value(value)}"
+
+
+def quote_value(value: str) -> str:
+    """A text as a quoted value, also as an element of a list or an object.
+
+    In a quoted value (Hydra 1.3) a quote is escaped, and so are the backslashes just before one or at the end; a
+    ``${`` is escaped for OmegaConf, which resolves the value afterwards.
+    """
+    quoted = ""
+    num_backslashes = 0
+    for character in value.replace("${", "\\${"):
+        if character == "'":
+            quoted += "\\" * num_backslashes + "\\"
+        num_backslashes = num_backslashes + 1 if character == "\\" else 0
+        quoted += character
+    return f"'{quoted}{chr(92) * num_backslashes}'"
+
+
+def has_module(module: str) -> bool:
+    """Whether ``python -m module``, started in the working directory, would find a file to run; imports nothing."""
+    return find_module(module) is not None
+
+
+def find_module(module: str) -> Path | None:
+    """The file that ``python -m module``, started in the working directory, would run."""
+    relative = Path(*module.split("."))
+    for root in (Path(root) for root in ("", *sys.path)):
+        for path in ((root / relative).with_suffix(".py"), root / relative / "__main__.py"):
+            if path.is_file():
+                return path.absolute()
+    return None

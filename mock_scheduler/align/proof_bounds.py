@@ -1,0 +1,108 @@
+"""Bounds that proofs hold runs to: equality to the last bit, and measured noise carried over to float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mock_scheduler.compare.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.trace.entries import TraceKey
+
+if TYPE_CHECKING:
+    from mock_scheduler.compare.noise.measured import NoiseBounds
+
+#: Unit roundoff by precision: half the spacing of its numbers at 1.
+UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+class _Exact:
+    """Whatever differs in one bit is beyond these."""
+
+    @property
+    def source(self) -> BoundsSource:
+        """``stated``."""
+        return "stated"
+
+    @property
+    def noise(self) -> NoiseBounds | None:
+        """None is allowed."""
+        return None
+
+    def tensor(self, key: TraceKey) -> TensorBound:
+        """0."""
+        return TensorBound(relative=0.0)
+
+    def metric(self, step: int, name: str) -> MetricBound:
+        """0."""
+        return MetricBound()
+
+    def level(self) -> str:
+        """``the last bit``."""
+        return "the last bit"
+
+    def describe(self) -> str:
+        """In a sentence."""
+        return "Everything equal to the last bit."
+
+    def advice(self) -> str:
+        """Nothing decides more."""
+        return ""
+
+
+EXACT: Bounds = _Exact()
+
+
+def shrinking_factor(precision: str) -> float:
+    """How many times rounding is smaller in float64 than in a precision: 5.4e8 for float32, 3.5e13 for bfloat16."""
+    return UNIT_ROUNDOFFS[precision] / UNIT_ROUNDOFFS["float64"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideBounds:
+    """What a difference may be in float64 that is rounding in ``precision``: its bound there / √(shrinking factor).
+
+    Rounding shrinks by the whole factor, a wrong computation not at all; half way between, on a logarithmic scale, no
+    honest run and no fault comes near.
+    """
+
+    inner: Bounds
+    precision: str
+
+    @property
+    def source(self) -> BoundsSource:
+        """That of the inner bounds."""
+        return self.inner.source
+
+    @property
+    def noise(self) -> NoiseBounds | None:
+        """None was measured in float64."""
+        return None
+
+    def tensor(self, key: TraceKey) -> TensorBound:
+        """The inner one, smaller."""
+        bound = self.inner.tensor(key)
+        return TensorBound(relative=bound.relative * self._factor, absolute=bound.absolute * self._factor)
+
+    def metric(self, step: int, name: str) -> MetricBound:
+        """The inner one, smaller."""
+        bound = self.inner.metric(step, name)
+        return MetricBound(
+            relative=bound.relative * self._factor, floor=bound.floor, absolute=bound.absolute * self._factor
+        )
+
+    def level(self) -> str:
+        """In a few words."""
+        return f"{self.inner.level()}, made smaller for float64"
+
+    def describe(self) -> str:
+        """In a sentence."""
+        return f"{1 / self._factor:.1e} times less than: {self.inner.describe()}"
+
+    def advice(self) -> str:
+        """That of the inner bounds."""
+        return self.inner.advice()
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 / math.sqrt(shrinking_factor(self.precision))

@@ -1,0 +1,115 @@
+"""The further runs that proofs need, derived from the runs that an alignment has planned.
+
+Contract: every one is the planned run with a few overrides behind its own, in a folder of its own under
+``proofs``, in mock on the same recording. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mock_scheduler.align.overrides import quote_override
+from mock_scheduler.align.plan import ConfigLoader
+from mock_scheduler.align.planned import AlignPlan, PlannedRun
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.order_plan import limits, plan_order
+
+#: Terms whose sum is the same in any order.
+_NUM_ORDERLESS = 2
+_MOCK = ("rollout_mock.mode=mock",)
+
+
+def derive_run(
+    run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path, entry: str | None = None
+) -> PlannedRun:
+    """The run with further overrides, named ``name``, in ``{root}/{name}``.
+
+    ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
+    """
+    run_dir = root / name
+    complete = (
+        *run.overrides,
+        *_MOCK,
+        *overrides,
+        quote_override("output_dir", str(run_dir)),
+        quote_override("exp_name", f"{run.config.exp_name}-{name}"),
+    )
+    return replace(
+        run,
+        name=name,
+        entry=run.entry if entry is None else entry,
+        overrides=complete,
+        config=load(complete),
+        output_dir=run_dir,
+    )
+
+
+def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
+    """The reference of a candidate: one process that adds in the order of its layout, with the baseline's code.
+
+    Raises ``ConfigError`` where that order cannot be followed.
+    """
+    layout = candidate.config.parallel
+    emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
+    plain = {f"parallel.{key}": value for key, value in ParallelConfig().model_dump(mode="json").items()}
+    overrides = [
+        *(f"{key}={json.dumps(value)}" for key, value in plain.items()),
+        f"order.emulate={_to_hydra(emulated)}",
+        "order.ordered_reductions=false",
+    ]
+    run = derive_run(candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=DEFAULT_ENTRY)
+    return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
+
+
+def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
+    """The plan, with reductions in the order of the ranks in candidates whose order is emulated and has such of more
+    than two ranks: a library's own order of these is nobody's to follow.
+    """
+    if not plan.baseline.config.align.proofs.emulate:
+        return plan
+    return replace(plan, candidates=tuple(_order_reductions(run, load=load) for run in plan.candidates))
+
+
+def describe_order_limits(config: PipelineConfig) -> str:
+    """Why the order of sums of a configuration cannot be followed; empty where it can."""
+    return "; ".join(limits(config.parallel, config.model, config.training))
+
+
+def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
+    """Whether a candidate adds in the baseline's order."""
+    if candidate.changes.kind == "nothing":
+        return True
+    if any(describe_order_limits(run.config) for run in (baseline, candidate)):
+        return False
+    return plan_order(baseline.config) == plan_order(candidate.config)
+
+
+def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
+    """The baseline with weights that are perturbed by one unit roundoff."""
+    return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
+
+
+def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
+    """The run in float64."""
+    return derive_run(run, f"float64-{run.name}", ["precision=float64"], load=load, root=root)
+
+
+def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
+    config = run.config
+    if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(config):
+        return run
+    if all(reduction.size <= _NUM_ORDERLESS for reduction in plan_order(config).reductions):
+        return run
+    added = "order.ordered_reductions=true"
+    overrides = (*run.overrides, added)
+    return replace(run, own_overrides=(*run.own_overrides, added), overrides=overrides, config=load(overrides))
+
+
+def _to_hydra(values: dict[str, object]) -> str:
+    """A mapping of plain values in Hydra's grammar; an empty one is that of one process."""
+    return "{" + ",".join(f"{key}:{json.dumps(value)}" for key, value in values.items()) + "}"

@@ -1,0 +1,198 @@
+"""From what the runs of a candidate show to one verdict, and the proofs that it rests on, strongest first.
+
+Contract: pure; the comparisons are there already.
+
+- *replicas*: copies within the candidate's own run that are not equal refute it, whatever else holds.
+- *bit-equality* with the baseline proves it. Where its order of sums is the baseline's and nothing else may round, a
+  difference refutes it: no measure of noise excuses it.
+- *emulation*: bit-equality with a reference that adds in the candidate's order proves it, if the reference itself is
+  within the noise of the baseline. Where only the layout is another, a difference refutes it.
+- *noise* judges all else.
+- *referee*: what is beyond its bound, and in float64 is not, is called suspect and not diverged: the two compute the
+  same function, and either this precision alone is wrong or the noise was larger than measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mock_scheduler.compare.proofs import Outcome, Proof, ProofName
+from mock_scheduler.compare.sentence import describe_coverage
+from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.compare.verdict import Alignment, Verdict
+from mock_scheduler.text import count_of
+
+_UNDECIDED = frozenset({Verdict.INCOMPARABLE, Verdict.UNVERIFIED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known of a candidate whose run completed.
+
+    direct: compared with the baseline, by noise or what bounds there are. num_processes: of its run. changes: what may
+    move a bit, in words. is_same_order: its order of sums is the baseline's. must_be_exact: nothing but the order of
+    its sums may be another. emulated: compared, to the last bit, with the reference that adds in its order; ``None``
+    where there is none, and ``emulation_note`` says why. layout: that is emulated. wide: both sides in float64, by what
+    rounding would be there; ``None`` where they were not run, and ``wide_note`` says why. shrinking: how many times
+    smaller rounding is in float64.
+    """
+
+    direct: Alignment
+    num_processes: int
+    changes: str
+    is_same_order: bool
+    must_be_exact: bool
+    emulated: Alignment | None = None
+    emulation_note: str = "the candidate is bit-equal to the baseline"
+    layout: str = ""
+    wide: Alignment | None = None
+    wide_note: str = "a stronger proof decides"
+    shrinking: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """The verdict, with all that was compared, and the proofs in their order."""
+
+    alignment: Alignment
+    proofs: tuple[Proof, ...]
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """The verdict on a candidate."""
+    direct = evidence.direct
+    if direct.verdict in _UNDECIDED:
+        return Judgement(alignment=direct, proofs=())
+    replicas, equality = _judge_replicas(evidence), _judge_equality(evidence)
+    emulation, noise, referee = _judge_emulation(evidence), _judge_noise(evidence), _judge_wide(evidence)
+    proofs = (replicas, equality, emulation, noise, referee)
+    return Judgement(alignment=_decide(evidence, proofs), proofs=proofs)
+
+
+def is_settled(direct: Alignment) -> bool:
+    """Whether the comparison with the baseline needs no further run to be judged."""
+    return direct.verdict in _UNDECIDED or direct.verdict is Verdict.IDENTICAL
+
+
+def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
+    direct, emulated = evidence.direct, evidence.emulated
+    replicas, equality, emulation, noise, referee = proofs
+    if equality.outcome == "proved" and replicas.outcome != "refuted":
+        return direct
+    if replicas.outcome == "refuted":
+        return _diverged(direct, direct, "")
+    if equality.outcome == "refuted":
+        return _diverged(direct, direct, f"{equality.text}; ")
+    if emulation.outcome == "proved" and evidence.must_be_exact:
+        if noise.outcome == "proved":
+            return replace(direct, verdict=Verdict.EMULATED, reason=f"{emulation.text}; {noise.text}")
+        reason = f"{emulation.text}, but that reference is itself not within the noise of the baseline: {noise.text}"
+        return replace(direct, verdict=Verdict.SUSPECT, reason=reason)
+    if emulation.outcome == "refuted" and emulated is not None:
+        return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; ")
+    if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
+        return replace(direct, verdict=Verdict.SUSPECT, reason=f"{referee.text}; {direct.reason}")
+    reason = direct.reason if referee.outcome != "refuted" else f"{direct.reason}; {referee.text}"
+    if direct.verdict is Verdict.SUSPECT and referee.outcome == "refuted" and evidence.wide is not None:
+        return _diverged(direct, evidence.wide, f"{referee.text}; ")
+    return replace(direct, reason=reason)
+
+
+def _diverged(direct: Alignment, shown_by: Alignment, why: str) -> Alignment:
+    """Diverged, with the first divergence of the comparison that shows it."""
+    sentence = shown_by.sentence or (shown_by.first_divergence.message if shown_by.first_divergence else None)
+    reason = shown_by.reason if shown_by is direct else f"first divergence: {sentence}"
+    return replace(
+        direct,
+        verdict=Verdict.DIVERGED,
+        reason=f"{why}{reason}",
+        first_divergence=shown_by.first_divergence or direct.first_divergence,
+        sentence=sentence or direct.sentence,
+    )
+
+
+def _judge_replicas(evidence: Evidence) -> Proof:
+    tensors = evidence.direct.tensors
+    if evidence.num_processes == 1:
+        return Proof(name="replicas", outcome="not tried", text="one process holds no copies")
+    conflicts = () if tensors is None else tensors.candidate_conflicts
+    if conflicts:
+        return Proof(name="replicas", outcome="refuted", text=f"replicas disagree: {conflicts[0].describe()}")
+    return Proof(name="replicas", outcome="proved", text="all that several ranks hold is equal to the last bit")
+
+
+def _judge_equality(evidence: Evidence) -> Proof:
+    tensors, metrics = evidence.direct.tensors, evidence.direct.metrics
+    num_compared, num_equal = _count(tensors)
+    if evidence.direct.verdict is Verdict.IDENTICAL:
+        coverage = describe_coverage(metrics, tensors)
+        return _proof("bit-equality", "proved", f"bit-equal to the baseline: {coverage}", num_compared, num_equal)
+    found = f"{num_equal:,} of {count_of(num_compared, 'tensor')} are equal to the last bit"
+    if evidence.is_same_order and evidence.must_be_exact:
+        text = f"nothing that it changes may move a bit ({evidence.changes}), and {found}"
+        return _proof("bit-equality", "refuted", text, num_compared, num_equal)
+    why = "its sums are in another order" if evidence.must_be_exact else "what it changes may round"
+    return _proof("bit-equality", "open", f"{found}; {why} ({evidence.changes})", num_compared, num_equal)
+
+
+def _judge_emulation(evidence: Evidence) -> Proof:
+    emulated = evidence.emulated
+    if emulated is None:
+        return Proof(name="emulation", outcome="not tried", text=evidence.emulation_note)
+    num_compared, num_equal = _count(emulated.tensors)
+    order = f"a reference in one process that adds in the order of {evidence.layout}"
+    if emulated.verdict is Verdict.IDENTICAL:
+        coverage = describe_coverage(emulated.metrics, emulated.tensors)
+        text = f"equal to the last bit to {order}: {coverage}"
+        return _proof("emulation", "proved", text, num_compared, num_equal)
+    if emulated.verdict in _UNDECIDED:
+        return _proof("emulation", "open", f"not comparable with {order}: {emulated.reason}", num_compared, num_equal)
+    found = f"not equal to {order}: {num_equal:,} of {count_of(num_compared, 'tensor')} are"
+    if evidence.must_be_exact:
+        return _proof("emulation", "refuted", found, num_compared, num_equal)
+    return _proof("emulation", "open", f"{found}, but what it changes may round", num_compared, num_equal)
+
+
+def _judge_noise(evidence: Evidence) -> Proof:
+    direct = evidence.direct
+    num_compared, num_equal = _count(direct.tensors)
+    outcomes: dict[Verdict, Outcome] = {
+        Verdict.IDENTICAL: "proved",
+        Verdict.ROUNDING: "proved",
+        Verdict.SUSPECT: "open",
+        Verdict.DIVERGED: "refuted",
+    }
+    return _proof("noise", outcomes[direct.verdict], direct.reason, num_compared, num_equal)
+
+
+def _judge_wide(evidence: Evidence) -> Proof:
+    wide = evidence.wide
+    if wide is None:
+        return Proof(name="referee", outcome="not tried", text=evidence.wide_note)
+    num_compared, num_equal = _count(wide.tensors)
+    if wide.verdict in _UNDECIDED:
+        return _proof("referee", "open", f"in float64 nothing can be told: {wide.reason}", num_compared, num_equal)
+    low, high = _worst(evidence.direct.tensors), _worst(wide.tensors)
+    ratio = f"the largest difference is {high:.1e} in float64 and {low:.1e} here"
+    if 0 < high < low:
+        ratio += f", {low / high:.1e} times less (rounding becomes {evidence.shrinking:.1e} times less)"
+    if wide.verdict in (Verdict.IDENTICAL, Verdict.ROUNDING):
+        return _proof("referee", "proved", f"in float64 both compute the same: {ratio}", num_compared, num_equal)
+    text = f"in float64 it does not shrink as rounding does: {ratio}; {wide.sentence or wide.reason}"
+    return _proof("referee", "refuted", text, num_compared, num_equal)
+
+
+def _proof(name: ProofName, outcome: Outcome, text: str, num_compared: int, num_equal: int) -> Proof:
+    return Proof(name=name, outcome=outcome, text=text, num_compared=num_compared, num_equal=num_equal)
+
+
+def _count(tensors: TensorComparison | None) -> tuple[int, int]:
+    differences = () if tensors is None else tensors.differences
+    return len(differences), sum(item.bit_equal for item in differences)
+
+
+def _worst(tensors: TensorComparison | None) -> float:
+    """The largest relative difference of what is judged."""
+    differences = () if tensors is None else tensors.differences
+    return max((item.relative for item in differences if item.is_judged), default=0.0)

@@ -1,0 +1,109 @@
+"""The runs of one alignment: made or taken again, each in its folder, with the seconds that every purpose took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+
+from mock_scheduler.align.cache import Reusable
+from mock_scheduler.align.execution import LaunchRuns, Outcome, execute_runs
+from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.resume import RunCache
+from mock_scheduler.compare.finished_run import RunFailure, load_summary
+from mock_scheduler.compare.results import AlignmentTimes, RunSummary
+from mock_scheduler.errors import AlignmentError, ExitCode
+
+Purpose = Literal["baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation"]
+
+_PURPOSES: tuple[Purpose, ...] = (
+    "baseline",
+    "candidates",
+    "comparison",
+    "emulation",
+    "noise",
+    "referee",
+    "localisation",
+)
+
+
+@dataclass(kw_only=True)
+class RunStore:
+    """Runs by their folders. ``share``: whether several may share processes; ``console`` shows what is going."""
+
+    launch: LaunchRuns
+    cache: RunCache
+    console: Console
+    share: bool
+    _seconds: dict[Purpose, float] = field(default_factory=dict)
+    _further: dict[tuple[str, ...], Path] = field(default_factory=dict)
+    _started_s: float = field(default_factory=time.perf_counter)
+
+    def execute(self, runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
+        """Outcomes by name: of finished runs that are taken again, and of new ones. Seconds are the caller's to count.
+
+        Raises ``AlignmentError`` where an ``error.json`` cannot be read.
+        """
+        outcomes: dict[str, Outcome] = {}
+        due: list[PlannedRun] = []
+        for run in runs:
+            found = self.cache.find(run)
+            if isinstance(found, Reusable):
+                outcomes[run.name] = found.elapsed_s
+                self._say(run, "taken again as it was run before")
+                continue
+            if found.was_there:
+                self._say(run, f"run anew: {found.reason}")
+            self.cache.clear(run)
+            due.append(run)
+        outcomes |= execute_runs(due, launch=self.launch, console=self.console, share=self.share)
+        for run in due:
+            outcome = outcomes[run.name]
+            if not isinstance(outcome, RunFailure):
+                self.cache.keep(run, elapsed_s=outcome)
+        return outcomes
+
+    def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:
+        """What a completed run says of itself, or how it failed."""
+        if isinstance(outcome, RunFailure):
+            return outcome
+        try:
+            return load_summary(run.name, run.output_dir, elapsed_s=outcome)
+        except AlignmentError as error:
+            return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
+
+    def execute_once(self, run: PlannedRun) -> Path:
+        """The folder of a run that several ask for, which is made once. Raises ``AlignmentError`` where it fails."""
+        if run.overrides not in self._further:
+            outcome = self.execute([run])[run.name]
+            if isinstance(outcome, RunFailure):
+                raise AlignmentError(f"a further run failed: {outcome.message}\nits output is in {run.log_path}")
+            self._further[run.overrides] = run.output_dir
+        return self._further[run.overrides]
+
+    @contextmanager
+    def timed(self, purpose: Purpose) -> Iterator[None]:
+        """Count the seconds of the block."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.count(purpose, time.perf_counter() - started_s)
+
+    def count(self, purpose: Purpose, seconds: float) -> None:
+        """Add seconds to a purpose."""
+        self._seconds[purpose] = self._seconds.get(purpose, 0.0) + seconds
+
+    def times(self) -> AlignmentTimes:
+        """What every purpose took so far."""
+        seconds = {f"{purpose}_s": self._seconds.get(purpose, 0.0) for purpose in _PURPOSES}
+        return AlignmentTimes(**seconds, total_s=time.perf_counter() - self._started_s)
+
+    def _say(self, run: PlannedRun, what: str) -> None:
+        self.console.print(f"[bold]{escape(run.name)}[/bold]  {run.layout}  {escape(what)}", highlight=False)

@@ -1,0 +1,249 @@
+"""What the difference of two runs does to the training itself: clipping, KL, advantages, and the update's direction.
+
+Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Figures are in
+float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
+What the traces do not hold is left out of the figures, and the text says what to trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mock_scheduler.compare.consequence_clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.compare.consequence_text import describe_consequence
+from mock_scheduler.compare.consequence_update import UpdateDirections
+from mock_scheduler.compare.pairs import TracePair
+from mock_scheduler.compare.proofs import ClipFlip, Consequence, RolloutGap
+from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.tokens import TokenAlignment, align_tokens
+from mock_scheduler.compare.traces import trace_level
+from mock_scheduler.errors import TraceError
+from mock_scheduler.run_files import CONFIG_FILE, TRACE_FOLDER
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.trace.reader import open_trace
+
+_REFERENCE, _ROLLOUT = "KL to the reference policy", "KL from the rollout policy"
+
+_KINDS: tuple[TraceKind, ...] = ("initial", "input", "score", "advantage", "output", "loss", "parameter")
+
+
+def consequence_kinds() -> tuple[TraceKind, ...]:
+    """The kinds of tensors that ``find_consequence`` is made of: ``trace.kinds`` of both runs, at level ``full``."""
+    return _KINDS
+
+
+def find_consequence(baseline_dir: Path, candidate_dir: Path, *, selection: Selection = EVERYTHING) -> Consequence:
+    """What the difference between two finished runs does to the training, over the steps that both traced.
+
+    Of ``selection`` only the steps count. Raises ``AlignmentError`` where a configuration cannot be read, and
+    ``TraceError`` where a trace is missing or damaged.
+    """
+    rules = load_clip_rule(baseline_dir / CONFIG_FILE), load_clip_rule(candidate_dir / CONFIG_FILE)
+    folders = baseline_dir / TRACE_FOLDER, candidate_dir / TRACE_FOLDER
+    if "sketch" in [trace_level(folder) for folder in folders]:
+        return _Collected(rules=rules).result()
+    with (
+        open_trace(folders[0]) as ours,
+        open_trace(folders[1]) as theirs,
+        TracePair(ours, theirs) as traces,
+    ):
+        collected = _Collected(rules=rules)
+        shared = [step for step in ours.steps if step in theirs.steps and selection.has_step(step)]
+        if not shared:
+            raise TraceError(
+                f"{folders[0]} and {folders[1]} have no step in common: nothing says what a difference does"
+            )
+        for step in shared:
+            collected.add_step(traces, step)
+    return collected.result()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tokens:
+    """One token tensor of a step or update in both runs, ``[T]`` in the baseline's order, and where both have it."""
+
+    values: tuple[torch.Tensor, torch.Tensor]
+    present: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Step:
+    """The tensors of one step, by token."""
+
+    traces: TracePair
+    step: int
+    tokens: TokenAlignment
+
+    def updates(self) -> list[int]:
+        """Those of which both runs have log-probabilities."""
+        shared = self.traces.readers[0].keys(self.step) & self.traces.readers[1].keys(self.step)
+        return sorted(key.update for key in shared if (key.kind, key.name) == ("output", "logprobs"))
+
+    def read(self, kind: TraceKind, name: str, *, update: int = 0) -> _Tokens | None:
+        """Of both runs; ``None`` where either lacks it, or has it of another number of tokens."""
+        key = TraceKey(step=self.step, update=update, kind=kind, name=name)
+        if not all(reader.has(key) for reader in self.traces.readers):
+            return None
+        merged = self.traces.merge(key)
+        values, present = [], []
+        for item, is_ours in zip(merged, (True, False), strict=True):
+            num_tokens = self.tokens.rows.num_tokens if is_ours else self.tokens.num_candidate_tokens
+            if item.tensor.shape != (num_tokens,):
+                return None
+            mask = torch.ones(num_tokens, dtype=torch.bool) if item.present is None else item.present
+            is_moved = not is_ours and self.tokens.index is not None
+            values.append(self.tokens.in_baseline_order(item.tensor) if is_moved else item.tensor)
+            present.append(self.tokens.in_baseline_order(mask) if is_moved else mask)
+        shared = present[0] & present[1]
+        return _Tokens(values=(values[0], values[1]), present=shared)
+
+
+@dataclass(slots=True)
+class _Collected:
+    """Sums over all steps so far."""
+
+    rules: tuple[ClipRule, ClipRule]
+    num_tokens: int | None = None
+    flips: Counter[tuple[int, int]] | None = None
+    kl_name: str | None = None
+    kl_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    num_kl_tokens: int = 0
+    max_advantage_change: float | None = None
+    max_advantage: float | None = None
+    num_sign_flips: int | None = None
+    differences: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))
+    directions: UpdateDirections = field(default_factory=UpdateDirections)
+
+    def add_step(self, traces: TracePair, step: int) -> None:
+        """Everything of one step that both runs traced."""
+        ours, theirs = (reader.footer(step).rows for reader in traces.readers)
+        own = _Step(traces=traces, step=step, tokens=align_tokens(ours, theirs))
+        advantages, old = own.read("advantage", "advantages"), own.read("score", "old_logprobs")
+        rollout, reference = own.read("input", "rollout_logprobs"), own.read("score", "ref_logprobs")
+        kept = own.read("advantage", "kept")
+        if advantages is not None:
+            self._add_advantages(advantages)
+        if old is not None and rollout is not None:
+            self._add_gap(old, rollout)
+        for update in own.updates():
+            new = own.read("output", "logprobs", update=update)
+            if new is None:
+                continue
+            self.num_tokens = (self.num_tokens or 0) + int(new.present.sum())
+            self._add_kl(new, reference, rollout)
+            # With two policies tokens are rejected update by update.
+            own_kept = own.read("loss", "kept", update=update) or kept
+            self._add_states(new, old, rollout, advantages, own_kept)
+        self.directions.add_step(traces, step)
+
+    def _add_advantages(self, advantages: _Tokens) -> None:
+        ours, theirs = (side[advantages.present].double() for side in advantages.values)
+        if not len(ours):
+            return
+        self.max_advantage = max(self.max_advantage or 0.0, float(ours.abs().max()))
+        self.max_advantage_change = max(self.max_advantage_change or 0.0, float((ours - theirs).abs().max()))
+        self.num_sign_flips = (self.num_sign_flips or 0) + int((ours.sign() != theirs.sign()).sum())
+
+    def _add_gap(self, old: _Tokens, rollout: _Tokens) -> None:
+        is_known = [values.isfinite() for values in rollout.values]
+        present = old.present & rollout.present & is_known[0] & is_known[1]
+        for kept, train, sampled in zip(self.differences, old.values, rollout.values, strict=True):
+            kept.append((train[present].double() - sampled[present].double()).abs())
+
+    def _add_kl(self, new: _Tokens, reference: _Tokens | None, rollout: _Tokens | None) -> None:
+        other = rollout if reference is None else reference
+        name = _ROLLOUT if reference is None else _REFERENCE
+        if other is None or self.kl_name not in (None, name):
+            return
+        present = new.present & other.present & other.values[0].isfinite() & other.values[1].isfinite()
+        for side in range(2):
+            current, compared = new.values[side][present].double(), other.values[side][present].double()
+            # Tokens are samples of the policy for the first, and of the rollout policy for the second.
+            log_ratio = current - compared if reference is None else compared - current
+            self.kl_sums[side] += float((torch.expm1(log_ratio) - log_ratio).sum())
+        self.kl_name = name
+        self.num_kl_tokens += int(present.sum())
+
+    def _add_states(
+        self,
+        new: _Tokens,
+        old: _Tokens | None,
+        rollout: _Tokens | None,
+        advantages: _Tokens | None,
+        kept: _Tokens | None,
+    ) -> None:
+        needed = [advantages, *(rollout if rule.is_bypass else old for rule in self.rules)]
+        if advantages is None or any(item is None for item in needed):
+            return
+        present = new.present & advantages.present
+        states = []
+        for side, rule in enumerate(self.rules):
+            before = _old_logprobs(rule, side, old, rollout)
+            log_ratio = new.values[side][present] - before[present].to(new.values[side].dtype)
+            own = rule.states(log_ratio, advantages.values[side][present].to(log_ratio.dtype))
+            if kept is not None:
+                own[~kept.values[side][present].bool()] = 0
+            states.append(own)
+        pairs = torch.stack(states, dim=1).long() @ torch.tensor([len(CLIP_STATES), 1])
+        counts = torch.bincount(pairs, minlength=len(CLIP_STATES) ** 2).tolist()
+        self.flips = self.flips or Counter()
+        self.flips.update({divmod(pair, len(CLIP_STATES)): count for pair, count in enumerate(counts) if count})
+
+    def result(self) -> Consequence:
+        """All figures, and the text that says them."""
+        has_clip = any(rule.has_clip for rule in self.rules)
+        flips = self.flips if has_clip else None
+        changed = [] if flips is None else [(pair, count) for pair, count in flips.most_common() if pair[0] != pair[1]]
+        kl = [total / self.num_kl_tokens if self.num_kl_tokens else None for total in self.kl_sums]
+        gaps = [_gap(parts) for parts in self.differences]
+        found = Consequence(
+            num_tokens=self.num_tokens,
+            num_clipped=None if flips is None else sum(count for pair, count in flips.items() if pair[0]),
+            num_clip_flips=None if flips is None else sum(count for _, count in changed),
+            clip_flips=tuple(
+                ClipFlip(baseline=CLIP_STATES[pair[0]], candidate=CLIP_STATES[pair[1]], num_tokens=count)
+                for pair, count in changed
+            ),
+            kl_name=self.kl_name if self.num_kl_tokens else None,
+            kl_baseline=kl[0],
+            kl_candidate=kl[1],
+            max_advantage_change=self.max_advantage_change,
+            max_advantage=self.max_advantage,
+            num_sign_flips=self.num_sign_flips,
+            gaps=None if gaps[0] is None or gaps[1] is None else (gaps[0], gaps[1]),
+            updates=tuple((item.step, item.update) for item in self.directions.found),
+            update_cosine=tuple(item.cosine for item in self.directions.found),
+            update_ratio=tuple(item.ratio for item in self.directions.found),
+            text="",
+        )
+        return describe_consequence(found, has_clip=has_clip, kinds=_KINDS, left_out=sorted(self.directions.left_out))
+
+
+def _old_logprobs(rule: ClipRule, side: int, old: _Tokens | None, rollout: _Tokens | None) -> torch.Tensor:
+    """What the loss holds new log-probabilities against: with two policies, where the engine said nothing, its own."""
+    if not rule.is_bypass:
+        assert old is not None
+        return old.values[side]
+    assert rollout is not None
+    sampled = rollout.values[side]
+    return sampled if old is None else torch.where(sampled.isfinite(), sampled, old.values[side].to(sampled.dtype))
+
+
+def _gap(parts: Sequence[torch.Tensor]) -> RolloutGap | None:
+    differences = np.concatenate([part.numpy() for part in parts]) if parts else np.empty(0)
+    if not len(differences):
+        return None
+    median, p99 = np.quantile(differences, (0.5, 0.99))
+    return RolloutGap(
+        median=float(median),
+        p99=float(p99),
+        largest=float(differences.max()),
+        mult_prob_error=float(np.exp(differences).mean()),
+    )

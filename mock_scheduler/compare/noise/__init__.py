@@ -1,0 +1,1 @@
+"""Bounds that are measured: what moving a baseline's weights by one rounding makes of every tensor and metric."""

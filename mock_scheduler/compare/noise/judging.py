@@ -1,0 +1,59 @@
+"""All tests for what hides within the noise, and from which step on the noise hides everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.noise.drift import judge_drifts
+from mock_scheduler.compare.noise.measured import NoiseBounds
+from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
+from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
+from mock_scheduler.text import count_of
+
+_MOST_PLACES = 8
+
+
+def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
+    """Slopes, places and drifts; at level ``sketch``, where tensors have neither slope nor places, drifts of metrics."""
+    differences = () if tensors is None else tensors.differences
+    numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
+    slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)
+    places = [_from_place(item) for item in differences if item.localities and not item.exceeds]
+    drifts, drift_test = judge_drifts(metrics, summarise_slopes(differences, noise), noise)
+    in_time = sorted([*slopes, *places[:_MOST_PLACES]], key=lambda item: (item.step or 0, item.update or 0))
+    tests = (slope_test, _locality_test(tensors), drift_test)
+    return NoiseVerdict(suspicions=(*in_time, *drifts), tests=tests)
+
+
+def first_hidden_step(tensors: TensorComparison) -> int | None:
+    """The step from which on no gradient and no parameter is judged, being noise; ``None`` where there is none."""
+    hidden: int | None = None
+    for step in reversed(tensors.steps):
+        items = [item for item in tensors.differences if item.key.step == step and item.key.kind in JUDGED_KINDS]
+        if not items or any(item.is_judged for item in items):
+            break
+        hidden = step
+    return hidden
+
+
+def _from_place(item: TensorDifference) -> Suspicion:
+    return Suspicion(
+        test="locality",
+        step=item.key.step,
+        update=item.key.update,
+        name=item.key.name,
+        value=item.localities[0].share,
+        limit=item.localities[0].fraction,
+        text=f"{item.key.describe()}: {item.localities[0].text}",
+    )
+
+
+def _locality_test(tensors: TensorComparison | None) -> TestSummary:
+    count = 0 if tensors is None else tensors.num_located
+    if count:
+        text = f"no place stands out in {count_of(count, 'tensor')}"
+    else:
+        text = "places were not looked for, which takes whole traces of the perturbed runs"
+    return TestSummary(test="locality", num_looked_at=count, smallest=None, text=text)

@@ -1,0 +1,159 @@
+"""Bounds from theory alone, for where no noise was measured.
+
+Rounding grows by a constant for each layer that a value has passed: a relative error of k · C^d · ε after d layers
+(Theorem 5.3 of arXiv 2506.09280, which measures C = 1.03 and takes k = 4). d is l of layer l, counted from 1, in the
+forward pass, L + 1 after the last of L layers, and L + 1 - l in the backward pass. ε is the spacing at 1 of the numbers
+that the model computes in. The theorem compares two passes from equal weights; weights that are apart by δ, of all
+parameters together, are as good as rounded to δ, so that later updates have ε + δ. The moments of an optimizer are
+products of gradients and have twice the bound. Elements of a parameter that have a say have gradients that are
+``judging.SIGNIFICANT`` times as far apart as the whole gradient at most, and so has their update. A metric is held to
+the bound of what the forward pass ends in, times its size or 1, since many are small differences of such numbers.
+Rounding is added as for stated bounds. Honest layouts were measured at up to 2.3 times this after the first update, so
+that the bound is 3 times it, as it is of measured noise.
+
+This is an estimate, and not this model's own noise: a verdict by it says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.judging import SIGNIFICANT
+from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.traces import find_epsilon, open_sources
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+from mock_scheduler.trace.sketch import difference
+
+GROWTH = 1.03
+FACTOR = 4.0
+_LAYER = re.compile(r"\blayers\.(\d+)\b")
+#: How a comparison is had that knows this model's noise.
+ADVICE = (
+    "calibrate: run the baseline again, replaying its recording, with perturbation.seed=1 (2, 3, 4, 5) and give the runs "
+    "with --noise; mock-scheduler align does so itself"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TheoryBounds:
+    """num_layers: L. epsilon: ε. distances: δ of the weights before an update, by step and update."""
+
+    num_layers: int
+    epsilon: float
+    distances: Mapping[tuple[int, int], float]
+
+    @property
+    def source(self) -> BoundsSource:
+        """``theory``."""
+        return "theory"
+
+    @property
+    def noise(self) -> NoiseBounds | None:
+        """Nothing was measured."""
+        return None
+
+    def tensor(self, key: TraceKey) -> TensorBound:
+        """k · C^d · (ε + δ); infinite where the weights before the update are not known."""
+        relative = self._error(key.step, key.update, self._depth(key))
+        if key.kind == "optimizer":
+            relative *= 2.0
+        elif key.kind in ("parameter", "weight"):
+            relative *= SIGNIFICANT
+        return TensorBound(relative=relative, has_rounding=True, unit=self.epsilon)
+
+    def metric(self, step: int, name: str) -> MetricBound:
+        """That of the forward pass's end, at the step's last update; relative to 1 at least."""
+        # What the last update leaves behind is measured too, though no update of this step begins from it.
+        last = max((update for at, update in self.distances if at == step), default=0)
+        return MetricBound(relative=self._error(step, last, self.num_layers + 1), floor=1.0)
+
+    def level(self) -> str:
+        """``uncalibrated bounds``."""
+        return "uncalibrated bounds of theory"
+
+    def describe(self) -> str:
+        """The formula."""
+        return (
+            f"Uncalibrated: {SAFETY * FACTOR:g} · {GROWTH:g}^d · (ε + δ) of ||a-b|| / ||a|| after d of {self.num_layers} layers, "
+            f"with ε {self.epsilon:.1e} and δ the relative distance of the weights before the update (arXiv 2506.09280, "
+            f"Theorem 5.3); {SIGNIFICANT:g} times that of the change d by an update; each beyond rounding; integers "
+            "equal. a is the baseline, b the candidate; NaN equals NaN only."
+        )
+
+    def advice(self) -> str:
+        """How to measure noise."""
+        return ADVICE
+
+    def _error(self, step: int, update: int, depth: int) -> float:
+        apart = self.distances.get((step, update), math.inf)
+        return SAFETY * FACTOR * GROWTH**depth * (self.epsilon + apart)
+
+    def _depth(self, key: TraceKey) -> int:
+        found = _LAYER.search(key.name)
+        after_all = self.num_layers + 1
+        phase = PHASES[key.kind]
+        if found is not None:
+            layer = int(found[1]) + 1
+            return max(after_all - layer, 1) if phase >= Phase.BACKWARD else layer
+        is_before = "embedding" in key.name
+        if phase >= Phase.BACKWARD:
+            return after_all if is_before or phase is Phase.NORM else 1
+        return 1 if is_before else after_all
+
+
+def build_theory_bounds(baseline_dir: Path, candidate_dir: Path) -> TheoryBounds:
+    """The bounds for two traces: layers, numbers and distances of weights as they are there. Raises ``TraceError``.
+
+    Parameters are read once, one at a time; by their sketches where either trace has no more.
+    """
+    with open_sources(baseline_dir, candidate_dir) as (baseline, candidate):
+        steps = sorted(set(baseline.steps) & set(candidate.steps))
+        keys = {step: baseline.keys(step) & candidate.keys(step) for step in steps}
+        distances: dict[tuple[int, int], float] = {}
+        for step, shared in keys.items():
+            distances |= _distances(step, shared, partial(_measure, baseline, candidate))
+    return TheoryBounds(
+        num_layers=count_layers(key.name for shared in keys.values() for key in shared),
+        epsilon=find_epsilon(candidate_dir),
+        distances=distances,
+    )
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """L, from the canonical names of a trace."""
+    return max((int(found[1]) + 1 for found in map(_LAYER.search, names) if found is not None), default=0)
+
+
+def _distances(
+    step: int, keys: Collection[TraceKey], measure: Callable[[TraceKey], tuple[float, float]]
+) -> dict[tuple[int, int], float]:
+    """δ before each update of a step, as far as both traces have the parameters."""
+    squares: dict[int, tuple[float, float]] = {}
+    for key in keys:
+        if key.kind in ("initial", "parameter"):
+            before = 0 if key.kind == "initial" else key.update + 1
+            apart, size = squares.get(before, (0.0, 0.0))
+            distance, norm = measure(key)
+            squares[before] = (apart + distance**2, size + norm**2)
+    return {(step, update): math.sqrt(apart / size) if size else 0.0 for update, (apart, size) in squares.items()}
+
+
+def _measure(baseline: SketchSource, candidate: SketchSource, key: TraceKey) -> tuple[float, float]:
+    """||a - b|| and ||a||; both 0 where the two have other shapes, which is a finding by itself."""
+    if isinstance(baseline, FullAsSketches) and isinstance(candidate, FullAsSketches):
+        ours, theirs = baseline.merge(key).tensor, candidate.merge(key).tensor
+        if ours.shape != theirs.shape:
+            return 0.0, 0.0
+        return float((ours.double() - theirs.double()).norm()), float(ours.double().norm())
+    mine, other = baseline.sketch(key).sketch, candidate.sketch(key).sketch
+    if mine.num_elements != other.num_elements:
+        return 0.0, 0.0
+    return difference(mine, other).norm_difference, mine.norm

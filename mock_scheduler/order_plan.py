@@ -1,0 +1,280 @@
+"""In which order a layout adds: what one process must follow to give a candidate's values bit for bit.
+
+Contract: importing this imports no torch. Two configurations that differ in their layout alone and have equal plans
+compute the same bits in everything that a trace or the metrics hold. Orders are those of Megatron-core 0.16.1 with
+local layers, where a sum over ranks adds their parts in the order of the ranks (``order.ordered_reductions``; two parts
+have one sum in any order).
+
+Ranks are numbered by tp, cp, dp, pp, the first fastest, as Megatron does.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.model import ModelConfig
+from mock_scheduler.config.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from mock_scheduler.config.schema import PipelineConfig
+
+GemmClass = Literal["qkv", "proj", "fc1", "fc2", "output", "embedding"]
+SplitAxis = Literal["output", "input", "none"]
+ReductionName = Literal[
+    "row_parallel_forward",
+    "column_parallel_dgrad",
+    "embedding_forward",
+    "vocabulary_sums",
+    "key_value_gradients",
+    "data_parallel_gradients",
+    "replicated_gradients",
+    "tied_gradients",
+    "gradient_norm",
+]
+RankAxis = Literal["tp", "cp", "dp", "pp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmOrder:
+    """A class of matrix products (the embedding's look-up is one of them) and how its weight is cut.
+
+    split: the weight's output features, its input features, or nothing. parts: how many ranks have one each.
+    interleave: blocks of the whole weight of which each rank has its part: 2 where gate and up lie one after the other.
+    token_parts: into how many the tokens of a line are cut, each with a product of its own.
+    """
+
+    name: GemmClass
+    split: SplitAxis
+    parts: int
+    interleave: int = 1
+    token_parts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReductionOrder:
+    """A sum over ranks. axes: which ranks, the fastest first. size: how many.
+
+    order: ``linear``: ((p_0 + p_1) + p_2) + ... by the rank in the group. dtype: in which is added. scale: what each
+    part is multiplied by before.
+    """
+
+    name: ReductionName
+    axes: tuple[RankAxis, ...]
+    size: int
+    dtype: str
+    scale: float = 1.0
+    order: Literal["linear"] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccumulatorOrder:
+    """Where the gradient of a class of parameters is accumulated over micro-batches, and what is then summed.
+
+    virtual_ranks: on each axis, how many ranks have an accumulator of their own for the same numbers. dtype: of the
+    accumulator. reductions: names of ``ReductionOrder``, in this order; division by the number of tokens follows.
+    """
+
+    name: Literal["split", "replicated", "query_key_norm", "embedding"]
+    virtual_ranks: dict[RankAxis, int]
+    dtype: str
+    reductions: tuple[ReductionName, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormOrder:
+    """Which numbers the gradient's norm adds up in one go: those of one rank, by parameter or by a range of it.
+
+    stages, chunks: the pipeline's, whose parameters are apart. parts: ranks that tp makes. shards: ranks over which the
+    distributed optimizer cuts its flat buffers; 1 where it is not used.
+    """
+
+    stages: int
+    chunks: int
+    parts: int
+    shards: int
+    is_sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderPlan:
+    """Everything about a layout that changes a rounding.
+
+    tp, cp, dp, stages, chunks: its degrees as far as they matter. sequence_parallel: norms see a tp-th of the tokens.
+    replica_micro_batches: micro-batch i is computed by replica i mod dp. micro_batch_multiple: of what an update's
+    micro-batches are a multiple, empty ones filling up.
+    """
+
+    tp: int
+    cp: int
+    dp: int
+    stages: int
+    chunks: int
+    sequence_parallel: bool
+    micro_batch_multiple: int
+    vocabulary_multiple: int
+    gemms: tuple[GemmOrder, ...]
+    reductions: tuple[ReductionOrder, ...]
+    accumulators: tuple[AccumulatorOrder, ...]
+    norm: NormOrder
+    is_tied: bool
+
+    @property
+    def replicas(self) -> int:
+        """Ranks over which gradients of one parameter's part are summed: cp × dp."""
+        return self.cp * self.dp
+
+    @property
+    def gradient_scale(self) -> float:
+        """What each replica's gradient is multiplied by before the sum over replicas."""
+        return next((item.scale for item in self.reductions if item.name == "data_parallel_gradients"), 1.0)
+
+    def to_json(self) -> str:
+        """The plan as JSON with sorted keys, equal for equal plans."""
+        return json.dumps(asdict(self), sort_keys=True, indent=1)
+
+
+def plan_order(config: PipelineConfig) -> OrderPlan:
+    """The plan of the layout that a run emulates, or else of the one that it has.
+
+    Raises:
+        ValueError: the layout cannot be planned; says every reason of ``limits``.
+    """
+    layout = config.order.emulate or config.parallel
+    model, training = config.model, config.training
+    problems = limits(layout, model, training)
+    if problems:
+        raise ValueError(f"layout {layout.describe()} has no order plan: {'; '.join(problems)}")
+    tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
+    pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
+    is_tied = not model.untie_embeddings_and_output_weights
+    narrow, main = config.precision, _main_dtype(config.precision, training)
+    reductions = _reductions(layout, training, is_tied=is_tied, has_norms=model.qk_layernorm, dtypes=(narrow, main))
+    return OrderPlan(
+        tp=tp,
+        cp=cp,
+        dp=dp,
+        stages=pp,
+        chunks=chunks,
+        sequence_parallel=layout.sequence_parallel and tp > 1,
+        micro_batch_multiple=dp * (pp if chunks > 1 else 1),
+        vocabulary_multiple=model.make_vocab_size_divisible_by * tp,
+        gemms=_gemms(model, tp=tp, cp=cp),
+        reductions=reductions,
+        accumulators=_accumulators(layout, is_tied=is_tied, main=main, known={item.name for item in reductions}),
+        norm=NormOrder(
+            stages=pp,
+            chunks=chunks,
+            parts=tp,
+            shards=cp * dp if training.use_distributed_optimizer else 1,
+            is_sharded=training.use_distributed_optimizer,
+        ),
+        is_tied=is_tied,
+    )
+
+
+def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> tuple[str, ...]:
+    """Why one process cannot follow this layout's order with this model; empty where it can."""
+    problems = []
+    if model.num_moe_experts is not None:
+        problems.append("model.num_moe_experts: the order in which experts see tokens is not followed yet")
+    if model.transformer_impl != "local":
+        problems.append(
+            f"model.transformer_impl {model.transformer_impl}: only local layers' products and sums can be cut one by "
+            "one; set it to local"
+        )
+    if training.overlap_grad_reduce or training.overlap_param_gather:
+        problems.append(
+            "training.overlap_grad_reduce, overlap_param_gather: they cut the buffers of gradients into other buckets; "
+            "set both to false"
+        )
+    if layout.context_parallel_size > 1 and not training.calculate_per_token_loss:
+        problems.append(
+            "context_parallel_size above 1 with training.calculate_per_token_loss false: each rank divides by its own "
+            "tokens, which is another loss (docs/layouts.md, loss-tuple-under-cp)"
+        )
+    return tuple(problems)
+
+
+def _main_dtype(precision: str, training: TrainingConfig) -> str:
+    """In which dtype main gradients accumulate."""
+    is_widened = precision == "bfloat16" and training.accumulate_allreduce_grads_in_fp32
+    return "float32" if is_widened else precision
+
+
+def _gemms(model: ModelConfig, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
+    split: dict[GemmClass, SplitAxis] = {"qkv": "output", "proj": "input", "fc1": "output", "fc2": "input"}
+    split |= {"output": "output", "embedding": "output"}
+    return tuple(
+        GemmOrder(
+            name=name,
+            split=axis if tp > 1 else "none",
+            parts=tp,
+            interleave=2 if name == "fc1" and model.swiglu and tp > 1 else 1,
+            token_parts=cp,
+        )
+        for name, axis in split.items()
+    )
+
+
+def _reductions(
+    layout: ParallelConfig, training: TrainingConfig, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
+) -> tuple[ReductionOrder, ...]:
+    """Every sum over more than one rank, in the order in which a step first makes it."""
+    tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
+    pp = layout.pipeline_model_parallel_size
+    narrow, main = dtypes
+    wide = "float64" if narrow == "float64" else "float32"
+    scale = 1.0 if training.calculate_per_token_loss else 1.0 / (cp * dp)
+    sums_replicated = (layout.sequence_parallel or has_norms) and tp > 1
+    norm_axes: tuple[RankAxis, ...] = ("tp", "cp", "dp", "pp") if training.use_distributed_optimizer else ("tp", "pp")
+    sizes: dict[RankAxis, int] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+    norm_size = 1
+    for axis in norm_axes:
+        norm_size *= sizes[axis]
+    every = (
+        *(
+            ReductionOrder(name=name, axes=("tp",), size=tp, dtype=narrow)
+            for name in ("embedding_forward", "row_parallel_forward", "column_parallel_dgrad")
+        ),
+        ReductionOrder(name="vocabulary_sums", axes=("tp",), size=tp, dtype=wide),
+        ReductionOrder(name="key_value_gradients", axes=("cp",), size=cp, dtype=narrow),
+        ReductionOrder(name="data_parallel_gradients", axes=("cp", "dp"), size=cp * dp, dtype=main, scale=scale),
+        ReductionOrder(name="replicated_gradients", axes=("tp",), size=tp if sums_replicated else 1, dtype=main),
+        ReductionOrder(name="tied_gradients", axes=("pp",), size=2 if is_tied and pp > 1 else 1, dtype=main),
+        ReductionOrder(name="gradient_norm", axes=norm_axes, size=norm_size, dtype=wide),
+    )
+    return tuple(item for item in every if item.size > 1)
+
+
+def _accumulators(
+    layout: ParallelConfig, *, is_tied: bool, main: str, known: set[ReductionName]
+) -> tuple[AccumulatorOrder, ...]:
+    tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
+    replicas: dict[RankAxis, int] = {"cp": cp, "dp": dp}
+    data: tuple[ReductionName, ...] = ("data_parallel_gradients",)
+    over_tp: tuple[ReductionName, ...] = (*data, "replicated_gradients")
+    sequence = layout.sequence_parallel and tp > 1
+    rows: tuple[tuple[Literal["split", "replicated", "query_key_norm", "embedding"], dict[RankAxis, int]], ...] = (
+        ("split", replicas),
+        ("replicated", {"tp": tp if sequence else 1, **replicas}),
+        ("query_key_norm", {"tp": tp, **replicas}),
+        ("embedding", {**replicas, "pp": 2 if is_tied and layout.pipeline_model_parallel_size > 1 else 1}),
+    )
+    sums: dict[str, tuple[ReductionName, ...]] = {
+        "split": data,
+        "replicated": over_tp if sequence else data,
+        "query_key_norm": over_tp,
+        "embedding": (*data, "tied_gradients"),
+    }
+    return tuple(
+        AccumulatorOrder(
+            name=name,
+            virtual_ranks=ranks,
+            dtype=main,
+            reductions=tuple(item for item in sums[name] if item in known),
+        )
+        for name, ranks in rows
+    )

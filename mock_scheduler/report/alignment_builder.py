@@ -1,0 +1,271 @@
+"""Builds what all reports of an alignment say, from its result and the folders that it names.
+
+Contract: folders are only read; one that is gone leaves its part empty and says so. Bounded: each list by
+``MAX_LISTED``, figures by the number of candidates that have any, so that a page of a hundred candidates stays small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.results import AlignmentResult, CandidateResult
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.verdict import Verdict, worst_exit_code
+from mock_scheduler.recording.contract import Rule
+from mock_scheduler.recording.matching import show
+from mock_scheduler.report.alignment_curves import Curve, load_curves
+from mock_scheduler.report.alignment_environment import compare_environments, describe_ledger
+from mock_scheduler.report.alignment_folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
+from mock_scheduler.report.alignment_heat import build_error_map, describe_ratio
+from mock_scheduler.report.alignment_rows import (
+    MAX_LISTED,
+    all_seconds,
+    candidate_seconds,
+    consequence_rows,
+    describe_built,
+    describe_metrics,
+    list_findings,
+    localisation_rows,
+    run_seconds,
+)
+from mock_scheduler.report.alignment_sample import find_worst_sample
+from mock_scheduler.report.alignment_tokens import open_if_there
+from mock_scheduler.report.alignment_view import AlignmentView, CandidateView, ProofView, TensorLine
+from mock_scheduler.report.alignment_words import (
+    complete_ladder,
+    describe_proved_by,
+    describe_smallest_error,
+    write_headline,
+)
+from mock_scheduler.report.comparison_view import (
+    describe_details,
+    describe_equal_metrics,
+    describe_rest,
+    format_bound,
+    format_relative,
+    tensors_to_show,
+    worst_judged,
+)
+from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.text import count_of
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.reader import TraceReader
+
+_MAX_CELLS = 60_000  # of all heat maps of a page
+_LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map
+_TABLES = 5
+_MAX_PANELS = 120  # of all metric curves of a page
+_MOST_PANELS = 6
+_LAYOUT = re.compile(r"(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp)(?:-(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp))*")
+_PLAIN = "plain"
+_GRAVEST_FIRST = (
+    Verdict.DIVERGED,
+    Verdict.SUSPECT,
+    Verdict.INCOMPARABLE,
+    Verdict.UNVERIFIED,
+    Verdict.ROUNDING,
+    Verdict.EMULATED,
+    Verdict.IDENTICAL,
+)
+_TONES = {
+    Verdict.IDENTICAL: "good",
+    Verdict.EMULATED: "good",
+    Verdict.ROUNDING: "good",
+    Verdict.DIVERGED: "bad",
+}
+
+
+def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
+    """What all reports of ``result`` say; where not ``is_full``, what the result holds itself, without figures."""
+    recording = load_recording_facts(result.recording_dir) if is_full else RecordingFacts()
+    baseline = load_run_facts(result.baseline.output_dir) if is_full else RunFacts()
+    sizes = _Sizes.of(result.candidates)
+    with ExitStack() as stack:
+        traces = result.baseline.output_dir / TRACE_FOLDER
+        reader = stack.enter_context(open_if_there(traces)) if is_full else None
+        sources = _Sources(result=result, is_full=is_full, baseline=baseline, recording=recording, trace=reader)
+        candidates = tuple(
+            _view_candidate(candidate, sources, sizes, anchor=f"candidate-{number}")
+            for number, candidate in enumerate(result.candidates, start=1)
+        )
+    verdicts = [candidate.alignment.verdict for candidate in result.candidates]
+    code = worst_exit_code(verdicts)
+    found = Counter(verdicts)
+    counts = tuple((verdict, found[verdict]) for verdict in _GRAVEST_FIRST if verdict in found)
+    options = {candidate.option for candidate in candidates if candidate.layout_name}
+    is_matrix = len(options) > 1 and any(candidate.layout_name for candidate in candidates)
+    settings = baseline.settings or recording.settings
+    return AlignmentView(
+        config_name=result.config_name,
+        output_dir=str(result.output_dir),
+        recording_dir="" if result.recording_dir is None else str(result.recording_dir),
+        exit_code=int(code),
+        tone="good" if code == 0 else "bad" if Verdict.DIVERGED in verdicts else "warn",
+        counts=counts,
+        headline=_headline(counts, len(candidates)),
+        baseline_layout=result.baseline.layout,
+        baseline_seconds=run_seconds(result.baseline.elapsed_s, result.baseline.rollout_s, baseline),
+        baseline_ledger=describe_ledger(baseline),
+        candidates=candidates,
+        is_matrix=is_matrix,
+        must_match=_contract(recording, Rule.MUST_MATCH),
+        may_differ=_contract(recording, Rule.MAY_DIFFER),
+        settings=tuple((name, value) for name, value in settings.items() if value not in ("unset", "absent")),
+        packages=tuple((baseline.packages or recording.packages).items()),
+        facts=recording.facts,
+        notes=(*recording.problems, *baseline.problems),
+        bounds=result.bounds.describe(),
+        seconds=all_seconds(result.times),
+        total_s=None if result.times is None else result.times.total_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sizes:
+    """How large a candidate's figures may be."""
+
+    max_cells: int
+    max_panels: int
+
+    @classmethod
+    def of(cls, candidates: Sequence[CandidateResult]) -> _Sizes:
+        num_differing = sum(candidate.alignment.verdict is not Verdict.IDENTICAL for candidate in candidates)
+        cells = _MAX_CELLS // (_TABLES * max(num_differing, 1))
+        return cls(
+            max_cells=min(max(cells, _LEAST_CELLS), _MOST_CELLS),
+            max_panels=min(max(_MAX_PANELS // max(len(candidates), 1), 1), _MOST_PANELS),
+        )
+
+
+def _headline(counts: Sequence[tuple[Verdict, int]], num_candidates: int) -> str:
+    """``3 of 5 candidates pass: 1 diverged, 1 incomparable, 2 rounding, 1 identical``."""
+    passing = sum(count for verdict, count in counts if verdict.exit_code == 0)
+    listed = ", ".join(f"{count} {verdict.value}" for verdict, count in counts)
+    which = "all" if passing == num_candidates else "none" if not passing else str(passing)
+    return f"{which} of {count_of(num_candidates, 'candidate')} pass{'es' if passing == 1 else ''}: {listed}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sources:
+    """What all candidates are seen beside."""
+
+    result: AlignmentResult
+    is_full: bool
+    baseline: RunFacts
+    recording: RecordingFacts
+    trace: TraceReader | None
+
+
+def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes, *, anchor: str) -> CandidateView:
+    result, is_full = sources.result, sources.is_full
+    alignment, tensors = candidate.alignment, candidate.alignment.tensors
+    layout_name, option = split_name(candidate.name)
+    facts = load_run_facts(candidate.run.output_dir) if is_full and candidate.run is not None else RunFacts()
+    metrics = alignment.metrics
+    curves: tuple[Curve, ...] = ()
+    if is_full and metrics is not None and candidate.run is not None:
+        folders = result.baseline.output_dir, candidate.run.output_dir
+        curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
+    has_environment = is_full and candidate.run is not None
+    heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
+    worst = None if tensors is None else worst_judged(tensors)
+    return CandidateView(
+        name=candidate.name,
+        anchor=anchor,
+        layout_name=layout_name,
+        option=option,
+        layout=candidate.layout,
+        overrides=candidate.overrides,
+        changes=candidate.changes,
+        verdict=alignment.verdict,
+        exit_code=int(alignment.verdict.exit_code),
+        tone=_TONES.get(alignment.verdict, "warn"),
+        headline=write_headline(candidate),
+        reason=describe_rest(alignment) if alignment.sentence else alignment.reason,
+        first_divergence=alignment.sentence or "",
+        proved_by=describe_proved_by(candidate),
+        smallest_error=describe_smallest_error(candidate),
+        proofs=tuple(
+            ProofView(
+                name=proof.name, outcome=proof.outcome, text=proof.text, num_compared=proof.num_compared,
+                num_equal=proof.num_equal, seconds=proof.seconds,
+            )
+            for proof in complete_ladder(candidate)
+        ),
+        worst=None if worst is None else _tensor_line(worst, result.bounds),
+        emulated=_describe_emulated(candidate),
+        metrics="" if metrics is None else describe_equal_metrics(metrics),
+        differing_metrics=() if metrics is None else describe_metrics(metrics),
+        curves=curves,
+        num_differing_metrics=0 if metrics is None else sum(not item.bit_equal for item in metrics.differences),
+        error_map=None
+        if tensors is None or not is_full
+        else build_error_map(alignment, max_cells=sizes.max_cells),
+        tensors_heading=heading,
+        tensors=tuple(_tensor_line(item, result.bounds) for item in shown[:MAX_LISTED]),
+        num_tensors=len(shown),
+        lists=list_findings(candidate),
+        localisation=localisation_rows(candidate),
+        command="" if candidate.localisation is None else candidate.localisation.command,
+        consequence=consequence_rows(candidate),
+        consequence_text="" if candidate.consequence is None else candidate.consequence.text,
+        environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
+        versions=candidate.versions,
+        seconds=candidate_seconds(candidate, facts),
+        sample=find_worst_sample(candidate, sources.trace, result.recording_dir)
+        if is_full
+        else None,
+        built="" if candidate.run is None else describe_built(candidate.run.built),
+        run_dir="" if candidate.run is None else str(candidate.run.output_dir),
+        log_path="" if candidate.log_path is None else str(candidate.log_path),
+    )  # fmt: skip
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``(layout, option)`` of a candidate's name ``{layout}.{option}`` or ``{layout}``; empty where it is none."""
+    layout, _, option = name.partition(".")
+    return (layout, option or _PLAIN) if _LAYOUT.fullmatch(layout) else ("", "")
+
+
+def _tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
+    key = difference.key
+    return TensorLine(
+        step=key.step,
+        update=key.update,
+        kind=key.kind.replace("_", " "),
+        name=key.name,
+        relative=format_relative(difference),
+        bound=format_bound(difference),
+        ratio=describe_ratio(difference),
+        exceeds=difference.exceeds,
+        details=(*describe_details(difference), *_describe_noise(key, bounds)),
+    )
+
+
+def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
+    """What was measured of this tensor; empty where nothing was."""
+    measured = None if bounds.noise is None else bounds.noise.tensors.get(key)
+    if measured is None:
+        return []
+    runs = count_of(len(measured.relative), "perturbed run")
+    return [("noise", f"{measured.usual:.1e} in the middle and {measured.largest:.1e} at most, over {runs}")]
+
+
+def _describe_emulated(candidate: CandidateResult) -> str:
+    tensors = None if candidate.emulated is None else candidate.emulated.tensors
+    if tensors is None:
+        return ""
+    num_equal = sum(item.bit_equal for item in tensors.differences)
+    return (
+        f"{num_equal:,} of {count_of(len(tensors.differences), 'tensor')} equal to the last bit to the reference that "
+        "adds in its order"
+    )
+
+
+def _contract(recording: RecordingFacts, rule: Rule) -> tuple[tuple[str, str], ...]:
+    return tuple((field.name, show(field.value, field.match)) for field in recording.contract if field.rule is rule)

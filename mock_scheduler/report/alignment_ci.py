@@ -1,0 +1,124 @@
+"""An alignment for continuous integration: a short summary in plain text, and JUnit XML.
+
+Contract: JUnit XML as Jenkins, GitLab and GitHub's actions read it: one ``testsuite`` named ``alignment``, one
+``testcase`` for each candidate; ``failure`` where it is diverged or suspect, ``error`` where it could not be compared
+or is unverified. Seconds are those of the candidate's run and of its own proofs. Characters that XML 1.0 does not
+have are replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from mock_scheduler.compare.results import AlignmentResult
+from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.errors import AlignmentError
+from mock_scheduler.files import written_aside
+from mock_scheduler.report.alignment_builder import build_view
+from mock_scheduler.report.alignment_folders import load_recording_facts, load_run_facts
+from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
+from mock_scheduler.text import list_some
+
+_NUM_NAMES = 12
+_FAILURES = (Verdict.DIVERGED, Verdict.SUSPECT)
+_ERRORS = (Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def alignment_summary(result: AlignmentResult) -> str:
+    """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do."""
+    view = build_view(result, is_full=False)
+    lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
+    for candidate in view.candidates:
+        if not candidate.passes:
+            lines.append(f"  {candidate.name}: {candidate.verdict.value}: {_one_line(candidate.headline)}")
+    for verdict, _ in view.counts:
+        names = [item.name for item in view.candidates if item.verdict is verdict and item.passes]
+        if names:
+            lines.append(f"  {verdict.value}: {list_some(names, _NUM_NAMES, ', ')}")
+    return "\n".join(lines)
+
+
+def write_junit(result: AlignmentResult, path: Path) -> None:
+    """Write the result as JUnit XML to ``path``, whole or not at all; raises ``AlignmentError`` where it cannot."""
+    suite = _test_suite(build_view(result, is_full=False), _properties(result))
+    ElementTree.indent(suite)
+    try:
+        with written_aside(path) as aside:
+            ElementTree.ElementTree(suite).write(aside, encoding="utf-8", xml_declaration=True)
+    except OSError as error:
+        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _test_suite(view: AlignmentView, properties: dict[str, str]) -> ElementTree.Element:
+    suite = ElementTree.Element(
+        "testsuite",
+        {
+            "name": "alignment",
+            "tests": str(len(view.candidates)),
+            "failures": str(sum(item.verdict in _FAILURES for item in view.candidates)),
+            "errors": str(sum(item.verdict in _ERRORS for item in view.candidates)),
+            "skipped": "0",
+            "time": f"{sum(map(_seconds, view.candidates)) if view.total_s is None else view.total_s:.3f}",
+        },
+    )
+    listed = ElementTree.SubElement(suite, "properties")
+    for name, value in properties.items():
+        ElementTree.SubElement(listed, "property", {"name": name, "value": _xml_text(value)})
+    for candidate in view.candidates:
+        _add_case(suite, candidate, view.config_name)
+    return suite
+
+
+def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name: str) -> None:
+    case = ElementTree.SubElement(
+        suite,
+        "testcase",
+        {
+            "name": _xml_text(candidate.name),
+            "classname": _xml_text(f"alignment.{config_name}"),
+            "time": f"{_seconds(candidate):.3f}",
+        },
+    )
+    if not candidate.passes:
+        kind = "failure" if candidate.verdict in _FAILURES else "error"
+        attributes = {"type": candidate.verdict.value, "message": _xml_text(_one_line(candidate.headline))}
+        ElementTree.SubElement(case, kind, attributes).text = _xml_text(_details(candidate))
+    proofs = "\n".join(f"{proof.name}: {proof.outcome}: {proof.text}" for proof in candidate.proofs)
+    ElementTree.SubElement(case, "system-out").text = _xml_text(
+        f"{candidate.verdict.value}, proved by {candidate.proved_by}\n{candidate.layout}\n{proofs}\n"
+    )
+
+
+def _details(candidate: CandidateView) -> str:
+    """What a person needs to go on: the sentence, the reason, and the traces."""
+    lines = [candidate.headline, candidate.first_divergence, candidate.reason, candidate.consequence_text]
+    lines += [f"open the traces: {candidate.command}"] if candidate.command else []
+    lines += [f"its output: {candidate.log_path}"] if candidate.log_path else []
+    return "\n".join(dict.fromkeys(filter(None, lines)))
+
+
+def _properties(result: AlignmentResult) -> dict[str, str]:
+    """The configuration's name and the versions of the baseline; of each candidate, those that are not the same."""
+    recording, baseline = load_recording_facts(result.recording_dir), load_run_facts(result.baseline.output_dir)
+    packages = baseline.packages or recording.packages
+    versions = {f"version.{name}": version for name, version in packages.items() if version != "absent"}
+    others = {f"versions.{item.name}": "; ".join(item.versions) for item in result.candidates if item.versions}
+    return {"config": result.config_name, "baseline.layout": result.baseline.layout, **versions, **others}
+
+
+def _seconds(candidate: CandidateView) -> float:
+    """Of its run from outside, and of its own proofs and localisation; 0 where it has not run."""
+    own = ("proof: ", "localisation")
+    run = candidate.seconds[0][1] if candidate.run_dir else 0.0
+    return run + sum(seconds for label, seconds in candidate.seconds if label.startswith(own))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _xml_text(text: str) -> str:
+    return _NOT_XML.sub("\ufffd", text)

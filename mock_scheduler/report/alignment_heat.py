@@ -1,0 +1,204 @@
+"""Where a candidate's differences are, as tables of shades: parts of the model by layer, and kinds of tensors by step.
+
+Contract: plain data. A cell stands for the worst of its tensors, in shares of that tensor's own bound, on a scale of
+decades. Tables are bounded by a number of cells: then a column is the worst of several, and the note says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.verdict import Alignment
+from mock_scheduler.report.comparison_view import format_bound, format_relative, format_times
+from mock_scheduler.report.error_path import (
+    Grid,
+    PathPoint,
+    bound_ratio,
+    find_error_path,
+    layer_grids,
+    list_points,
+    step_grid,
+)
+from mock_scheduler.text import count_of
+
+LEAST_COLUMNS = 4
+
+#: Upper ends of the shades within the bound, and then beyond it, in shares of the bound.
+SHADES: tuple[tuple[str, float], ...] = (
+    ("in1", 1e-3),
+    ("in2", 1e-2),
+    ("in3", 0.1),
+    ("in4", 1.0),
+    ("out1", 10.0),
+    ("out2", 1e3),
+    ("out3", math.inf),
+)
+EQUAL, NO_NUMBER, NOT_JUDGED = "equal", "none", "unjudged"
+_WHOLE_PERCENT = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatCell:
+    """One cell. shade: of ``SHADES``, or ``equal``, ``none`` (no number) or ``unjudged``. ratio: difference / bound;
+    ``None`` where there is no number. text: what stands in it. words: all of it, for who points at it.
+    """
+
+    shade: str
+    ratio: float | None
+    text: str
+    words: str
+    is_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeatTable:
+    """A heat map. ``axis``: what a column is; a cell is ``None`` where there is no tensor."""
+
+    title: str
+    axis: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[HeatCell | None, ...], ...]
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorMap:
+    """The error's way through one update, layer by layer, and through the steps; ``steps``: of one step ``None``.
+
+    is_parting: whether this is the update in which the runs first part; else it is the one nearest to its bounds.
+    """
+
+    step: int
+    update: int
+    is_parting: bool
+    layers: tuple[HeatTable, ...]
+    steps: HeatTable | None
+
+
+def build_error_map(alignment: Alignment, *, max_cells: int) -> ErrorMap | None:
+    """The tables of a comparison, of ``max_cells`` cells each at most; ``None`` where all bits are equal."""
+    points = list_points(alignment)
+    if all(point.tier == "identical" for point in points):
+        return None
+    path = find_error_path(points, alignment)
+    over_steps = step_grid(points)
+    return ErrorMap(
+        step=path.step,
+        update=path.update,
+        is_parting=any(point.is_first for point in path.points),
+        layers=tuple(_heat_table(grid, "layer", max_cells) for grid in layer_grids(path.all_points)),
+        steps=_heat_table(over_steps, "step", max_cells) if len(over_steps.columns) > 1 else None,
+    )
+
+
+def shade_of(difference: TensorDifference | None) -> str:
+    """How far from its bound a tensor is, as one of the shades."""
+    if difference is None:
+        return NO_NUMBER
+    if difference.bit_equal or difference.relative == 0:
+        return EQUAL
+    if not difference.is_judged and not difference.exceeds:
+        return NOT_JUDGED
+    ratio = bound_ratio(difference)
+    return next(shade for shade, end in SHADES if ratio <= end)
+
+
+def describe_ratio(difference: TensorDifference) -> str:
+    """``12% of its bound``, ``31 times its bound``, or that it is not judged."""
+    if not difference.is_judged:
+        return "not judged: no larger than rounding"
+    return describe_times(bound_ratio(difference))
+
+
+def describe_times(ratio: float) -> str:
+    """A difference in shares of its bound: ``12% of its bound``, ``31 times its bound``."""
+    if ratio > 1:
+        return f"{format_times(ratio)} times its bound" if math.isfinite(ratio) else "beyond its bound of 0"
+    return f"{ratio_text(ratio)} of its bound" if ratio else "equal"
+
+
+def ratio_text(ratio: float) -> str:
+    """``=``, ``<1%``, ``12%``, ``31×``, ``∞``: how much of its bound a difference is, in few characters."""
+    if ratio == 0:
+        return "="
+    if not math.isfinite(ratio):
+        return "∞"
+    if ratio > 1:
+        return f"{format_times(ratio)}×"
+    return "<1%" if ratio < _WHOLE_PERCENT else f"{ratio:.0%}"
+
+
+def shrink_grid(grid: Grid, max_cells: int) -> tuple[Grid, int]:
+    """The grid with as many columns put together, worst first, as ``max_cells`` asks for; and how many are one."""
+    most = max(max_cells // max(len(grid.rows), 1), LEAST_COLUMNS)
+    is_apart = bool(grid.columns) and grid.columns[-1] == "outside"  # what is in no layer stays by itself
+    inner = len(grid.columns) - is_apart
+    size = max(-(-inner // max(most - is_apart, 1)), 1)
+    if size == 1:
+        return grid, 1
+    spans = [(start, min(start + size, inner)) for start in range(0, inner, size)]
+    spans += [(inner, inner + 1)] if is_apart else []
+    return (
+        Grid(
+            title=grid.title,
+            rows=grid.rows,
+            columns=tuple(_span_label(grid.columns[start:stop]) for start, stop in spans),
+            cells=tuple(tuple(_worst(row[start:stop]) for start, stop in spans) for row in grid.cells),
+            note=grid.note,
+        ),
+        size,
+    )
+
+
+def _heat_table(grid: Grid, axis: str, max_cells: int) -> HeatTable:
+    shrunk, size = shrink_grid(grid, max_cells)
+    notes = [grid.note] if grid.note else []
+    notes += [f"{count_of(size, f'column of {axis}s', f'columns of {axis}s')} are drawn as one"] if size > 1 else []
+    return HeatTable(
+        title=grid.title,
+        axis=axis,
+        rows=shrunk.rows,
+        columns=shrunk.columns,
+        cells=tuple(tuple(None if point is None else _heat_cell(point) for point in row) for row in shrunk.cells),
+        note="; ".join(notes),
+    )
+
+
+def _heat_cell(point: PathPoint) -> HeatCell:
+    difference, shade = point.difference, shade_of(point.difference)
+    others = f"; the worst of {point.num_tensors:,} tensors" if point.num_tensors > 1 else ""
+    if difference is None:
+        return HeatCell(
+            shade=shade, ratio=None, text="?", words=f"{point.key.describe()}: {point.message}{others}",
+            is_first=point.is_first,
+        )  # fmt: skip
+    ratio = bound_ratio(difference)
+    if shade == EQUAL:
+        text, words = "=", "equal to the last bit" if difference.bit_equal else "equal within the rounding of storing"
+    else:
+        text = "~" if shade == NOT_JUDGED else ratio_text(ratio)
+        words = f"{format_relative(difference)}, bound {format_bound(difference)}"
+    return HeatCell(
+        shade=shade,
+        ratio=ratio,
+        text=text,
+        words=f"{point.key.describe()}: {words}{others}",
+        is_first=point.is_first,
+    )
+
+
+def _worst(points: Sequence[PathPoint | None]) -> PathPoint | None:
+    found = [point for point in points if point is not None]
+    first = next((point for point in found if point.is_first), None)
+    return first or max(found, key=lambda point: point.severity, default=None)
+
+
+def _span_label(labels: Sequence[str]) -> str:
+    """``4 to 7`` of ``4``, ``5``, ``6 to 7``."""
+    if len(labels) == 1:
+        return labels[0]
+    return f"{labels[0].partition(' to ')[0]} to {labels[-1].rpartition(' to ')[2]}"

@@ -1,0 +1,186 @@
+"""The trajectory of the worst sample of a candidate, turn by turn, with how far apart the runs are at each token.
+
+Contract: read from the recording and both runs' traces. The sample is that of the first divergence where its tensor
+has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names a sample. Never
+fails: what cannot be shown is said in ``problem``. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.compare.results import CandidateResult
+from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.recording.reading.browse import list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.report.alignment_tokens import ChosenSample, choose_sample
+from mock_scheduler.report.comparison_view import format_size
+from mock_scheduler.report.recording_show import Stretch, find_row, has_logprobs, split_stretches
+from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.text import count_of
+from mock_scheduler.trace.reader import TraceReader
+
+MAX_TOKENS = 1500
+_TRAIN = "train"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleTurn:
+    """Consecutive tokens of one origin. title: ``prompt``, ``turn 0`` or ``environment``. differences: of each token,
+    the largest |a - b| of its elements; ``None`` where the tensor has no value. is_response: sampled by the policy.
+    """
+
+    title: str
+    note: str
+    is_response: bool
+    first_position: int
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    differences: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleView:
+    """One trajectory. tensor: whose differences its tokens have; empty where none could be read. worst_position,
+    max_difference: of them. num_cut: tokens that are left out. problem: why all or a part of it cannot be shown.
+    """
+
+    step: int
+    identity: str
+    summary: str
+    tensor: str
+    worst_position: int | None
+    max_difference: float | None
+    num_cut: int
+    turns: tuple[SampleTurn, ...]
+    problem: str = ""
+
+
+def find_worst_sample(
+    candidate: CandidateResult, baseline: TraceReader | None, recording_dir: Path | None
+) -> SampleView | None:
+    """The worst sample's trajectory; ``None`` where no sample differs or none can be named.
+
+    ``baseline``: the baseline's trace; ``None`` where it cannot be read.
+    """
+    chosen = choose_sample(candidate, baseline)
+    if chosen is None:
+        return None
+    empty = SampleView(
+        step=chosen.step, identity=chosen.identity, summary="", tensor=chosen.tensor, worst_position=None,
+        max_difference=None, num_cut=0, turns=(), problem=chosen.problem,
+    )  # fmt: skip
+    if recording_dir is None:
+        return replace(empty, problem="the recording is not there any more")
+    try:
+        return _read_sample(chosen, recording_dir, empty)
+    except (MockSchedulerError, OSError) as error:
+        return replace(empty, problem=str(error))
+
+
+def _read_sample(chosen: ChosenSample, recording_dir: Path, empty: SampleView) -> SampleView:
+    reader = RecordingReader(str(recording_dir))
+    places = {
+        place.step: place
+        for listing in list_recording(reader.storage)
+        for place in listing.places.values()
+        if listing.folder.split(".")[0] == _TRAIN and place.scheduler_id == chosen.identity.split("/", 1)[0]
+    }
+    if chosen.step not in places:
+        return replace(empty, problem=f"step {chosen.step} is not in the recording {recording_dir}")
+    batch = open_place(reader, places[chosen.step]).load()
+    row = find_row(batch, chosen.identity, where=f"{recording_dir}: {places[chosen.step]}")
+    return _describe_sample(batch, row, chosen, empty, vocabulary=_vocabulary(reader))
+
+
+def _vocabulary(reader: RecordingReader) -> Vocabulary | None:
+    value = reader.manifest.provenance.get("vocabulary")
+    if not isinstance(value, dict | list):
+        return None
+    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")
+
+
+def _describe_sample(
+    batch: RolloutBatch, row: int, chosen: ChosenSample, empty: SampleView, *, vocabulary: Vocabulary | None
+) -> SampleView:
+    trajectory = batch.rows()[row]
+    num_tokens = len(trajectory.tokens)
+    values = chosen.values if len(chosen.values) == num_tokens else (None,) * num_tokens
+    known = [(value, position) for position, value in enumerate(values) if value is not None]
+    largest, worst = max(known, key=lambda item: item[0], default=(None, None))
+    start = max(min((worst or 0) - MAX_TOKENS // 2, num_tokens - MAX_TOKENS), 0)
+    stretches = list(split_stretches(trajectory, has_logprobs=has_logprobs(batch)))
+    reward = float(batch.rewards[row])
+    responses = sum(stretch.is_response for stretch in stretches)
+    by_turn = responses == len(trajectory.turn_rewards)
+    turns: list[SampleTurn] = []
+    position, number = 0, 0
+    for stretch in stretches:
+        title = _title(stretch, position, number if by_turn else None)
+        note = f"reward {float(trajectory.turn_rewards[number]):g}" if stretch.is_response and by_turn else ""
+        number += stretch.is_response
+        turn = _turn(stretch, position, values, title=title, note=note, vocabulary=vocabulary)
+        turns += _cut(turn, start, start + MAX_TOKENS)
+        position += len(stretch.tokens)
+    return replace(
+        empty,
+        summary=(
+            f"{trajectory.termination.name.lower()}, reward {reward:g}, {count_of(num_tokens, 'token')}, "
+            f"{len(trajectory.rollout_logprobs):,} of them sampled"
+        ),
+        worst_position=worst,
+        max_difference=largest,
+        num_cut=max(num_tokens - MAX_TOKENS, 0),
+        turns=tuple(turns),
+    )
+
+
+def _title(stretch: Stretch, position: int, turn: int | None) -> str:
+    if not stretch.is_response:
+        return "environment" if position else "prompt"
+    return "response" if turn is None else f"turn {turn}"
+
+
+def _turn(
+    stretch: Stretch,
+    position: int,
+    values: Sequence[float | None],
+    *,
+    title: str,
+    note: str,
+    vocabulary: Vocabulary | None,
+) -> SampleTurn:
+    own = tuple(values[position : position + len(stretch.tokens)])
+    largest = max((value for value in own if value is not None), default=None)
+    notes = [count_of(len(stretch.tokens), "token"), note]
+    notes += [f"largest |a-b| {format_size(largest)}"] if largest is not None else []
+    return SampleTurn(
+        title=title,
+        note=", ".join(filter(None, notes)),
+        is_response=stretch.is_response,
+        first_position=position,
+        tokens=stretch.tokens,
+        texts=tuple(str(token) if vocabulary is None else vocabulary.decode([token]) for token in stretch.tokens),
+        differences=own,
+    )
+
+
+def _cut(turn: SampleTurn, start: int, end: int) -> list[SampleTurn]:
+    """What of a turn lies between two positions of its row; empty where nothing does."""
+    first = max(start - turn.first_position, 0)
+    last = min(end - turn.first_position, len(turn.tokens))
+    if first >= last:
+        return []
+    return [
+        replace(
+            turn,
+            first_position=turn.first_position + first,
+            tokens=turn.tokens[first:last],
+            texts=turn.texts[first:last],
+            differences=turn.differences[first:last],
+        )
+    ]

@@ -1,0 +1,149 @@
+"""Which sample of a candidate is the worst, and how far apart the two runs are at each of its tokens.
+
+Contract: read from both runs' traces, or those that localising has left. The sample is that of the first divergence
+where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
+a sample. A trace that cannot be read is one that is not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mock_scheduler.compare.results import CandidateResult
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tokens import align_tokens
+from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
+from mock_scheduler.trace.reader import TraceReader, open_trace
+
+MAX_ELEMENTS = 1 << 26  # of a tensor that is read for this
+#: Kinds whose value at a position is about the token after it, which is predicted there; it is shown at that token.
+_PREDICTIONS: frozenset[TraceKind] = frozenset({"score", "advantage", "output", "loss"})
+_SCORES: tuple[tuple[TraceKind, str], ...] = (("output", "logprobs"), ("score", "old_logprobs"), ("loss", "ratio"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenSample:
+    """A row of a step, and its tokens' differences in ``tensor``; ``values`` are empty where none could be read."""
+
+    step: int
+    identity: str
+    tensor: str = ""
+    values: tuple[float | None, ...] = ()
+    problem: str = ""
+
+
+@contextmanager
+def open_if_there(trace_dir: Path) -> Iterator[TraceReader | None]:
+    """A trace's reader; ``None`` where it cannot be read, or has sketches only."""
+    try:
+        reader = open_trace(trace_dir)
+    except (MockSchedulerError, OSError):
+        yield None
+        return
+    with reader:
+        yield reader
+
+
+def choose_sample(candidate: CandidateResult, baseline: TraceReader | None) -> ChosenSample | None:
+    """The sample to show; ``None`` where none differs or can be named. ``baseline``: its trace, where that is there."""
+    alignment = candidate.alignment
+    if alignment.tensors is None or candidate.run is None:
+        return None
+    differing = [item for item in alignment.tensors.differences if not item.bit_equal]
+    first = None if alignment.first_divergence is None else alignment.first_divergence.difference
+    wanted = [item.key for item in (first, *_scores(differing)) if item is not None]
+    with open_if_there(candidate.run.output_dir / TRACE_FOLDER) as reader:
+        chosen = _first_readable(wanted, baseline, reader)
+    if chosen is None and candidate.localisation is not None:
+        folders = candidate.localisation.trace_dirs
+        with open_if_there(folders[0]) as mine, open_if_there(folders[1]) as other:
+            chosen = _first_readable(wanted, mine, other)
+    return chosen or _named_sample([first] if first is not None else differing)
+
+
+def _named_sample(differing: Sequence[TensorDifference]) -> ChosenSample | None:
+    """The sample that the worst of these tensors names, whose tokens cannot be read."""
+    named = [
+        (item.margin, number, item.key, item.figures.worst.sample)
+        for number, item in enumerate(differing)
+        if item.figures is not None and item.figures.worst is not None and item.figures.worst.sample is not None
+    ]
+    if not named:
+        return None
+    _, _, key, sample = min(named, key=lambda item: item[:2])
+    problem = f"the traces with the tokens of {key.describe()} cannot be read any more"
+    return ChosenSample(step=key.step, identity=sample, problem=problem)
+
+
+def _scores(differing: Sequence[TensorDifference]) -> list[TensorDifference]:
+    """Log-probabilities, the furthest from their bound first."""
+    found = [item for item in differing if (item.key.kind, item.key.name) in _SCORES]
+    return sorted(found, key=lambda item: item.margin)
+
+
+def _first_readable(
+    wanted: Sequence[TraceKey], baseline: TraceReader | None, candidate: TraceReader | None
+) -> ChosenSample | None:
+    """The first of these tensors that has tokens in both traces, and differs at one."""
+    if baseline is None or candidate is None:
+        return None
+    chosen = (_read_tokens(key, baseline, candidate) for key in wanted)
+    return next((item for item in chosen if item is not None), None)
+
+
+def _read_tokens(key: TraceKey, baseline: TraceReader, candidate: TraceReader) -> ChosenSample | None:
+    """The row with the largest difference, and that of each of its tokens; ``None`` where it has no tokens here."""
+    try:
+        if not all(_has_tokens(reader, key) for reader in (baseline, candidate)):
+            return None
+        values = _token_differences(baseline, candidate, key)
+        rows = baseline.footer(key.step).rows
+    except (MockSchedulerError, OSError):
+        return None
+    if not bool((values > 0).any()):
+        return None
+    row, _ = rows.find(int(values.nan_to_num(nan=-1.0).argmax()))
+    start = sum(rows.lengths[:row])
+    own = values[start : start + rows.lengths[row]].tolist()
+    own = [math.nan, *own[:-1]] if key.kind in _PREDICTIONS else own
+    return ChosenSample(
+        step=key.step,
+        identity=rows.identities[row],
+        tensor=_name(key),
+        values=tuple(None if math.isnan(value) else value for value in own),
+    )
+
+
+def _name(key: TraceKey) -> str:
+    return f"{key.kind.replace('_', ' ')} {key.name}" + ("" if key.kind in STEP_KINDS else f", update {key.update}")
+
+
+def _has_tokens(reader: TraceReader, key: TraceKey) -> bool:
+    if not reader.has(key) or reader.dims(key)[:1] != ("token",):
+        return False
+    return torch.Size(reader.dtype_and_shape(key)[1]).numel() <= MAX_ELEMENTS
+
+
+def _token_differences(baseline: TraceReader, candidate: TraceReader, key: TraceKey) -> torch.Tensor:
+    """float64 ``[T]``: the largest |a - b| of each of the baseline's tokens; NaN where a side has no value."""
+    sides = [reader.merge(key) for reader in (baseline, candidate)]
+    aligned = align_tokens(*(reader.footer(key.step).rows for reader in (baseline, candidate)))
+    values, known = [], []
+    for side in sides:
+        values.append(side.tensor.double().reshape(len(side.tensor), -1))
+        present = torch.ones(len(side.tensor), 1, dtype=torch.bool) if side.present is None else side.present
+        known.append(present.reshape(len(present), -1).any(dim=1))
+    if aligned.index is not None:
+        values[1] = aligned.in_baseline_order(values[1])
+        known[1] = aligned.in_baseline_order(known[1]) & (aligned.index >= 0)
+    largest = (values[0] - values[1]).abs().amax(dim=1)
+    return largest.masked_fill(~(known[0] & known[1]), float("nan"))

@@ -1,0 +1,1 @@
+"""Follows a layout's order of products, sums and accumulators in one process, without any of its communication."""

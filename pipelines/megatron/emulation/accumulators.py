@@ -1,0 +1,119 @@
+"""Parameters as virtual ranks hold them, and a main gradient for each rank's part.
+
+A part is cut anew from the parameter in every pass, so nothing can be out of date. Its gradient of one backward pass is
+added to an accumulator, as ``DistributedDataParallel`` adds a parameter's to its ``main_grad``; the parameter itself
+gets none. What is then summed over ranks is in ``gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from pipelines.megatron.emulation.parts import cut
+
+Sharing = Literal["split", "whole", "by_sequence", "by_heads"]
+"""How tp ranks share a parameter: a part each; the whole with the same gradient; the whole, each with the gradient of
+its part of the sequence, or of its heads, which are summed over tp."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSplit:
+    """How virtual ranks hold a parameter.
+
+    dim, blocks: which dimension is cut and of how many blocks it is, as ``cut`` has it; ``None``: nothing is cut.
+    num_parts: tp ranks with something of their own to accumulate. num_replicas: cp ranks, each with all of that.
+    """
+
+    sharing: Sharing
+    num_parts: int = 1
+    num_replicas: int = 1
+    dim: int | None = None
+    blocks: int = 1
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """What each tp rank has of a tensor of the parameter's shape."""
+        if self.dim is None:
+            return [whole] * self.num_parts
+        return cut(whole, self.dim, self.num_parts, self.blocks)
+
+
+@dataclass(eq=False, slots=True)
+class Accumulator:
+    """The gradients of one use of a parameter, by rank of dp, cp and tp. ``dtype``: of main gradients."""
+
+    split: ParameterSplit
+    dtype: torch.dtype
+    sums: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def add(self, place: tuple[int, int, int], grad: torch.Tensor) -> None:
+        """Add one backward pass's gradient of a rank's part, which is rounded to the accumulator's dtype."""
+        if place not in self.sums:
+            self.sums[place] = torch.zeros(grad.shape, dtype=self.dtype, device=grad.device)
+        self.sums[place].add_(grad)
+
+
+class Accumulators:
+    """Those of one model. ``dp_rank``: the virtual replica that computes now.
+
+    uses: a parameter's; one, but for tied embeddings on two pipeline stages, each with a gradient of its own.
+    """
+
+    def __init__(self) -> None:
+        self.dp_rank = 0
+        self._by_use: dict[tuple[torch.nn.Parameter, str], Accumulator] = {}
+
+    def register(self, parameter: torch.nn.Parameter, split: ParameterSplit, *, use: str = "") -> None:
+        """Say how a parameter is held, once."""
+        main = parameter.main_grad.dtype if hasattr(parameter, "main_grad") else parameter.dtype
+        self._by_use[parameter, use] = Accumulator(split=split, dtype=main)
+
+    def of(self, parameter: torch.nn.Parameter) -> Iterator[Accumulator]:
+        """The accumulators of a parameter's uses, in the order in which they were registered."""
+        return (accumulator for (known, _), accumulator in self._by_use.items() if known is parameter)
+
+    def clear(self) -> None:
+        """Forget all gradients, before an update."""
+        for accumulator in self._by_use.values():
+            accumulator.sums.clear()
+
+    def take(self, parameter: torch.nn.Parameter, *, use: str = "") -> list[list[torch.Tensor]]:
+        """The parameter's parts by cp rank and then by tp rank; gradients go to the accumulators."""
+        accumulator = self._by_use[parameter, use]
+        if not parameter.requires_grad:
+            return [accumulator.split.parts(parameter.detach())] * accumulator.split.num_replicas
+        parts = _Take.apply(parameter, accumulator, self)
+        if not torch.is_grad_enabled():
+            # Kernels may ask whether a weight could have a gradient, as torch's RMS norm does; a parameter says yes.
+            parts = [part.requires_grad_() for part in parts]
+        size = accumulator.split.num_parts
+        return [list(parts[start : start + size]) for start in range(0, len(parts), size)]
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, parameter: torch.Tensor, accumulator: Accumulator, owner: Accumulators
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.accumulator, ctx.owner = accumulator, owner
+        ctx.set_materialize_grads(False)
+        split = accumulator.split
+        copies = [split.parts(parameter) for _ in range(split.num_replicas)]
+        return tuple(part.clone() if part is parameter else part for parts in copies for part in parts)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        size = ctx.accumulator.split.num_parts
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                ctx.accumulator.add((ctx.owner.dp_rank, index // size, index % size), grad)
+        return None, None, None
+
+
+def total_of(sums: Sequence[torch.Tensor], scale: float) -> list[torch.Tensor]:
+    """The parts of a sum over replicas, scaled before it."""
+    return list(sums) if scale == 1.0 else [part * scale for part in sums]

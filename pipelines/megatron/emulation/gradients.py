@@ -1,0 +1,133 @@
+"""Sums what virtual ranks accumulated as their layout does, and takes the norm as its ranks take it.
+
+Order of ``finalize_model_grads`` (megatron-core 0.16.1): each replica's gradient is scaled, and replicas are added, cp
+within dp; then over tp what every tp rank has whole but computed from its tokens or heads alone; then over the first
+and last stage what they share; then all is divided by the update's tokens. The norm adds squares of each rank's own
+norm, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import clip_grads
+
+from mock_scheduler.order_plan import OrderPlan
+from pipelines.megatron.emulation.accumulators import Accumulator, Accumulators
+from pipelines.megatron.emulation.buffers import owned_ranges
+from pipelines.megatron.emulation.parts import joined, ordered_sum
+
+
+@torch.no_grad()
+def write_main_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    accumulators: Accumulators,
+    plan: OrderPlan,
+    num_tokens: torch.Tensor | None,
+) -> None:
+    """Every parameter's ``main_grad`` from its accumulators.
+
+    num_tokens: of the update, over all replicas; ``None`` where each replica has divided already.
+    """
+    scaling = None if num_tokens is None or int(num_tokens) == 0 else 1.0 / num_tokens
+    for parameter in parameters:
+        uses = [_gradient_of_use(item, plan) for item in accumulators.of(parameter)]
+        gradients = [item for item in uses if item is not None]
+        if not gradients:
+            parameter.main_grad.zero_()
+            continue
+        total = ordered_sum(gradients)
+        parameter.main_grad.copy_(total if scaling is None else total.mul_(scaling))
+
+
+def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor | None:
+    """The whole gradient of one use; ``None`` where no pass reached it."""
+    split = accumulator.split
+    if not accumulator.sums:
+        return None
+    parts = [_over_replicas(accumulator, plan, part) for part in range(split.num_parts)]
+    if split.dim is not None:
+        return joined(parts, split.dim, split.blocks)
+    return ordered_sum(parts)
+
+
+def _over_replicas(accumulator: Accumulator, plan: OrderPlan, part: int) -> torch.Tensor:
+    """A tp rank's gradient, added over the replicas that have some; one without adds 0, which changes nothing else."""
+    like = next(iter(accumulator.sums[place] for place in accumulator.sums if place[2] == part))
+    zero = torch.zeros_like(like)
+    places = [(dp, cp, part) for dp in range(plan.dp) for cp in range(plan.cp)]
+    sums = [accumulator.sums.get(place, zero) for place in places]
+    scale = plan.gradient_scale
+    return ordered_sum(sums if scale == 1.0 else [one * scale for one in sums])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldParameter:
+    """A parameter of one stage's chunk. counts: whether its gradient is in the norm. alone: in a bucket of its own."""
+
+    parameter: torch.nn.Parameter
+    accumulator: Accumulator
+    is_vector: bool
+    counts: bool = True
+    alone: bool = False
+
+    def gradient(self, part: int) -> torch.Tensor:
+        """The main gradient of what a tp rank has of it."""
+        split = self.accumulator.split
+        return self.parameter.main_grad if split.dim is None else split.parts(self.parameter.main_grad)[part]
+
+    def counts_on(self, part: int) -> bool:
+        """Whether a tp rank's gradient is in the norm: of what all have whole, the first one's."""
+        return self.counts and (part == 0 or self.accumulator.split.dim is not None)
+
+
+@torch.no_grad()
+def gradient_norm(stages: Sequence[Sequence[Sequence[HeldParameter]]], plan: OrderPlan, dtype: torch.dtype) -> float:
+    """The norm over all ranks of main gradients; stages: each one's chunks' parameters. dtype: of the norm."""
+    shards = range(plan.norm.shards)
+    squares = [
+        _squared_norm(list(_gradients_of_rank(chunks, plan, part, shard)), dtype)
+        for chunks in stages
+        for shard in shards
+        for part in range(plan.tp)
+    ]
+    return float(ordered_sum(squares).item() ** 0.5)
+
+
+def _gradients_of_rank(
+    chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, part: int, shard: int
+) -> Iterator[torch.Tensor]:
+    """What one rank's optimizer has, in its order: matrices, then vectors, which have no weight decay."""
+    held: list[tuple[bool, torch.Tensor]] = []
+    for chunk in chunks:
+        gradients = [item.gradient(part) for item in chunk]
+        if not plan.norm.is_sharded:
+            held += [
+                (item.is_vector, own) for item, own in zip(chunk, gradients, strict=True) if item.counts_on(part)
+            ]
+            continue
+        sizes, alone = [own.numel() for own in gradients], [item.alone for item in chunk]
+        for owned in owned_ranges(sizes, alone, num_shards=plan.norm.shards)[shard]:
+            if chunk[owned.place].counts_on(part):
+                flat = gradients[owned.place].reshape(-1)[owned.start : owned.end]
+                held.append((chunk[owned.place].is_vector, flat))
+    for vectors in (False, True):
+        yield from (own for is_vector, own in held if is_vector is vectors)
+
+
+def _squared_norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A rank's share ``[1]``, as ``get_grad_norm_fp32`` or, in float64, ``wide_gradient_norm`` computes it."""
+    if dtype is torch.float64:
+        total = torch.zeros(1, dtype=dtype, device=torch.cuda.current_device())
+        for gradient in gradients:
+            total += gradient.double().square().sum()
+        return total
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
+    overflow = torch.zeros(1, dtype=torch.int, device=torch.cuda.current_device())
+    norm, _ = clip_grads.multi_tensor_applier(
+        clip_grads.l2_norm_impl, overflow, [[gradient.float() for gradient in gradients]], False
+    )
+    return norm**2.0

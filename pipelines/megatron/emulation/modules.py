@@ -1,0 +1,266 @@
+"""Lets the modules of a one-process ``GPTModel`` compute as the ranks of a layout do.
+
+Only ``forward`` of instances is replaced, so that parameters, names and hooks stay those of the reference. What a
+module gives is the whole tensor, put together from what the ranks would hold; tokens are in the order in which cp ranks
+follow one another. Local layers of megatron-core 0.16.1 without experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+
+from mock_scheduler.order_plan import OrderPlan
+from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
+from pipelines.megatron.emulation.attention import emulate_attention
+from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
+from pipelines.megatron.emulation.products import column_product, row_product
+from pipelines.megatron.value_head import ValueHead
+
+Tensors = Sequence[torch.Tensor]
+
+
+class EmulatedModules:
+    """The modules of one chunk, and how they hold their parameters."""
+
+    def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> None:
+        self.plan = plan
+        self.accumulators = accumulators
+        self._gpt = gpt
+        self._tied: list[list[torch.Tensor]] | None = None
+        self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
+        _replace(gpt.embedding, self._embed(gpt.embedding))
+        for layer in gpt.decoder.layers:
+            self._norm(layer.input_layernorm)
+            self._norm(layer.pre_mlp_layernorm)
+            self._attention(layer.self_attention)
+            self._mlp(layer.mlp)
+        self._norm(gpt.decoder.final_layernorm)
+        self._output(gpt)
+
+    def _split(self, sharing: Sharing, *, dim: int | None = None, blocks: int = 1) -> ParameterSplit:
+        has_parts = sharing != "whole"
+        return ParameterSplit(
+            sharing=sharing,
+            num_parts=self.plan.tp if has_parts else 1,
+            num_replicas=self.plan.cp,
+            dim=dim,
+            blocks=blocks,
+        )
+
+    @property
+    def _over_tokens(self) -> Sharing:
+        """How a parameter is shared that every tp rank has whole."""
+        return "by_sequence" if self.plan.sequence_parallel else "whole"
+
+    def _register(self, module: torch.nn.Module, split: ParameterSplit) -> None:
+        for parameter in module.parameters(recurse=False):
+            self.accumulators.register(parameter, split)
+
+    def _norm(self, norm: torch.nn.Module, *, sharing: Sharing | None = None) -> None:
+        """A norm over tokens, of which each rank has some, or over heads, of which it gets a list."""
+        self._register(norm, self._split(sharing or self._over_tokens))
+        apply = _norm_function(norm)
+
+        def over_tokens(hidden: torch.Tensor) -> torch.Tensor:
+            weights, biases = self._taken(norm)
+            parts = cut_graph(hidden, 0, len(weights))
+            return join_graph([apply(*three) for three in zip(parts, weights, biases, strict=True)], 0)
+
+        def over_heads(by_rank: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            parts = by_rank if isinstance(by_rank, list) else self.cut_heads(by_rank)
+            weights, biases = self._taken(norm)
+            normed = [apply(*three) for three in zip(parts, weights, biases, strict=True)]
+            return self.join_heads(normed)
+
+        _replace(norm, over_tokens if sharing is None else over_heads)
+
+    def _taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Weight and bias of every rank, cp by cp; ``None`` where there is no bias."""
+        weights = [part for parts in self.accumulators.take(module.weight) for part in parts]
+        bias = getattr(module, "bias", None)
+        if bias is None:
+            return weights, [None] * len(weights)
+        return weights, [part for parts in self.accumulators.take(bias) for part in parts]
+
+    def cut_heads(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """``[s, b, heads, n]`` as what each rank has, cp by cp."""
+        by_cp = cut_graph(tensor, 0, self.plan.cp)
+        return [part for tokens in by_cp for part in cut_graph(tokens, 2, self.plan.tp)]
+
+    def join_heads(self, parts: Tensors, *, dim: int = 2) -> torch.Tensor:
+        """The whole again; heads are in dimension ``dim``."""
+        tp = self.plan.tp
+        by_cp = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
+        return join_graph(by_cp, 0)
+
+    def _column(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
+        """A layer whose output features are split; a bias that it leaves to the next is the caller's to add."""
+        split = self._split("split", dim=0, blocks=blocks)
+        self._register(linear, split)
+
+        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+            weights = self.accumulators.take(linear.weight)
+            adds = linear.bias is not None and not linear.skip_bias_add
+            biases = self.accumulators.take(linear.bias) if adds else [[] for _ in weights]
+            return self.column(hidden, weights, biases, blocks=blocks), linear.bias if linear.skip_bias_add else None
+
+        _replace(linear, forward)
+
+    def column(
+        self, hidden: torch.Tensor, weights: Sequence[Tensors], biases: Sequence[Tensors], *, blocks: int = 1
+    ) -> torch.Tensor:
+        """All output features of all tokens; weights and biases by cp and tp rank."""
+        by_cp = cut_graph(hidden, 0, self.plan.cp)
+        if self.plan.sequence_parallel or self.plan.tp == 1:
+            # There Megatron multiplies a gathered buffer, or a view: strides of dimensions of one are then the plain
+            # ones, by which torch decides whether lines are multiplied together or one by one.
+            by_cp = [tokens.contiguous().view(tokens.shape) for tokens in by_cp]
+        outputs = [column_product(*three) for three in zip(by_cp, weights, biases, strict=True)]
+        return join_graph([join_graph(parts, -1, blocks) for parts in outputs], 0)
+
+    def _row(self, linear: RowParallelLinear) -> None:
+        """A layer whose input features are split; its bias is the whole tensor's, for the next operation to add."""
+        self.accumulators.register(linear.weight, self._split("split", dim=1))
+        if linear.bias is not None:
+            self.accumulators.register(linear.bias, self._split(self._over_tokens))
+
+        def forward(inputs: torch.Tensor | list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if isinstance(inputs, torch.Tensor):
+                inputs = [cut_graph(tokens, -1, self.plan.tp) for tokens in cut_graph(inputs, 0, self.plan.cp)]
+            weights = self.accumulators.take(linear.weight)
+            output = join_graph([row_product(*two) for two in zip(inputs, weights, strict=True)], 0)
+            if linear.bias is None:
+                return output, None
+            biases = [part for parts in self.accumulators.take(linear.bias) for part in parts]
+            return output, spread_bias(biases, output.shape[0], output.shape[1])
+
+        _replace(linear, forward)
+
+    def _attention(self, attention: torch.nn.Module) -> None:
+        self._column(attention.linear_qkv)
+        self._row(attention.linear_proj)
+        for norm in (attention.q_layernorm, attention.k_layernorm):
+            if norm is not None and not isinstance(norm, IdentityOp):
+                self._norm(norm, sharing="by_heads")
+        emulate_attention(attention, self)
+
+    def _mlp(self, mlp: MLP) -> None:
+        blocks = 2 if mlp.config.gated_linear_unit else 1
+        fc1 = mlp.linear_fc1
+        self._column(fc1, blocks=blocks)
+        self._row(mlp.linear_fc2)
+        activation = mlp.config.activation_func
+
+        def inner(part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            part = part if bias is None else part + bias
+            if blocks == 1:
+                return activation(part)
+            gate, up = torch.chunk(part, 2, dim=-1)
+            return activation(gate) * (up + mlp.config.glu_linear_offset)
+
+        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+            by_cp = cut_graph(fc1(hidden)[0], 0, self.plan.cp)
+            nothing = [[None] * self.plan.tp for _ in by_cp]
+            biases = nothing if fc1.bias is None else self.accumulators.take(fc1.bias)
+            activated = [
+                [inner(*two) for two in zip(cut_graph(tokens, -1, self.plan.tp, blocks), own, strict=True)]
+                for tokens, own in zip(by_cp, biases, strict=True)
+            ]
+            return mlp.linear_fc2(activated)
+
+        _replace(mlp, forward)
+
+    def _embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
+        """Tokens ``[b, s]`` to ``[s, b, h]``."""
+        words = embedding.word_embeddings
+        self.accumulators.register(words.weight, self._split("split", dim=0))
+        positions = embedding.position_embeddings if embedding.add_position_embedding else None
+        if positions is not None:
+            self.accumulators.register(positions.weight, self._split("whole"))
+
+        def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **unused: object) -> torch.Tensor:
+            weights = self.accumulators.take(words.weight)
+            self._tied = weights if self._is_tied_here else None
+            places = None if positions is None else self.accumulators.take(positions.weight)
+            embedded = []
+            for cp_rank, (tokens, where) in enumerate(
+                zip(input_ids.chunk(self.plan.cp, dim=1), position_ids.chunk(self.plan.cp, dim=1), strict=True)
+            ):
+                own = sum_graph(
+                    [
+                        _look_up(tokens, weight, part, is_split=self.plan.tp > 1, by_index=words.deterministic_mode)
+                        for part, weight in enumerate(weights[cp_rank])
+                    ]
+                )
+                if places is not None:
+                    own = own + F.embedding(where, places[cp_rank][0])
+                embedded.append(own.transpose(0, 1).contiguous())
+            return join_graph(embedded, 0)
+
+        return forward
+
+    def _output(self, gpt: GPTModel) -> None:
+        layer = gpt.output_layer
+        if isinstance(layer, ValueHead):
+            self._value_head(layer)
+            return
+        parameter = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else layer.weight
+        if not self._is_tied_here:
+            self.accumulators.register(parameter, self._split("split", dim=0), use="output")
+
+        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
+            if self._is_tied_here:
+                assert self._tied is not None
+                weights, self._tied = self._tied, None
+            else:
+                weights = self.accumulators.take(parameter, use="output")
+            return self.column(hidden, weights, [[] for _ in weights]), None
+
+        _replace(layer, forward)
+
+    def _value_head(self, head: ValueHead) -> None:
+        self._register(head, self._split(self._over_tokens))
+
+        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
+            weights, biases = self._taken(head)
+            parts = cut_graph(hidden, 0, len(weights))
+            values = [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
+            wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
+            return join_graph(wide, 0), None
+
+        _replace(head, forward)
+
+
+def _norm_function(norm: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    shape, eps = norm.normalized_shape, norm.eps
+    if isinstance(norm, torch.nn.RMSNorm):
+        return lambda inputs, weight, bias: F.rms_norm(inputs, shape, weight, eps)
+    return lambda inputs, weight, bias: F.layer_norm(inputs, shape, weight, bias, eps)
+
+
+def _look_up(
+    tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split: bool, by_index: bool
+) -> torch.Tensor:
+    """A rank's rows of the vocabulary for tokens ``[b, s]``, 0 where another rank has them."""
+    if is_split:
+        start = part * weight.shape[0]
+        absent = (tokens < start) | (tokens >= start + weight.shape[0])
+        tokens = tokens - start
+        tokens[absent] = 0
+    rows = weight[tokens] if by_index else F.embedding(tokens, weight)
+    if is_split:
+        rows[absent, :] = 0.0
+    return rows
+
+
+def _replace(module: torch.nn.Module, forward: Callable[..., object]) -> None:
+    """Let one module compute so; hooks on it stay."""
+    module.forward = forward

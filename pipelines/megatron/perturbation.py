@@ -1,0 +1,111 @@
+"""Weights and the embedding's output moved by about one rounding, the same in every layout.
+
+Contract: a perturbation is a pure function of its seed and of canonical things (a parameter's name and place in the
+whole tensor; a token's position, id and channel), so that layouts, micro-batches and recomputation change none of it.
+It is made in float64 and rounded once to the dtype of what it moves. What is 0, such as a bias at the start, stays 0:
+a relative perturbation has nothing to move there. Every model of a run is moved alike, the frozen reference and the
+critic too: a reference that is the policy to the bit at the start stays that, so that no KL of a rounding appears that
+neither baseline nor candidate has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from mock_scheduler.config.proofs import PerturbationConfig
+
+#: u: half the distance from 1 to the next larger number.
+UNIT_ROUNDOFFS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+
+# Odd constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit integers.
+_WEYL, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_FIELD_BITS = 16
+_NUM_FIELDS = 4
+# Of the sum of four integers from 0 to 2^16 - 1.
+_MEAN = _NUM_FIELDS * ((1 << _FIELD_BITS) - 1) / 2
+_DEVIATION = (_NUM_FIELDS * ((1 << (2 * _FIELD_BITS)) - 1) / 12) ** 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Perturbation:
+    """``seed``: which one. ``unit_roundoffs``: its size in roundings of the dtype that it is applied to."""
+
+    seed: int
+    unit_roundoffs: float
+
+    @classmethod
+    def build(cls, config: PerturbationConfig) -> Perturbation | None:
+        """The configured one; ``None`` where nothing is perturbed."""
+        return None if config.seed is None else cls(seed=config.seed, unit_roundoffs=config.unit_roundoffs)
+
+    def of_weight(self, name: str, full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """float64: w · (1 + s · u · ξ), ξ ~ N(0, 1) of Philox keyed by seed and canonical name.
+
+        full: the whole canonical parameter. dtype: that it will be rounded to, which decides u.
+        """
+        key = hashlib.sha256(f"perturbation/{self.seed}/{name}".encode()).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+        noise = torch.from_numpy(generator.standard_normal(tuple(full.shape)))
+        return full.double() * (1.0 + self._size(dtype) * noise)
+
+    def of_embedding(self, output: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The embedding's output, moved by ξ of each token's position and id and of the channel.
+
+        output: ``[s, b, h]``; tokens, positions: int64 ``[b, s]``. Equal tokens at equal positions are moved alike.
+        """
+        scale = 1.0 + self._size(output.dtype) * self._token_noise(tokens, positions, output.shape[-1])
+        return (output.double() * scale.transpose(0, 1)).to(output.dtype)
+
+    def _size(self, dtype: torch.dtype) -> float:
+        return self.unit_roundoffs * UNIT_ROUNDOFFS[dtype]
+
+    def _token_noise(self, tokens: torch.Tensor, positions: torch.Tensor, num_channels: int) -> torch.Tensor:
+        """float64 ``[b, s, h]`` of mean 0 and variance 1, nearly normal: the sum of four 16-bit fields of a hash.
+
+        Integers only, so that it is the same to the bit on every device, in blocks of any size.
+        """
+        token = _mix(positions.long() + _mix(tokens.long() + _mix(torch.full_like(tokens, self.seed).long())))
+        channels = torch.arange(num_channels, device=tokens.device)
+        bits = _mix(token.unsqueeze(-1) + channels * _WEYL)
+        total = sum((bits >> (_FIELD_BITS * field)) & ((1 << _FIELD_BITS) - 1) for field in range(_NUM_FIELDS))
+        return (torch.as_tensor(total).double() - _MEAN) / _DEVIATION
+
+
+def perturb_embedding(gpt: GPTModel, config: PerturbationConfig) -> None:
+    """Let the model's embedding give a perturbed output; nothing where none is configured or it has no embedding."""
+    perturbation = Perturbation.build(config)
+    if perturbation is None or not gpt.pre_process:
+        return
+
+    def move(
+        module: torch.nn.Module, arguments: tuple[object, ...], keywords: dict[str, object], output: torch.Tensor
+    ) -> torch.Tensor:
+        named = {**dict(zip(("input_ids", "position_ids"), arguments, strict=False)), **keywords}
+        tokens, positions = named["input_ids"], named["position_ids"]
+        if not isinstance(tokens, torch.Tensor) or not isinstance(positions, torch.Tensor):
+            raise TypeError("Megatron's embedding was called without tensors of tokens and positions")
+        share = output.shape[0]
+        if share != tokens.shape[1]:  # sequence parallelism has cut the line among the tp ranks
+            start = gpt.pg_collection.tp.rank() * share
+            tokens, positions = (each[:, start : start + share] for each in (tokens, positions))
+        return perturbation.of_embedding(output, tokens, positions)
+
+    gpt.embedding.register_forward_hook(move, with_kwargs=True)
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    """The output function of splitmix64, on int64 that wraps around."""
+    values = values + _WEYL
+    values = (values ^ _shift(values, 30)) * _FIRST
+    values = (values ^ _shift(values, 27)) * _SECOND
+    return values ^ _shift(values, 31)
+
+
+def _shift(values: torch.Tensor, count: int) -> torch.Tensor:
+    """A logical shift to the right, where torch's keeps the sign."""
+    return (values >> count) & ((1 << (64 - count)) - 1)

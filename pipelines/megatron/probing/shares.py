@@ -1,0 +1,129 @@
+"""Which tokens of a step a module's output has, place by place, on one rank: what probes and grafts address it by.
+
+Contract: nothing is communicated or computed with the values themselves; a micro-batch's share is worked out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.shards import ShardSpec, Split
+from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.probing.observed import ObservedOutput, OutputForm
+from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.watches import Gather
+from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokens:
+    """The tokens of a share that a module computes.
+
+    num_places: s · b of its output, padding included. places: int64 ``[n]`` on the compute device, the tokens among
+    them. split: where these n go in the token dimension.
+    """
+
+    num_places: int
+    places: torch.Tensor
+    split: Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Share:
+    """A micro-batch's share: all of its columns, and the slice of them that sequence parallelism leaves this rank."""
+
+    whole: Tokens
+    slice: Tokens
+
+    def of(self, form: OutputForm) -> Tokens:
+        """The tokens of an output of this form."""
+        return self.slice if form.is_sliced else self.whole
+
+
+class ShareBook:
+    """The shares of a rank's micro-batches in one step, by their index; ``num_tokens``: of the step."""
+
+    def __init__(self, runtime: Runtime, index: TokenIndex) -> None:
+        self.num_tokens = index.num_tokens
+        self._runtime = runtime
+        self._index = index
+        self._shares: dict[int, Share] = {}
+
+    def share(self, own: OwnBatch) -> Share:
+        """That of one micro-batch."""
+        index = own.batch.index
+        if index not in self._shares:
+            width = own.inputs.tokens.shape[1] // self._runtime.tp_size
+            start = self._runtime.tp_rank * width
+            whole = self._tokens(own, slice(None))
+            part = whole if self._runtime.tp_size == 1 else self._tokens(own, slice(start, start + width))
+            self._shares[index] = Share(whole=whole, slice=part)
+        return self._shares[index]
+
+    def spec(self, output: ObservedOutput, tokens: Tokens) -> ShardSpec:
+        """How the tensor of an output's tokens, ``[n, *form.local_shape]``, lies in the whole one."""
+        form = output.form
+        return ShardSpec(
+            name=output.name,
+            global_shape=(self.num_tokens, *form.shape),
+            local_shape=(len(tokens.places), *form.local_shape),
+            splits=(tokens.split, *form.splits),
+        )
+
+    def _tokens(self, own: OwnBatch, columns: slice) -> Tokens:
+        places = self._index.places(own, columns=columns)
+        num_lines, width = own.batch.row_ids[:, columns].shape
+        # Lines lie one after another there; modules give the columns one after another.
+        of_output = places.cells % width * num_lines + places.cells // width
+        return Tokens(num_places=num_lines * width, places=of_output.to(own.inputs.tokens.device), split=places.split)
+
+
+def select_tokens(
+    output: ObservedOutput, tensor: torch.Tensor, gather: Gather | None, tokens: Tokens
+) -> torch.Tensor | None:
+    """What an output has for a share's tokens, ``[n, *form.local_shape]``, or its gradient has.
+
+    ``None`` where that is nothing: all padding, or a rank with none of the features. Elements are chosen, never
+    computed with. Raises ``TraceError`` where the output is of another size than the tables say.
+    """
+    form, num_tokens = output.form, len(tokens.places)
+    size = prod(form.local_shape)
+    if not num_tokens or not size:
+        return None
+    local = _by_token(output, tensor, tokens) if gather is None else gather(tensor, tokens.places)
+    return local.reshape(num_tokens, -1)[:, :size].reshape(num_tokens, *form.local_shape)
+
+
+def element_places(
+    output: ObservedOutput, tensor: torch.Tensor, gather: Gather | None, tokens: Tokens
+) -> torch.Tensor | None:
+    """Where the elements of ``select_tokens`` lie in the flattened tensor: int64 of the same shape."""
+    numbered = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+    return select_tokens(output, numbered, gather, tokens)
+
+
+def gradient_scale(model: TrainedModel) -> float:
+    """What makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel`` does.
+
+    It divides by dp · cp where each rank's loss is a mean, over its own micro-batches (megatron-core 0.16.1,
+    ``gradient_scaling_factor``).
+    """
+    if model.transformer_config.calculate_per_token_loss:
+        return 1.0
+    return 1.0 / model.num_replicas
+
+
+def _by_token(output: ObservedOutput, tensor: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """The tokens of an output that has so many numbers for each of its places, ``[n, width]``."""
+    expected = tokens.num_places * output.form.width
+    if tensor.numel() != expected:
+        raise TraceError(
+            f"{output.name}: the module computed {list(tensor.shape)}; expected {output.form.width} numbers for each "
+            f"of {tokens.num_places} places"
+        )
+    return tensor.reshape(-1, output.form.width)[tokens.places]

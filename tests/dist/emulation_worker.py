@@ -1,0 +1,100 @@
+"""Trains cases of order emulation: ``python -m tests.dist.emulation_worker FOLDER CASE ...``.
+
+A case is ``model/precision/layout`` of ``tests.dist.emulation_cases``. In one process it is the run that emulates the
+layout, in several the run that has it. ``FOLDER/{case}`` gets metrics and a trace of everything; a fault's name and a
+colon before the case plants the fault, with results in ``FOLDER/{fault}/{case}``. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TraceConfig
+from pipelines.algorithm.losses import PolicyLossOutput
+from pipelines.layouts.cases import LONGEST_ROW, SEED
+from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.megatron import logprobs, trainer
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.ordered_collectives import use_ordered_reductions
+from pipelines.megatron.probing.step_probe import StepProbe
+from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from tests.dist.emulation_cases import EmulationCase
+
+METRICS_FILE = "metrics.json"
+
+
+def scale_loss() -> None:
+    """The summed loss of every micro-batch is 0.05 % too large."""
+    compute = trainer.compute_policy_loss
+
+    def scaled(*args: object, **kwargs: object) -> PolicyLossOutput:
+        output = compute(*args, **kwargs)
+        return replace(output, total=output.total * 1.0005)
+
+    trainer.compute_policy_loss = scaled
+
+
+def scale_softmax_sum() -> None:
+    """The second tp rank's part of the softmax's denominator is 0.1 % too large."""
+    local_sums = logprobs._local_sums
+
+    def scaled(*args: object) -> torch.Tensor:
+        sums = local_sums(*args)
+        if dist.get_rank() == 1:
+            sums[0] *= 1.001
+        return sums
+
+    logprobs._local_sums = scaled
+
+
+FAULTS: dict[str, Callable[[], None]] = {"loss_scale": scale_loss, "softmax_sum": scale_softmax_sum}
+
+
+def train_case(folder: Path, config: PipelineConfig) -> None:
+    """The steps of one case, from the canonical initial weights. Every rank must call it."""
+    runtime = build_layout(config.parallel, seed=SEED)
+    trace = TraceConfig.model_validate({"level": "full", "kinds": "all"})
+    with use_ordered_reductions(config.order):
+        learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
+        steps: list[dict[str, float]] = []
+        for step in range(config.max_steps):
+            batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
+            with StepProbe(runtime, folder, step=step, config=trace) as probe:
+                steps.append(learner.train_step(batch, step=step, probe=probe))
+    if runtime.is_writer:
+        (folder / METRICS_FILE).write_text(json.dumps(steps), encoding="utf-8")
+    dist.barrier()
+
+
+def main() -> None:
+    """All cases named on the command line, in order."""
+    root = Path(sys.argv[1])
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    emulates = os.environ["WORLD_SIZE"] == "1"
+    tasks = {name: EmulationCase.parse(name.rpartition(":")[2]) for name in sys.argv[2:]}
+    configs = {name: case.config(emulates=emulates) for name, case in tasks.items()}
+    start_runtime(next(iter(configs.values())).parallel, seed=SEED)
+    leave_layout()
+    for name, config in configs.items():
+        fault, _, case = name.rpartition(":")
+        folder = root / fault / case
+        folder.mkdir(parents=True, exist_ok=True)
+        if fault:
+            FAULTS[fault]()
+        train_case(folder, config)
+        leave_layout()
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()

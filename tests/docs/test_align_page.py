@@ -1,0 +1,102 @@
+"""The page on alignments: its YAML is planned as the text says, and its workflow asks for what there is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mock_scheduler.align.folder import ALIGN_MARKER
+from mock_scheduler.align.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, build_loader, plan_alignment
+from mock_scheduler.align.planned import PROOFS_NAME
+from mock_scheduler.cli import app
+from mock_scheduler.config.layout import LAYOUT_AXES
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
+WORKFLOW = ROOT / "docs" / "examples" / "github_actions.yml"
+YAML_BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+
+
+def planned_names(block: str, folder: Path) -> dict[str, bool]:
+    """Whether each candidate must be exact, by name, of a block behind the quickstart."""
+    for path in (ROOT / "configs").glob("*.yaml"):
+        shutil.copy(path, folder)
+    (folder / "page.yaml").write_text(f"defaults: [quickstart, _self_]\nexp_name: page\n{block}")
+    plan = plan_alignment(build_loader("page", folder), overrides=[], output_dir=folder / "out")
+    return {run.name: run.must_be_exact for run in plan.candidates}
+
+
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [
+        (YAML_BLOCKS[0], {"replay": True, "lr": False, "packing": False}),
+        (
+            YAML_BLOCKS[1],
+            {
+                "replay": True,
+                "tp2": True,
+                "tp2.recompute": True,
+                "tp2-sp": True,
+                "tp2-sp.recompute": True,
+                "pp2": True,
+                "dp2": True,
+                "dp2.recompute": True,
+            },
+        ),
+    ],
+)
+def test_every_configuration_of_the_page_is_planned(block: str, names: dict[str, bool], tmp_path: Path) -> None:
+    assert len(YAML_BLOCKS) == 2
+    assert planned_names(block, tmp_path) == names
+
+
+def test_the_page_names_every_axis() -> None:
+    axes = ", ".join(f"`{axis}`" for axis in LAYOUT_AXES)
+    assert f"of the axes {axes} and `sp`" in TEXT
+
+
+@pytest.fixture
+def steps() -> list[dict[str, Any]]:
+    workflow = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
+    assert set(workflow) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads the key `on` as true
+    job = workflow["jobs"]["align"]
+    assert job["env"] == {"CONFIG": "quickstart", "OUTPUT": "align-output"}
+    assert (ROOT / "configs" / "quickstart.yaml").is_file()
+    found: list[dict[str, Any]] = job["steps"]
+    assert all(("uses" in step) != ("run" in step) for step in found)
+    return found
+
+
+def test_the_workflow_caches_what_may_be_taken_again(steps: list[dict[str, Any]]) -> None:
+    (cache,) = (step["with"] for step in steps if step.get("uses", "").startswith("actions/cache@"))
+    assert cache["path"].split() == [
+        f"align-output/{name}" for name in (ALIGN_MARKER.name, BASELINE_NAME, RECORDING_NAME, f"{PROOFS_NAME}/noise-*")
+    ]
+    assert cache["key"].startswith(cache["restore-keys"].strip())
+
+
+def test_the_workflow_runs_an_alignment_with_options_that_there_are(steps: list[dict[str, Any]]) -> None:
+    (command,) = (step["run"] for step in steps if "mock-scheduler" in step.get("run", ""))
+    words = command.split()
+    assert words[:3] == [".venv/bin/mock-scheduler", "align", '"$CONFIG"']
+    shown = CliRunner().invoke(app, ["align", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
+    assert [word for word in words if word.startswith("--") and word not in shown] == []
+    (install,) = (step["run"] for step in steps if step.get("name") == "Install")
+    script = ROOT / install.split()[1]
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_the_workflow_keeps_page_and_junit_file_of_a_failed_job_too(steps: list[dict[str, Any]]) -> None:
+    (upload,) = (step for step in steps if step.get("uses", "").startswith("actions/upload-artifact@"))
+    assert upload["if"] == "always()"
+    paths = upload["with"]["path"].split()
+    names = [name for name in RESERVED_NAMES if "." in name]
+    assert {f"align-output/{name}" for name in names} <= set(paths)
+    assert {"align.html", "align.junit.xml"} <= set(names)

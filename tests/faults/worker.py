@@ -1,0 +1,117 @@
+"""Trains jobs of one world size in one process group: ``torchrun ... -m tests.faults.worker JOBS_FILE``.
+
+Each job's folder gets the trace of its one step, and ``done.json`` when all ranks have finished it: the metrics, how
+often a fault fired, over all ranks, and what the training ended with where it raised. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
+from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.probing.step_probe import StepProbe
+from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from tests.faults.cases import LONGEST_ROW, SEED, build_config
+from tests.faults.catalogue import find_fault
+from tests.faults.counting import Fired
+from tests.faults.fault import Precision, Run
+
+DONE_FILE = "done.json"
+#: What a run that must not differ is traced with.
+LIGHT_KINDS: tuple[TraceKind, ...] = (
+    *("initial", "input", "score", "advantage", "output", "loss"),
+    *("gradient", "gradient_norm", "optimizer", "parameter", "weight"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One training.
+
+    faults: ids of those put in together, none for a clean one. changes: as of ``cases.build_config``. is_light: only
+    what the training ends with is traced, and what it begins with, not what modules compute.
+    """
+
+    folder: str
+    run: Run
+    precision: Precision
+    faults: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+    is_light: bool = False
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Job:
+        """What ``asdict`` gave."""
+        return cls(**{**values, "run": Run(**values["run"]), "faults": tuple(values["faults"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """metrics: of the step. fired: over all ranks, by fault. error: what the training raised, else empty."""
+
+    metrics: dict[str, float]
+    fired: dict[str, int]
+    error: str
+
+
+def train(job: Job, config: PipelineConfig) -> Outcome:
+    """The one step of a job, from the canonical initial weights. Every rank must call it."""
+    counters = {name: Fired() for name in job.faults}
+    metrics: dict[str, float] = {}
+    error = ""
+    trace = TraceConfig(level="full", kinds=[*(LIGHT_KINDS if job.is_light else TRACE_KINDS)])
+    runtime = build_layout(config.parallel, seed=SEED)
+    with ExitStack() as stack:
+        for name, fired in counters.items():
+            inject = find_fault(name).inject
+            if inject is not None:
+                stack.enter_context(inject(fired))
+        batch = random_batch(SEED, longest=LONGEST_ROW, form=config.rollout_form)
+        try:
+            learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
+            with StepProbe(runtime, Path(job.folder), step=0, config=trace) as probe:
+                metrics = learner.train_step(batch, step=0, probe=probe)
+        except Exception as raised:  # noqa: BLE001 - the edge of the process: what is raised is the job's outcome
+            error = f"{type(raised).__name__}: {raised}"
+            print(traceback.format_exc(), file=sys.stderr)
+    counts = torch.tensor([fired.count for fired in counters.values()], dtype=torch.int64)
+    dist.all_reduce(counts)
+    return Outcome(metrics=metrics, fired=dict(zip(counters, counts.tolist(), strict=True)), error=error)
+
+
+def main() -> None:
+    """All jobs of the file, in order."""
+    jobs = [Job.parse(values) for values in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    start_runtime(build_config(jobs[0].run, jobs[0].precision).parallel, seed=SEED)
+    leave_layout()
+    gc.freeze()  # each layout that is left looks through all objects that are not frozen
+    for job in jobs:
+        folder = Path(job.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = train(job, build_config(job.run, job.precision, changes=job.changes))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            partial = folder / f"{DONE_FILE}.part"
+            partial.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+            partial.rename(folder / DONE_FILE)
+        leave_layout()
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main()
