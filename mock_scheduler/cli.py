@@ -190,7 +190,11 @@ def compare(
     patterns: Patterns = None,
     tolerance: Annotated[
         list[str] | None,
-        typer.Option("--tolerance", help="another bound, as in activation=1e-5; may be given several times"),
+        typer.Option("--tolerance", help="a stated bound, as in activation=1e-5; may be given several times"),
+    ] = None,
+    noise: Annotated[
+        list[Path] | None,
+        typer.Option("--noise", help="noise.json of the baseline, or a perturbed run of it; may be repeated"),
     ] = None,
     json_path: JsonOutput = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
@@ -204,6 +208,7 @@ def compare(
     options = CompareOptions(
         selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
         tolerance=tuple(tolerance or ()),
+        noise=tuple(noise or ()),
         has_metrics=has_metrics,
         json_path=json_path,
         html_path=html_path,

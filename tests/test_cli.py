@@ -35,7 +35,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
     assert {name.partition(".")[0] for name in modules} & slow == set()
     names = (
         *("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version"),
-        *("doctor", "replay-actions", "minimise"),
+        *("doctor", "replay-actions", "minimise", "extract"),
     )
     assert [name for name in names if f"│ {name} " not in done.stdout] == []
 

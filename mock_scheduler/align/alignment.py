@@ -234,7 +234,8 @@ class AlignmentRunner:
         elif referee == "always":
             return item.alignment.verdict is not Verdict.IDENTICAL
         else:
-            return item.alignment.verdict in (Verdict.SUSPECT, Verdict.DIVERGED)
+            is_refuted = any(proof.outcome == "refuted" for proof in item.judgement.proofs if proof.name != "noise")
+            return item.alignment.verdict in (Verdict.SUSPECT, Verdict.DIVERGED) and not is_refuted
         item.judge()
         return False
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.inputs import OpenedInput, check_page_path, find_trace, open_inputs, resolve_tolerance
+from mock_scheduler.align.comparison_bounds import resolve_bounds
+from mock_scheduler.align.inputs import OpenedInput, check_page_path, find_trace, open_inputs
 from mock_scheduler.align.runs import judge_runs
+from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.recordings import judge_recordings
 from mock_scheduler.compare.replicas import check_replicas
@@ -22,7 +24,6 @@ from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.compare.walk import OnKey
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import encode_json
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
@@ -43,12 +44,14 @@ _NUM_ROWS = 5
 class CompareOptions:
     """How two sides are compared.
 
-    selection: steps, kinds and names. tolerance: bounds ``name=value`` over the candidate's own. has_metrics: whether
-    metrics of runs are compared. json_path, html_path: reports to write; ``-``: JSON on stdout, in place of the text.
+    selection: steps, kinds and names. tolerance: bounds ``name=value`` over the candidate's own. noise: a file of the
+    baseline's measured noise, or perturbed runs. has_metrics: whether metrics of runs are compared. json_path,
+    html_path: reports to write; ``-``: JSON on stdout, in place of the text.
     """
 
     selection: Selection = EVERYTHING
     tolerance: tuple[str, ...] = ()
+    noise: tuple[Path, ...] = ()
     has_metrics: bool = True
     json_path: str | None = None
     html_path: Path | None = None
@@ -57,20 +60,20 @@ class CompareOptions:
 def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
     """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
 
-    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds, the tolerance is
-    not stated or the page no file, ``AlignmentError`` where a run is not completed or has no trace, ``TraceError`` or
-    ``RecordingError`` where a file cannot be read. ``console``: ``None`` is this terminal.
+    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds, a bound or
+    the noise is none, or the page no file, ``AlignmentError`` where a run is not completed or has no trace,
+    ``TraceError`` or ``RecordingError`` where a file cannot be read. ``console``: ``None`` is this terminal.
     """
     check_page_path(options.html_path)
     opened = open_inputs((baseline, candidate))
-    tolerance = resolve_tolerance(opened[1], options.tolerance)
+    bounds = resolve_bounds(opened, options.tolerance, options.noise)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
     with show_progress(f"comparing {sizes}") as on_key:
-        alignment, recordings = _judge(opened, options, tolerance=tolerance, on_key=on_key)
+        alignment, recordings = _judge(opened, options, bounds=bounds, on_key=on_key)
     result = ComparisonResult(
         baseline=opened[0].side,
         candidate=opened[1].side,
-        tolerance=tolerance,
+        bounds=bounds,
         alignment=alignment,
         recordings=recordings,
     )
@@ -122,7 +125,7 @@ def run_replicas(
 
 
 def _judge(
-    opened: tuple[OpenedInput, OpenedInput], options: CompareOptions, *, tolerance: ToleranceConfig, on_key: OnKey
+    opened: tuple[OpenedInput, OpenedInput], options: CompareOptions, *, bounds: Bounds, on_key: OnKey
 ) -> tuple[Alignment, RecordingDifferences | None]:
     baseline, candidate = (item.side for item in opened)
     selection = options.selection
@@ -132,18 +135,18 @@ def _judge(
         return judge_recordings(recordings), recordings
     if baseline.kind == "metrics":
         logs = load_metrics(baseline.path), load_metrics(candidate.path)
-        metrics = compare_metrics(*logs, tolerance=tolerance, selection=selection)
-        return decide(metrics, None, tolerance=tolerance, required=(), selection=selection), None
+        metrics = compare_metrics(*logs, bounds=bounds, selection=selection)
+        return decide(metrics, None, bounds=bounds, required=(), selection=selection), None
     if baseline.run is None or candidate.run is None:
         tensors = compare_trace_folders(
-            baseline.path, candidate.path, tolerance=tolerance, selection=selection, on_key=on_key
+            baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key
         )
-        return decide(None, tensors, tolerance=tolerance, required=(), selection=selection), None
+        return decide(None, tensors, bounds=bounds, required=(), selection=selection), None
     is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
     alignment = judge_runs(
         baseline.run,
         candidate.run,
-        tolerance=tolerance,
+        bounds=bounds,
         is_deterministic=is_deterministic,
         selection=selection,
         has_metrics=options.has_metrics,

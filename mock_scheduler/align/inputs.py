@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
 from mock_scheduler.align.stored_config import StoredConfig, load_stored_config
@@ -20,18 +19,12 @@ from mock_scheduler.compare.results import ComparedInput, InputKind
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.traces import trace_level
 from mock_scheduler.config.schema import ToleranceConfig
-from mock_scheduler.config.sections import FLOAT64_TOLERANCE
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.files import find_steps
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
-from mock_scheduler.trace.reader import open_trace
-from mock_scheduler.trace.sketch_files import open_sketches
-
-_STATED = ("metric", "activation", "gradient", "update")
-_WIDE_KINDS: tuple[TraceKind, ...] = ("initial", "parameter", "activation", "weight")
+from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,21 +90,10 @@ def find_trace(path: Path) -> Path:
     raise ConfigError(f"{path} is {what}; give a run with trace.level=full, or its trace folder")
 
 
-def resolve_tolerance(candidate: OpenedInput, stated: Sequence[str]) -> ToleranceConfig:
-    """The candidate's own tolerance, or the default of its precision, with ``stated`` bounds ``name=value`` over it.
-
-    Raises ``ConfigError`` for a bound that is none, and in bfloat16 where neither states all bounds.
-    """
-    values = _parse_bounds(stated)
+def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
+    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` for a bound that is none."""
     try:
-        base = _default_tolerance(candidate)
-    except ConfigError as error:
-        if not set(_STATED) <= set(values):
-            needed = " ".join(f"--tolerance {name}=…" for name in _STATED)
-            raise ConfigError(f"{error}; or give all of {needed}") from error
-        base = ToleranceConfig()
-    try:
-        return ToleranceConfig.model_validate({**base.model_dump(), **values})
+        return ToleranceConfig.model_validate({**base.model_dump(), **_parse_bounds(stated)})
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         names = ", ".join(ToleranceConfig.model_fields)
@@ -179,31 +161,6 @@ def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
         run = next(side for side in sides if side.kind == "run")
         advice = f"give the run's metrics, {run.path / METRICS_FILE}"
     return f"{found}, which cannot be compared with each other; {advice}"
-
-
-def _default_tolerance(candidate: OpenedInput) -> ToleranceConfig:
-    if candidate.stored is not None:
-        return candidate.stored.resolve_tolerance()
-    if candidate.side.kind != "trace":
-        return ToleranceConfig()
-    dtypes = _find_dtypes(candidate.side.path, level=candidate.side.level)
-    if torch.bfloat16 in dtypes:
-        raise ConfigError(
-            f"{candidate.side.path} has tensors in bfloat16, for which no default separates rounding from a fault, and "
-            "no configuration that states a tolerance"
-        )
-    return FLOAT64_TOLERANCE if torch.float64 in dtypes else ToleranceConfig()
-
-
-def _find_dtypes(trace_dir: Path, *, level: str | None) -> set[torch.dtype]:
-    """Of the parameters and activations of the first step."""
-    if level == "sketch":
-        sketches = open_sketches(trace_dir)
-        keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in _WIDE_KINDS]
-        return {sketches.sketch(key).dtype for key in keys}
-    with open_trace(trace_dir) as reader:
-        keys = [key for key in reader.keys(reader.steps[0]) if key.kind in _WIDE_KINDS]
-        return {reader.dtype_and_shape(key)[0] for key in keys}
 
 
 def _parse_bounds(stated: Sequence[str]) -> dict[str, str]:

@@ -59,9 +59,9 @@ def describe_look(item: Differing) -> str:
     if difference is None:
         return item.problem
     details = [] if difference.residual is None else [difference.residual.text]
+    if not details and not difference.bit_equal:
+        details = [_describe_size(difference)]
     details += [difference.localities[0].text] if difference.localities else []
-    if not difference.bit_equal:
-        details = details or [_describe_size(difference)]
     return ", ".join(details) or item.problem
 
 

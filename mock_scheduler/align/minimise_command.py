@@ -113,7 +113,7 @@ def run_minimise(
     Raises ``ConfigError`` for a candidate that there is not, or that cannot be run.
     """
     console = console or build_console()
-    load = _remember(build_loader(config_name, config_path))
+    load = remember(build_loader(config_name, config_path))
     space, baseline = _open_space(load, overrides, candidate_name)
     root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
     open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
@@ -153,6 +153,19 @@ def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tupl
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
     return build_space(baseline, planned, candidate), stated
+
+
+def remember(load: ConfigLoader) -> ConfigLoader:
+    """The same loader, which loads nothing twice."""
+    known: dict[tuple[str, ...], PipelineConfig] = {}
+
+    def look_up(overrides: Sequence[str]) -> PipelineConfig:
+        key = tuple(overrides)
+        if key not in known:
+            known[key] = load(key)
+        return known[key]
+
+    return look_up
 
 
 @dataclass(slots=True)
@@ -265,19 +278,6 @@ class _Trial:
         if not reduction.shared:
             return self.overrides
         return (*self.overrides, f"align.baseline={_quote_list([*self.baseline, *reduction.shared])}")
-
-
-def _remember(load: ConfigLoader) -> ConfigLoader:
-    """The same loader, which loads nothing twice."""
-    known: dict[tuple[str, ...], PipelineConfig] = {}
-
-    def look_up(overrides: Sequence[str]) -> PipelineConfig:
-        key = tuple(overrides)
-        if key not in known:
-            known[key] = load(key)
-        return known[key]
-
-    return look_up
 
 
 def _quote_list(texts: Sequence[str]) -> str:

@@ -46,11 +46,12 @@ class Dimension:
     original: Value
     values: tuple[Value, ...]
 
-    def describe(self, level: int) -> str:
-        """``tp 4 → 1``, or ``without a.b=c``."""
+    def describe(self, level: int, in_effect: Value = None) -> str:
+        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: what became of the level's value, where that is known."""
         if self.kind == "change":
             return f"without {self.name}"
-        return f"{self.name} {_show(self.original)} → {_show(self.values[level - 1])}"
+        value = self.values[level - 1] if in_effect is None else in_effect
+        return f"{self.name} {_show(self.original)} → {_show(value)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +95,15 @@ class ReductionSpace:
         workload = {item.key: chosen[item.key] for item, _ in raised if item.kind == "workload"}
         changed = {item.key for item, _ in raised if item.kind == "change"}
         kept = [text for text in _changes(self.candidate.overrides) if text not in changed]
+        shared = _workload(self.baseline, workload, num_parts=max(map(_num_parts, (ours, theirs))))
+        # Rows of a micro-batch are no more than there are, so that its level may have no effect.
+        of_micro_batch = _size(shared.get(_MICRO_BATCH, 1))
+        in_effect = [
+            (item, level) for item, level in raised if item.key != _MICRO_BATCH or of_micro_batch > _size(item.original)
+        ]
         return Reduction(
             shared=(
-                *_format(_workload(self.baseline, workload, num_parts=max(map(_num_parts, (ours, theirs))))),
+                *_format(shared),
                 *_format(_differing(_degrees(self.baseline.parallel), theirs)),
             ),
             candidate=CandidateConfig(
@@ -107,7 +114,7 @@ class ReductionSpace:
                 exact=self.candidate.exact,
             ),
             layout=ParallelConfig.model_validate(ours).describe(),
-            steps=tuple(item.describe(level) for item, level in raised),
+            steps=tuple(item.describe(level, shared.get(item.key)) for item, level in in_effect),
         )
 
     def _layouts(self, reduced: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:

@@ -9,35 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from mock_scheduler.align.plan import stated_tolerance
-from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
-from mock_scheduler.config.sections import AlignConfig
+from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.proofs import PerturbationConfig
+from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.text import bullet_list
 
+_Section = TypeVar("_Section", bound=ConfigSection)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig:
-    """``tolerance``: the stated one; ``None`` where the run states none."""
+    """``tolerance``: what the run states, which may be nothing. ``perturbation``: of its weights."""
 
     path: Path
     precision: str
     trace_level: str
     is_deterministic: bool
-    tolerance: ToleranceConfig | None
-
-    def resolve_tolerance(self) -> ToleranceConfig:
-        """The stated tolerance, or the default of the precision; raises ``ConfigError`` where that has none."""
-        config = PipelineConfig.model_construct(
-            precision=self.precision, align=AlignConfig.model_construct(tolerance=self.tolerance)
-        )
-        return stated_tolerance(config)
+    tolerance: ToleranceConfig
+    perturbation: PerturbationConfig
 
 
 def load_stored_config(path: Path) -> StoredConfig:
@@ -47,7 +43,9 @@ def load_stored_config(path: Path) -> StoredConfig:
     precision = _text(content, "precision", problems)
     trace_level = _text(_section(content, "trace", problems), "level", problems, prefix="trace.")
     envs = {str(name): str(value) for name, value in _section(content, "system_envs", problems).items()}
-    tolerance = _tolerance(_section(content, "align", problems), problems)
+    stated = _section(content, "align", problems).get("tolerance")
+    tolerance = _checked(ToleranceConfig, "align.tolerance", stated, problems)
+    perturbation = _checked(PerturbationConfig, "perturbation", content.get("perturbation"), problems)
     if problems:
         raise ConfigError(f"{path} is not the configuration of a run:{bullet_list(problems, limit=None)}")
     return StoredConfig(
@@ -56,6 +54,7 @@ def load_stored_config(path: Path) -> StoredConfig:
         trace_level=trace_level,
         is_deterministic=is_deterministic_mode(envs),
         tolerance=tolerance,
+        perturbation=perturbation,
     )
 
 
@@ -91,11 +90,10 @@ def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix:
     return ""
 
 
-def _tolerance(align: Mapping[str, Any], problems: list[str]) -> ToleranceConfig | None:
-    if align.get("tolerance") is None:
-        return None
+def _checked(section: type[_Section], name: str, value: object, problems: list[str]) -> _Section:
+    """A section as it stands; without keys where it is missing or wrong, which is then among the problems."""
     try:
-        return ToleranceConfig.model_validate(align["tolerance"])
+        return section.model_validate(value or {})
     except ValidationError as error:
-        problems.extend(f"align.tolerance.{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        return None
+        problems.extend(f"{'.'.join([name, *map(str, item['loc'])])}: {item['msg']}" for item in error.errors())
+        return section()

@@ -30,22 +30,24 @@ class TensorBound:
 
     ``has_rounding``: whether the rounding that such a tensor cannot be without, as ``judging`` says, is added to it; it
     is part of what was measured. ``unit``: the spacing at 1 of the numbers that its values are made of, where that is
-    coarser than its own dtype's.
+    coarser than its own dtype's. ``is_estimate``: it was extrapolated, so that what is beyond it is suspicious only.
     """
 
     relative: float
     absolute: float = 0.0
     has_rounding: bool = False
     unit: float = 0.0
+    is_estimate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricBound:
-    """The bound of a metric's |a - b|: ``relative`` · max(|a|, |b|, ``floor``) + ``absolute``."""
+    """The bound of a metric's |a - b|: ``relative`` · max(|a|, |b|, ``floor``) + ``absolute``; ``is_estimate`` as there."""
 
     relative: float = 0.0
     floor: float = 0.0
     absolute: float = 0.0
+    is_estimate: bool = False
 
     def limit(self, mine: float, other: float) -> float:
         """The largest |a - b| of these two values."""

@@ -2,7 +2,8 @@
 
 Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Figures are in
 float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
-What the traces do not hold is left out of the figures, and the text says what to trace.
+What the traces do not hold is left out of the figures, and the text says what to trace. Of all response tokens only
+|train - rollout| is kept, for its quantiles.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Divergence:
     ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
     another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
     ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
-    ``is_selection``: as of a ``Finding``.
+    ``is_selection``: as of a ``Finding``. ``is_estimate``: its bound was extrapolated.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Divergence:
     message: str
     difference: TensorDifference | None = None
     is_selection: bool = False
+    is_estimate: bool = False
 
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
@@ -128,6 +129,7 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         tolerance=difference.tolerance,
         message=describe_tensor(difference),
         difference=difference,
+        is_estimate=difference.is_estimate,
     )
 
 
@@ -168,4 +170,5 @@ def from_metric(difference: MetricDifference) -> Divergence:
             f"|a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} at step "
             f"{difference.nearest_step}"
         ),
+        is_estimate=difference.is_estimate,
     )

@@ -2,19 +2,22 @@
 
 All sums are in float64 and by chunks, so that nothing larger than a chunk is made beside the tensors.
 
-- A tensor of the forward or backward pass is judged by ||a - b|| / ||a||. The bound is the stated tolerance and the
-  *rounding* that such a tensor cannot be without: 16 units in the last place of the root mean square of all baseline
-  tensors of its kind and update (a gradient whose true value is 0 was measured at 0.3 to 0.9 of them). So a bias to
-  which softmax is blind, or a mean that cancels to 0, is not held to figures of its own noise.
+- A tensor of the forward or backward pass is judged by ||a - b|| / ||a||, and by its bound (``bounds``). A bound that
+  was not measured for this tensor has the *rounding* added that such a tensor cannot be without: 16 units in the last
+  place of the root mean square of all baseline tensors of its kind and update (a gradient whose true value is 0 was
+  measured at 0.3 to 0.9 of them). So a bias to which softmax is blind, or a mean that cancels to 0, is not held to
+  figures of its own noise. Measured bounds have that in them, except of what no perturbation moved at all.
 - A *parameter* is judged by what the update did to it: with d the change from before to after the update,
   ||d_a - d_b|| / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at the
-  learning rates of reinforcement learning. Elements whose gradients differ by more than 1 % are left out and counted:
-  where a gradient is nothing but rounding (a key bias again), Adam makes its sign a full step. The bound grows by the
-  spacing of the floating-point numbers that the parameter is stored in.
+  learning rates of reinforcement learning. Elements whose gradients differ by more than 4 times what the whole gradient
+  does, each relative to its own size, are left out and counted: where a gradient is nothing but rounding (a key bias
+  again), Adam makes its sign a full step. So the share that is left out is the same in every precision (16 % of small
+  models), and what is left is no matter of a few flips. A bound that was not measured grows by the spacing of the
+  floating-point numbers that the parameter is stored in.
 - What is no floating-point number must be equal; its relative difference is the fraction of elements that are not.
 
-Where rounding makes a bound larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the bound it
-still exceeds it.
+Where noise or rounding makes a bound larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the
+bound it still exceeds it.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 #: Elements whose gradients differ by more than this many times what the whole gradient does, each relative to its own
 #: size, have no say in how the update is judged.
 SIGNIFICANT = 4.0
+#: The same as a fraction of the element itself at most: with a measured bound, and without one. Where all of a gradient
+#: is noise, so is every step that is made of it, which a measured bound knows and no other does.
+_LARGEST_SIGNIFICANT, _LARGEST_UNMEASURED = 1.0, 1e-2
 #: Units in the last place of the root mean square of its kind below which a tensor is rounding.
 ROUNDING_UNITS = 16
 
@@ -57,6 +63,15 @@ def describe_non_finite(tensor: torch.Tensor) -> str:
     counts = (("NaN", int(tensor.isnan().sum())), ("infinity", int(tensor.isinf().sum())))
     found = [f"{what} in {count} of {tensor.numel()} elements" for what, count in counts if count]
     return " and ".join(found)
+
+
+def find_significant(relative: float, bound: TensorBound) -> float:
+    """By which fraction of itself an element's gradient may differ for the element to have a say in its update.
+
+    ``relative``: ||a - b|| / ||a|| of the whole gradient. ``bound``: that the update is held to.
+    """
+    largest = _LARGEST_UNMEASURED if bound.has_rounding else _LARGEST_SIGNIFICANT
+    return min(SIGNIFICANT * relative, largest)
 
 
 def measure(
@@ -93,6 +108,7 @@ def measure(
         tolerance=bound.relative if is_number else 0.0,
         distance=figures.norm,
         size=sums.norm,
+        is_estimate=bound.is_estimate and is_number,
         is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS and dtypes is None,
         figures=None if bit_equal else figures,
         dtypes=dtypes,
@@ -154,6 +170,7 @@ def compare_updates(
         tolerance=tolerance,
         distance=math.sqrt(sums.difference),
         size=math.sqrt(sums.size),
+        is_estimate=bound.is_estimate,
         num_excluded=sums.num_excluded,
         is_zero=is_bit_equal(before[0], after[0]),
         is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS,

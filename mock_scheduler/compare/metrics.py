@@ -37,7 +37,8 @@ class MetricDifference:
 
     ``max_relative``: largest |a - b| / max(|a|, |b|, floor), the floor being that of its bound. ``times_bound``: at
     most how many times its bound |a - b| is, 0/0 = 0; there, at ``nearest_step``, ``bound`` is that of |a - b|.
-    ``changes``: b - a by step, where both are finite. Steps are ``None`` where there is none such.
+    ``changes``: b - a by step, where both are finite. ``is_estimate``: every bound that it is beyond was extrapolated.
+    Steps are ``None`` where there is none such.
     """
 
     name: str
@@ -53,6 +54,7 @@ class MetricDifference:
     first_different_step: int | None
     first_exceeding_step: int | None
     changes: tuple[tuple[int, float], ...] = ()
+    is_estimate: bool = False
 
     @property
     def is_judged(self) -> bool:
@@ -130,12 +132,21 @@ class _Row:
     limit: float
     absolute: float
     relative: float
+    is_estimate: bool
 
     @classmethod
     def build(cls, step: int, mine: float, other: float, bound: MetricBound) -> _Row:
         absolute, relative = differ(mine, other, floor=bound.floor)
         limit = bound.limit(mine, other) if math.isfinite(absolute) else bound.absolute
-        return cls(step=step, mine=mine, other=other, limit=limit, absolute=absolute, relative=relative)
+        return cls(
+            step=step,
+            mine=mine,
+            other=other,
+            limit=limit,
+            absolute=absolute,
+            relative=relative,
+            is_estimate=bound.is_estimate and math.isfinite(absolute),
+        )
 
     @property
     def exceeds(self) -> bool:
@@ -168,6 +179,7 @@ def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, boun
         bound=nearest.limit,
         first_different_step=next(iter(different), None),
         first_exceeding_step=next((row.step for row in rows if row.exceeds), None),
+        is_estimate=all(row.is_estimate for row in rows if row.exceeds),
         changes=tuple((row.step, row.other - row.mine) for row in rows if math.isfinite(row.other - row.mine)),
     )
 

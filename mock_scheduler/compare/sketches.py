@@ -219,6 +219,7 @@ class _SketchStep:
                 tolerance=bound,
                 distance=distance,
                 size=norm,
+                is_estimate=limit.is_estimate,
                 is_zero=before[0].sketch.is_identical(after[0].sketch),
                 low=0.0 if identical or not has_equal_gradient else estimate.low,
                 high=0.0 if identical else estimate.high,
@@ -259,6 +260,7 @@ class _SketchStep:
                 tolerance=bound.relative if is_number else 0.0,
                 distance=0.0 if identical else estimate.norm_difference,
                 size=norm,
+                is_estimate=bound.is_estimate and is_number,
                 low=low,
                 high=high,
             )

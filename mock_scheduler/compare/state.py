@@ -14,7 +14,7 @@ import torch
 from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.figures import compute_figures
 from mock_scheduler.compare.found import SIDES
-from mock_scheduler.compare.judging import SIGNIFICANT, Pair, compare_updates, is_bit_equal
+from mock_scheduler.compare.judging import Pair, compare_updates, find_significant, is_bit_equal
 from mock_scheduler.compare.pairs import TensorPair, all_of
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorDifference
@@ -92,13 +92,14 @@ class StateWalk:
         figures = after.sums.figures
         if present is not None and present is not after.present:
             figures = compute_figures(after.baseline, after.candidate, present=present)
+        bound = self._bounds.tensor(after.key)
         return compare_updates(
             after.key,
             before=old,
             after=new,
             gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
-            significant=0.0 if gradient is None else SIGNIFICANT * gradient.sums.figures.relative,
-            bound=self._bounds.tensor(after.key),
+            significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
+            bound=bound,
             figures=figures,
             is_same_before=before.is_equal or None,
         )

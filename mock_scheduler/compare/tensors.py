@@ -31,6 +31,7 @@ class TensorDifference:
     ``distance`` by ``size``: ||a - b|| and ||a||, or of a parameter those of the change by the update.
     ``tolerance``: the bound of ``relative``. ``max_abs``: the largest |a - b|; 0 at level ``sketch``, which does not
     know it.
+    ``is_estimate``: the bound was extrapolated, so that what is beyond it is suspicious only.
     ``num_elements``: that were compared. ``num_excluded``: of these, elements of a parameter that had no say.
     ``num_absent``: elements of the canonical tensor that were not compared, being masked out or on one side only.
     ``num_flipped_tokens``: tokens left out because rounding chose other experts for them.
@@ -51,6 +52,7 @@ class TensorDifference:
     tolerance: float
     distance: float = 0.0
     size: float = 0.0
+    is_estimate: bool = False
     num_excluded: int = 0
     num_absent: int = 0
     num_flipped_tokens: int = 0

@@ -2,10 +2,11 @@
 
 ``identical``: everything compared is bit-equal, and so are all replicas. ``identical (emulated)``: so it is to a
 reference that adds in the candidate's order, which alignment decides. ``rounding``: nothing is beyond its bound.
-``suspect``: nothing is, but a test for what hides within the noise found a slope, a place or a drift that noise does not
-make; or sketches cannot tell on which side of its bound something is. ``diverged``: something is beyond its bound,
-or missing on one side, or replicas disagree. ``incomparable``: what had to be compared was not, the two were told to
-trace different things, or neither is a reference. ``unverified``: the run could not show that it is deterministic.
+``suspect``: nothing is, but a test for what hides within the noise found a slope, a place or a drift that noise does
+not make; or all that is beyond its bound is so of an estimated one; or sketches cannot tell on which side of its bound
+something is. ``diverged``: something is beyond its bound, or missing on one side, or replicas disagree.
+``incomparable``: what had to be compared was not, the two were told to trace different things, or neither is a
+reference. ``unverified``: the run could not show that it is deterministic.
 
 The first divergence is the earliest in the order of computation, as ``divergences`` says.
 """
@@ -212,7 +213,10 @@ class _Evidence:
         if self._is_empty():
             return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
         if first is not None:
-            return Verdict.DIVERGED, self._describe_divergences(first, sentence or first.message)
+            reason = self._describe_divergences(first, sentence or first.message)
+            if all(item.is_estimate for item in divergences if not item.is_selection):
+                return Verdict.SUSPECT, f"beyond an estimated bound only: {reason}"
+            return Verdict.DIVERGED, reason
         return self._judge_equal()
 
     def _judge_equal(self) -> tuple[Verdict, str]:

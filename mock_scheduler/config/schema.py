@@ -370,7 +370,9 @@ class PipelineConfig(ConfigSection):
             return self
         problems = list(emulation_limits(emulated, self.model, self.training))
         if self.parallel.world_size > 1:
-            problems.append(f"parallel {self.parallel.describe()}: one process follows the order of several; set it to 1")
+            problems.append(
+                f"parallel {self.parallel.describe()}: one process follows the order of several; set it to 1"
+            )
         if problems:
             raise ValueError(
                 f"order.emulate {emulated.describe()} cannot be followed by one process:"

@@ -22,9 +22,9 @@ Contract: numbers are numbers, but NaN and infinities, which JSON does not have,
 ``NUM_NEAREST`` tensors nearest to their bound, worst first), ``findings``, ``unusable``,
 ``baseline_replica_conflicts``, ``candidate_replica_conflicts``, ``not_compared``, ``flips``, ``ledgers`` and ``notes``.
 A tensor has all fields of ``compare.tensors.TensorDifference``, and ``tier``, ``is_judged`` and ``margin``.
-A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``source`` (``noise``, ``theory``, ``stated``),
-``description``, ``advice`` (how to have measured ones, or empty) and ``noise``: null, or ``baseline`` (digest), ``seeds``,
-``unit_roundoffs`` and ``num_tensors`` of what was measured.
+A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``source`` (``noise``, ``theory``,
+``stated``), ``description``, ``advice`` (how to have measured ones, or empty) and ``noise``: null, or ``baseline``
+(digest), ``seeds``, ``unit_roundoffs`` and ``num_tensors`` of what was measured.
 """
 
 from __future__ import annotations

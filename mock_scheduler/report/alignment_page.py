@@ -114,7 +114,7 @@ def _matrix_section(view: AlignmentView) -> str:
         f'<h3>Beside the matrix</h3><ul class="chips" style="list-style:none;padding:0">{beside}</ul>' if others else ""
     )
     return (
-        '<section class="long"><h2>Matrix of candidates</h2><p class="note">Layouts by options; under each verdict, the'
+        '<section><h2>Matrix of candidates</h2><p class="note">Layouts by options; under each verdict, the'
         " largest difference in shares of its own bound.</p>"
         '<div class="scroll"><table class="matrix"><thead><tr><th scope="col">layout</th>'
         f"{head}</tr></thead><tbody>{rows}</tbody></table></div>{also}</section>"

@@ -1,7 +1,7 @@
 """What an alignment's page has beside the style of all pages: shades, chips, turns; and its script.
 
 Contract: figures are drawn with the page's own colours and need no script, so that paper, light and dark look alike.
-The script opens what an address points at, and everything where the page is printed.
+The script opens what an address points at, and every candidate where the page is printed.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ table.heat td{border:0;padding:0 3px;min-width:32px;height:20px;text-align:cente
 @media screen and (prefers-color-scheme:dark){.h-in3,.h-in4{color:var(--on-dark)!important}
   .h-out3{color:var(--on-light)!important}}
 .h-first{outline:2.5px solid var(--ink);outline-offset:-2px}
+table.rows tr:last-child th{border-bottom:0}
 .legend{display:flex;flex-wrap:wrap;gap:3px 14px;font-size:11.5px;color:var(--soft);margin:5px 0 2px}
 .legend i{display:inline-block;width:22px;height:13px;border-radius:3px;vertical-align:-2px;margin-right:5px}
 .maps{display:flex;flex-wrap:wrap;gap:2px 30px}
@@ -87,14 +88,14 @@ mark{color:inherit;border-radius:3px;padding:1px 2px}.m1{background:var(--mark1)
 @media not print{.m3,.m4{color:var(--ink)}}
 mark.worst{outline:2px solid var(--ink);font-weight:700}
 @media print{details.cand{break-inside:auto}details.cand>summary{break-after:avoid}h4,h5{break-after:avoid}
-  table.heat,.turn,svg.curve{break-inside:avoid}
-  details::details-content{content-visibility:visible!important;display:block!important;height:auto!important}}
+  .turn,svg.curve{break-inside:avoid}
+  details.cand::details-content{content-visibility:visible!important;display:block!important;height:auto!important}}
 """
 )
 
 SCRIPT = """
 (function () {
-  const all = () => Array.from(document.querySelectorAll("details"));
+  const all = () => Array.from(document.querySelectorAll("details.cand"));
   function show() {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (target && target.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); }

@@ -60,28 +60,32 @@ def choose_sample(candidate: CandidateResult, baseline: TraceReader | None) -> C
         return None
     differing = [item for item in alignment.tensors.differences if not item.bit_equal]
     first = None if alignment.first_divergence is None else alignment.first_divergence.difference
-    wanted = [item.key for item in (first, *_scores(differing)) if item is not None]
+    named = _worst_named([first] if first is not None else differing)
+    wanted = [item.key for item in (first, *_scores(differing), named) if item is not None]
     with open_if_there(candidate.run.output_dir / TRACE_FOLDER) as reader:
         chosen = _first_readable(wanted, baseline, reader)
     if chosen is None and candidate.localisation is not None:
         folders = candidate.localisation.trace_dirs
         with open_if_there(folders[0]) as mine, open_if_there(folders[1]) as other:
             chosen = _first_readable(wanted, mine, other)
-    return chosen or _named_sample([first] if first is not None else differing)
+    return chosen or (None if named is None else _named_sample(named))
 
 
-def _named_sample(differing: Sequence[TensorDifference]) -> ChosenSample | None:
-    """The sample that the worst of these tensors names, whose tokens cannot be read."""
-    named = [
-        (item.margin, number, item.key, item.figures.worst.sample)
-        for number, item in enumerate(differing)
-        if item.figures is not None and item.figures.worst is not None and item.figures.worst.sample is not None
-    ]
-    if not named:
-        return None
-    _, _, key, sample = min(named, key=lambda item: item[:2])
-    problem = f"the traces with the tokens of {key.describe()} cannot be read any more"
-    return ChosenSample(step=key.step, identity=sample, problem=problem)
+def _worst_named(differing: Sequence[TensorDifference]) -> TensorDifference | None:
+    """The tensor furthest from its bound, of those that name a sample."""
+    return min((item for item in differing if _sample_of(item) is not None), key=lambda item: item.margin, default=None)
+
+
+def _sample_of(difference: TensorDifference) -> str | None:
+    """The row with the largest difference; ``None`` where the tensor has no tokens, or its figures are not known."""
+    figures = difference.figures
+    return None if figures is None or figures.worst is None else figures.worst.sample
+
+
+def _named_sample(difference: TensorDifference) -> ChosenSample:
+    """The sample that a tensor names, whose tokens cannot be read."""
+    problem = f"the traces with the tokens of {difference.key.describe()} cannot be read any more"
+    return ChosenSample(step=difference.key.step, identity=_sample_of(difference) or "", problem=problem)
 
 
 def _scores(differing: Sequence[TensorDifference]) -> list[TensorDifference]:

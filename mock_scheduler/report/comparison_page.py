@@ -11,7 +11,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from mock_scheduler.compare.metrics import MetricComparison, MetricLog, load_metrics
+from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Verdict
@@ -161,7 +161,7 @@ def _metrics_section(result: ComparisonResult, metrics: MetricComparison, figure
         note += " Their curves are not drawn, since the logs cannot be read any more."
     else:
         figures += [
-            metric_figure(item.name, logs, name_sides(result), f"metric{number}", floor=result.bounds.metric(item.nearest_step, item.name).floor)
+            metric_figure(item.name, logs, name_sides(result), f"metric{number}", floor=_floor(result, item))
             for number, item in enumerate(drawn)
         ]
     if drawn and len(drawn) < len(differing):
@@ -169,6 +169,11 @@ def _metrics_section(result: ComparisonResult, metrics: MetricComparison, figure
     plots = "".join(_plot(f"metric{number}") for number in range(len(drawn)))
     body = f'<div class="two">{plots}</div>{metrics_html(differing)}'
     return _section("Metrics", note, body, is_long=True)
+
+
+def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
+    """What a relative difference is relative to at least."""
+    return result.bounds.metric(metric.nearest_step, metric.name).floor
 
 
 def _plot(element: str) -> str:

@@ -2,27 +2,40 @@
 
 Contract: one object, ``format_version`` 2, and in it, by command,
 
-- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run) and
-  ``candidates``: each with ``name``, ``overrides``, ``layout``, ``log_path``, ``run`` and all of an alignment.
+- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run),
+  ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
   ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of an alignment.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
 
 ``alignment_json`` describes an alignment, and how lists are bounded.
+
+A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of an alignment, and
+
+- ``changes``, ``versions``: as in ``compare.results.CandidateResult``;
+- ``proofs``: as in ``compare.proofs.Proof``, in the order in which they were tried;
+- ``emulated``: null, or all of an alignment with the reference that adds in its order;
+- ``localisation``, ``consequence``: null, or as in ``compare.proofs``;
+- ``report``: what page and terminal say of it, as in ``report.alignment_view.CandidateView``.
+
+``report`` of the whole is ``report.alignment_view.AlignmentView`` without its candidates. Both lack what is read from
+folders (curves, error maps, environments, samples) until the alignment has ended, since the file is written many times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
-from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.files import save_json
+from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_json import alignment_to_json, bounded, bounds_to_json, conflict_to_json
-from mock_scheduler.report.json_values import to_json
+from mock_scheduler.report.alignment_view import CandidateView
+from mock_scheduler.report.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.recording_diff import differences_to_json
 
 FORMAT_VERSION = 2
@@ -45,16 +58,20 @@ def save_replicas(result: ReplicaResult, path: Path) -> None:
 
 def result_to_json(result: AlignmentResult) -> dict[str, JSON]:
     """The whole alignment run as JSON values."""
-    verdicts = [candidate.alignment.verdict for candidate in result.candidates]
+    view = build_view(result, is_full=result.times is not None)
+    report = dataclass_to_json(replace(view, candidates=()))
+    del report["candidates"]
     return {
         "format_version": FORMAT_VERSION,
         "config_name": result.config_name,
         "output_dir": str(result.output_dir),
         "recording_dir": to_json(result.recording_dir),
-        "exit_code": int(worst_exit_code(verdicts)),
+        "exit_code": view.exit_code,
         "bounds": bounds_to_json(result.bounds),
         "baseline": to_json(result.baseline),
-        "candidates": [_candidate(candidate) for candidate in result.candidates],
+        "times": to_json(result.times),
+        "candidates": [_candidate(*pair) for pair in zip(result.candidates, view.candidates, strict=True)],
+        "report": report,
     }
 
 
@@ -86,7 +103,8 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
     }
 
 
-def _candidate(candidate: CandidateResult) -> JSON:
+def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
+    emulated = candidate.emulated
     return {
         "name": candidate.name,
         "overrides": list(candidate.overrides),
@@ -94,6 +112,13 @@ def _candidate(candidate: CandidateResult) -> JSON:
         "log_path": to_json(candidate.log_path),
         "run": to_json(candidate.run),
         **alignment_to_json(candidate.alignment),
+        "changes": list(candidate.changes),
+        "versions": list(candidate.versions),
+        "proofs": to_json(candidate.proofs),
+        "emulated": None if emulated is None else alignment_to_json(emulated),
+        "localisation": to_json(candidate.localisation),
+        "consequence": to_json(candidate.consequence),
+        "report": dataclass_to_json(view),
     }
 
 

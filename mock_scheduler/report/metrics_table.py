@@ -14,7 +14,7 @@ _NUM_COLUMN_HEADERS = ("max |a-b|", "max relative", "at step", "first differs", 
 
 
 def metrics_table(differences: Sequence[MetricDifference]) -> Table:
-    """One row per metric: its largest differences, where they are, and how many times its bound; red beyond it, dim where equal."""
+    """One row per metric: its largest differences, where they are, and how many times its bound; red beyond that."""
     table = Table(title_justify="left", box=None, padding=(0, 2))
     table.add_column("metric", overflow="fold")
     for header in _NUM_COLUMN_HEADERS:

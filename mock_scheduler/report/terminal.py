@@ -1,7 +1,8 @@
 """The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file.
 
-Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then what is known of those
-that do not pass, what the verdicts mean, and where the files are. Drawn from the view that page and JSON are drawn from.
+Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then what is known of
+those that do not pass, what the verdicts mean, and where the files are. Drawn from the view that page and JSON are
+drawn from.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def print_report(result: AlignmentResult, console: Console, *, files: Mapping[st
 def _print_table(view: AlignmentView, console: Console) -> None:
     """One line of columns for each candidate, and beneath it the verdict in words."""
     widths = _widths(console.width)
-    headers = ("candidate", "verdict", "proved by", "nearest to its bound", "seconds")
+    headers = ("candidate", "verdict", "proved by", "worst difference", "seconds")
     _print_row(_chosen([(header, "dim") for header in headers], widths), widths, console)
     seconds = f"{view.baseline_seconds[0][1]:,.1f}"
     _print_row(_chosen([("baseline", "bold"), ("", ""), ("", ""), ("", ""), (seconds, "")], widths), widths, console)

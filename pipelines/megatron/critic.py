@@ -15,10 +15,11 @@ from pipelines.algorithm.value_loss import (
     compute_value_loss,
     explained_variance,
 )
+from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.places import OwnBatch, cut_shares
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
@@ -68,26 +69,33 @@ class CriticTrainer:
         """One update; its metrics, named ``critic/...``, are means over its response tokens."""
 
         def loss(own: OwnBatch, output: torch.Tensor) -> LossSums:
-            batch = own.batch
-            inputs = ValueLossInputs(
-                new_values=output[..., 0],
-                old_values=old_values[batch.index],
-                returns=batch.returns,
-                response_mask=batch.response_mask,
-                kept_mask=batch.kept_mask,
-                loss_weights=batch.loss_weights,
-            )
-            result = compute_value_loss(inputs, self._loss_config)
-            probe.tokens("output", own, {"values": inputs.new_values}, update=number, prefix=prefix)
-            probe.tokens("loss", own, result.terms, update=number, prefix=prefix)
-            return result.total, result.num_tokens.int(), result.metrics
+            new_values = output[..., 0]
+            by_token = {"new_values": new_values, "old_values": old_values[own.batch.index]}
+            results = [
+                compute_value_loss(
+                    ValueLossInputs(
+                        **values,
+                        returns=batch.returns,
+                        response_mask=batch.response_mask,
+                        kept_mask=batch.kept_mask,
+                        loss_weights=batch.loss_weights,
+                    ),
+                    self._loss_config,
+                )
+                for batch, values in zip(cut_shares(own, num_shares), cut_values(by_token, num_shares), strict=True)
+            ]
+            probe.tokens("output", own, {"values": new_values}, update=number, prefix=prefix)
+            terms = joined_terms([result.terms for result in results])
+            probe.tokens("loss", own, terms, update=number, prefix=prefix)
+            return sums_of_shares([(result.total, result.num_tokens, result.metrics) for result in results])
 
-        prefix = self.model.shape.prefix
+        prefix, num_shares = self.model.shape.prefix, self.model.emulated_shares
         sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
         result = self.model.update()
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
         probe.state(self.model, number, "parameter")
-        rows = exchange_rows(micro_batches, sums, self._runtime, width=len(VALUE_METRIC_SUMS))
+        width = len(VALUE_METRIC_SUMS)
+        rows = exchange_rows(micro_batches, sums, self._runtime, width=width, emulated_shares=num_shares)
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
         metrics = _value_metrics(totals)
         weight = router_weight(micro_batches, self._config.training, num_tokens=totals["num_tokens"])

@@ -18,18 +18,25 @@ from pipelines.micro_batches import MicroBatch
 
 
 def exchange_rows(
-    micro_batches: Sequence[MicroBatch], own_rows: Mapping[int, torch.Tensor], runtime: Runtime, *, width: int
+    micro_batches: Sequence[MicroBatch],
+    own_rows: Mapping[int, torch.Tensor],
+    runtime: Runtime,
+    *,
+    width: int,
+    emulated_shares: int = 1,
 ) -> np.ndarray:
     """Rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every rank.
 
     own_rows: ``[width]`` by micro-batch index, of those that this rank computed; empty off the last stage. The tp
-    ranks hold them alike, and the first speaks. Collective.
+    ranks hold them alike, and the first speaks. emulated_shares: of how many cp ranks one process has rows,
+    ``[emulated_shares, width]`` each. Collective.
     """
     places = {batch.index: place for place, batch in enumerate(micro_batches)}
-    table = torch.zeros(len(micro_batches), runtime.cp_size, width, dtype=torch.float64, device=runtime.device)
+    num_shares = max(runtime.cp_size, emulated_shares)
+    table = torch.zeros(len(micro_batches), num_shares, width, dtype=torch.float64, device=runtime.device)
     if runtime.tp_rank == 0:
         for index, row in own_rows.items():
-            table[places[index], runtime.cp_rank] = row
+            table[places[index], slice(None) if emulated_shares > 1 else runtime.cp_rank] = row
     dist.all_reduce(table)  # each row is one rank's; all others add 0
     return table.cpu().numpy()
 

@@ -60,11 +60,14 @@ def row_mask(
     return ~(same_row & not_later).unsqueeze(1)
 
 
-def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
-    """This rank's share of a micro-batch, on its device, with the mask that attention needs."""
+def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) -> OwnBatch:
+    """This rank's share of a micro-batch, on its device, with the mask that attention needs.
+
+    emulated_shares: in one process, of how many cp ranks it holds the shares, one after another.
+    """
     is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
-    cp_size = runtime.cp_size
+    cp_size = max(runtime.cp_size, emulated_shares)
     if cp_size == 1:
         mask = None
         if not is_plain:
@@ -75,12 +78,20 @@ def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
         for rank in range(cp_size)
     ]
     gathered = torch.cat(columns)
-    own = columns[runtime.cp_rank]
+    own = gathered if emulated_shares > 1 else columns[runtime.cp_rank]
     mask = row_mask(
         batch.row_ids[:, own], batch.positions[:, own], batch.row_ids[:, gathered], batch.positions[:, gathered]
     )
     share = _of_columns(batch, own)
     return OwnBatch(batch=share, inputs=_inputs(share, mask), columns=own)
+
+
+def cut_shares(own: OwnBatch, num_shares: int) -> list[MicroBatch]:
+    """What each emulated cp rank has of a batch made with so many shares; targets and values, without inputs."""
+    if num_shares == 1:
+        return [own.batch]
+    columns = torch.arange(own.batch.tokens.shape[1], device=own.batch.tokens.device)
+    return [_of_columns(own.batch, part) for part in columns.chunk(num_shares)]
 
 
 def _of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:

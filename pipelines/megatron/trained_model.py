@@ -78,6 +78,11 @@ class TrainedModel:
             self.transformer_config.finalize_model_grads_func = self.emulation.finalize
 
     @property
+    def emulated_shares(self) -> int:
+        """Of how many emulated cp ranks this process computes the shares; 1 where none are."""
+        return 1 if self.emulation is None else self.emulation.plan.cp
+
+    @property
     def num_replicas(self) -> int:
         """Ranks over which the gradient of a parameter's part is summed: dp × cp, of an emulated layout if there is."""
         if self.emulation is not None:

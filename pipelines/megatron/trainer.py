@@ -23,11 +23,13 @@ from pipelines.algorithm.losses import (
     compute_policy_loss,
 )
 from pipelines.megatron.bypass import correction_of
+from pipelines.megatron.emulation.parts import cut_graph, join_graph
+from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.places import OwnBatch, cut_shares
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
 from pipelines.megatron.runtime import Runtime
@@ -127,7 +129,11 @@ class PolicyTrainer:
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature
-        return vocab_parallel_logprobs(logits, targets, *self.vocab_shards(logits.shape[-1]), temperature=temperature)
+        shards, num_shares = self.vocab_shards(logits.shape[-1]), self.policy.emulated_shares
+        by_share = zip(cut_graph(logits, 1, num_shares), targets.chunk(num_shares, dim=1), strict=True)
+        parts = [vocab_parallel_logprobs(*two, *shards, temperature=temperature) for two in by_share]
+        logprobs, entropy = (join_graph(of_shares, 1) for of_shares in zip(*parts, strict=True))
+        return logprobs, entropy
 
     def update(
         self,
@@ -148,32 +154,37 @@ class PolicyTrainer:
 
         loss_config = self._loss_config(term_scale)
         is_bypass = self._spec is not None and self._spec.bypass
+        num_shares = self.policy.emulated_shares
         compute = compute_policy_loss
         if self.config.policy_loss == "gmpo":
             has_floor = self._spec is not None and self._spec.release is not None
             compute = partial(compute_geometric_loss, zero_weight_floor=VERL_ZERO_WEIGHT_FLOOR if has_floor else None)
 
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
-            batch = own.batch
-            new_logprobs, entropy = self._logprobs(logits, batch.targets)
-            inputs = PolicyLossInputs(
-                new_logprobs=new_logprobs,
-                entropy=entropy,
-                old_logprobs=old_logprobs[batch.index],
-                ref_logprobs=None if ref_logprobs is None else ref_logprobs[batch.index],
-                advantages=batch.advantages,
-                response_mask=batch.response_mask,
-                weights=batch.weights,
-                kept_mask=batch.kept_mask,
-                loss_weights=batch.loss_weights,
-                rollout_logprobs=batch.rollout_logprobs,
-            )
-            output = compute(inputs, loss_config)
+            index = own.batch.index
+            new_logprobs, entropy = self._logprobs(logits, own.batch.targets)
+            by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old_logprobs[index]}
+            by_token |= {} if ref_logprobs is None else {"ref_logprobs": ref_logprobs[index]}
+            outputs = [
+                compute(
+                    PolicyLossInputs(
+                        **{"ref_logprobs": None, **values},
+                        advantages=batch.advantages,
+                        response_mask=batch.response_mask,
+                        weights=batch.weights,
+                        kept_mask=batch.kept_mask,
+                        loss_weights=batch.loss_weights,
+                        rollout_logprobs=batch.rollout_logprobs,
+                    ),
+                    loss_config,
+                )
+                for batch, values in zip(cut_shares(own, num_shares), cut_values(by_token, num_shares), strict=True)
+            ]
             probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
-            probe.tokens("loss", own, output.terms, update=number)
+            probe.tokens("loss", own, joined_terms([output.terms for output in outputs]), update=number)
             if is_bypass:
-                probe.tokens("loss", own, correction_of(batch), update=number)
-            return output.total, output.num_tokens.int(), output.metrics
+                probe.tokens("loss", own, correction_of(own.batch), update=number)
+            return sums_of_shares([(output.total, output.num_tokens, output.metrics) for output in outputs])
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
         result = self.policy.update()
@@ -188,7 +199,9 @@ class PolicyTrainer:
         }
 
     def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
-        totals = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS)).sum(axis=1).sum(axis=0)
+        shares = self.policy.emulated_shares
+        rows = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS), emulated_shares=shares)
+        totals = rows.sum(axis=1).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
         num_tokens = named["num_tokens"]
         means = compute_metric_means(named)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from mock_scheduler.align import minimise_command
 from mock_scheduler.align.command import AlignOptions
-from mock_scheduler.align.minimise_command import MinimiseOptions, align_once, only_candidate, run_minimise
-from mock_scheduler.align.plan import build_loader, plan_alignment
+from mock_scheduler.align.minimise_command import MinimiseOptions, align_once, only_candidate, remember, run_minimise
+from mock_scheduler.align.plan import ConfigLoader, build_loader, plan_alignment
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
 from mock_scheduler.errors import AlignmentError, ConfigError
@@ -23,10 +23,10 @@ CONFIG = """
 exp_name: lake
 seed: 1
 max_steps: 4
-rollout_batch_size: 16
+rollout_batch_size: 4
 model: {num_layers: 4, num_attention_heads: 4, num_query_groups: 4}
-training: {micro_batch_size: 2, global_batch_size: 8}
-train_env_manager: {num_env_groups: 4, group_size: 4}
+training: {micro_batch_size: 2, global_batch_size: 4}
+train_env_manager: {num_env_groups: 2, group_size: 2}
 align:
   baseline: [seed=7]
   candidates:
@@ -67,6 +67,7 @@ class Bench:
     answer: Callable[[Case], Verdict]
     text: str = SMALL
     cases: list[Case] = field(default_factory=list)
+    loads: dict[str, ConfigLoader] = field(default_factory=dict)
     output: io.StringIO = field(default_factory=io.StringIO)
 
     def align(
@@ -77,7 +78,7 @@ class Bench:
         candidate: CandidateConfig,
         output_dir: Path,
     ) -> Verdict:
-        load = build_loader(config_name, config_path)
+        load = self.loads.setdefault(config_name, remember(build_loader(config_name, config_path)))
         align = load([*overrides, *only_candidate(load, overrides, candidate)]).align
         shared = [*overrides, *align.baseline]
         case = Case(
@@ -135,11 +136,11 @@ def test_a_planted_fault_is_reduced_to_what_it_needs(reduced: Bench) -> None:
     assert result["overrides"] == [
         "max_steps=2",
         "train_env_manager.num_env_groups=1",
-        "train_env_manager.group_size=2",
         "model.num_layers=2",
         "rollout_batch_size=2",
         "training.global_batch_size=2",
     ]
+    assert result["reduced"] == ["steps 4 → 2", "groups 2 → 1", "layers 4 → 2", "dp 2 → 1", "without gamma=0.5"]
     assert result["is_complete"] is True
     assert (result["verdict"], result["candidate"]) == ("diverged", "many")
     assert result["num_runs"] == len(reduced.cases) - 1 <= 30

@@ -146,6 +146,14 @@ def test_a_reduced_workload_stays_whole(tmp_path: Path, chosen: dict[str, int], 
     load_config("lake", config_path=tmp_path, overrides=[*reduction.shared, *reduction.candidate.overrides])
 
 
+def test_what_a_level_became_is_said_and_what_has_no_effect_is_not(tmp_path: Path) -> None:
+    space = open_space(tmp_path, DP2)
+    # 16 of 32 rows fit twice into an update; of 4 rows, 2.
+    assert space.build(levels_of(space, **{"rows_of_a_micro-batch": 3})).steps == ("rows of a micro-batch 4 → 16",)
+    small = levels_of(space, **{"groups": 3, "rows_of_a_micro-batch": 3})
+    assert space.build(small).steps == ("groups 8 → 1",)  # an update of 4 rows has none left to put together
+
+
 def test_packed_rows_have_no_micro_batch_to_enlarge(tmp_path: Path) -> None:
     (tmp_path / "lake.yaml").write_text(CONFIG)
     config = load_config(

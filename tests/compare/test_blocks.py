@@ -7,6 +7,7 @@ import torch
 
 from mock_scheduler.compare import blocks
 from mock_scheduler.compare.blocks import map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.bounds import TensorBound
 from mock_scheduler.compare.figures import PairSums, sum_pair
 from mock_scheduler.compare.judging import compare_updates
 from mock_scheduler.compare.tensors import TensorDifference
@@ -21,6 +22,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", blocks.CHUNK_ELEMENTS)
 
 
+BOUND = TensorBound(relative=5e-3)
+
+
 def measured(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PairSums, TensorDifference]:
     monkeypatch.setattr(blocks, "num_threads", lambda: num_threads)
     generator = torch.Generator().manual_seed(3)
@@ -28,7 +32,14 @@ def measured(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PairSum
     before, change, noise = (torch.randn(size, generator=generator) for _ in range(3))
     after = before + change, before + change * (1 + 1e-3 * noise)
     gradients = change, change * (1 + 5e-3 * noise)
-    update = compare_updates(KEY, before=(before, before), after=after, gradients=gradients, tolerance=5e-3, ulp=4)
+    update = compare_updates(
+        KEY,
+        before=(before, before),
+        after=after,
+        gradients=gradients,
+        significant=1e-2,
+        bound=BOUND,
+    )
     return sum_pair(*after), update
 
 

@@ -8,11 +8,11 @@ import torch
 
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
-from mock_scheduler.config.sections import ToleranceConfig
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.writing import FullSink
+from tests.compare.stated import stated
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -30,7 +30,7 @@ def write(folder: Path, steps: list[torch.Tensor], *, kind: TraceKind = "gradien
 
 
 def differences(baseline: Path, candidate: Path) -> tuple[TensorDifference, ...]:
-    return compare_trace_folders(baseline, candidate, tolerance=ToleranceConfig()).differences
+    return compare_trace_folders(baseline, candidate, bounds=stated()).differences
 
 
 def test_a_gradient_of_the_step_before_is_stale(tmp_path: Path) -> None:

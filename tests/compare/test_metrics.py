@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.compare.metrics import compare_metrics, differ, load_metrics
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import TraceError
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig(metric=1e-3, metric_floor=1e-3)
+BOUNDS = stated(metric=1e-3)
 
 
 def test_equal_metrics_are_bit_equal() -> None:
     log = {0: {"pg_loss": 0.1}, 1: {"pg_loss": math.nan}}
-    (difference,) = compare_metrics(log, log, tolerance=TOLERANCE).differences
+    (difference,) = compare_metrics(log, log, bounds=BOUNDS).differences
     assert difference.bit_equal
     assert (difference.max_abs, difference.first_different_step) == (0.0, None)
 
@@ -22,7 +22,7 @@ def test_equal_metrics_are_bit_equal() -> None:
 def test_figures_name_the_steps() -> None:
     baseline = {0: {"loss": 1.0}, 1: {"loss": 1.0}, 2: {"loss": 100.0}}
     candidate = {0: {"loss": 1.0}, 1: {"loss": 1.0 + 2**-20}, 2: {"loss": 101.0}}
-    (difference,) = compare_metrics(baseline, candidate, tolerance=TOLERANCE).differences
+    (difference,) = compare_metrics(baseline, candidate, bounds=BOUNDS).differences
     assert not difference.bit_equal
     assert (difference.max_abs, difference.max_abs_step) == (1.0, 2)
     assert (difference.max_relative, difference.max_relative_step) == (1 / 101, 2)
@@ -47,14 +47,14 @@ def test_differ(mine: float, other: float, expected: tuple[float, float]) -> Non
 
 
 def test_the_sign_of_zero_is_not_bit_equal_but_within_tolerance() -> None:
-    (difference,) = compare_metrics({0: {"a": 0.0}}, {0: {"a": -0.0}}, tolerance=TOLERANCE).differences
+    (difference,) = compare_metrics({0: {"a": 0.0}}, {0: {"a": -0.0}}, bounds=BOUNDS).differences
     assert (difference.bit_equal, difference.first_exceeding_step) == (False, None)
 
 
 def test_what_is_missing_on_either_side_is_found_and_named() -> None:
     baseline = {0: {"a": 1.0, "b": 1.0}, 1: {"a": 1.0}}
     candidate = {0: {"a": 1.0, "c": 1.0}, 2: {"a": 1.0}}
-    comparison = compare_metrics(baseline, candidate, tolerance=TOLERANCE)
+    comparison = compare_metrics(baseline, candidate, bounds=BOUNDS)
     assert [finding.message for finding in comparison.findings] == [
         "step 1 was logged by the baseline but not by the candidate",
         "step 2 was logged by the candidate but not by the baseline",
@@ -65,7 +65,7 @@ def test_what_is_missing_on_either_side_is_found_and_named() -> None:
 
 def test_wall_clock_and_recorded_values_are_not_compared() -> None:
     baseline = {0: {"time/step_s": 1.0, "recorded/time": 2.0, "rollout/tokens_per_second": 3.0, "timeouts": 1.0}}
-    comparison = compare_metrics(baseline, {0: {"timeouts": 1.0}}, tolerance=TOLERANCE)
+    comparison = compare_metrics(baseline, {0: {"timeouts": 1.0}}, bounds=BOUNDS)
     assert [difference.name for difference in comparison.differences] == ["timeouts"]
     assert comparison.findings == ()
 

@@ -12,13 +12,13 @@ from mock_scheduler.compare import parts as parts_module
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
-from mock_scheduler.config.sections import ToleranceConfig
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.writing import FullSink
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig()
+BOUNDS = stated()
 NORM = "decoder.layers.1.input_layernorm.weight"
 LATER = "decoder.layers.2.input_layernorm.weight"
 TABLE = "embedding.word_embeddings.weight"
@@ -62,8 +62,8 @@ def write_baseline(folder: Path, tensors: Copies, **options: object) -> Path:
 
 
 def judge(baseline: Path, candidate: Path) -> tuple[Alignment, tuple[TensorDifference, ...]]:
-    found = compare_trace_folders(baseline, candidate, tolerance=TOLERANCE)
-    return decide(None, found, tolerance=TOLERANCE, required=()), found.exceeding
+    found = compare_trace_folders(baseline, candidate, bounds=BOUNDS)
+    return decide(None, found, bounds=BOUNDS, required=()), found.exceeding
 
 
 def residual_text(baseline: Path, candidate: Path) -> str:

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.compare.bounds import TensorBound
 from mock_scheduler.compare.judging import compare_updates, measure, with_rounding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk import compare_traces
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import whole
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig(gradient=1e-3, update=1e-4)
+BOUNDS = stated(gradient=1e-3, update=1e-4)
 KEY = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
 
 
@@ -41,13 +42,13 @@ def write_pieces(folder: Path, kind: TraceKind, tensor: torch.Tensor) -> None:
 
 def compare(tmp_path: Path) -> TensorComparison:
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "b") as candidate:
-        return compare_traces(baseline, candidate, tolerance=TOLERANCE)
+        return compare_traces(baseline, candidate, bounds=BOUNDS)
 
 
 def gradient_difference(baseline: list[float], candidate: list[float], *, size: float) -> TensorDifference:
     pair = torch.tensor(baseline), torch.tensor(candidate)
-    norm = float(pair[0].double().norm())
-    return with_rounding(measure(KEY, *pair, tolerance=1e-3, ulp=4), norm=norm, size=size, unit=2.0**-23)
+    bound = TensorBound(relative=1e-3, has_rounding=True)
+    return with_rounding(measure(KEY, *pair, bound=bound), bound, usual=size, unit=2.0**-23)
 
 
 def test_a_gradient_that_is_rounding_is_not_judged_and_one_that_should_be_is_found() -> None:
@@ -70,7 +71,7 @@ def test_a_gradient_where_the_baseline_has_none_is_found() -> None:
 def test_one_bit_is_a_difference_with_its_size() -> None:
     flipped = torch.ones(4)
     flipped.view(torch.int32)[0] ^= 1
-    difference = measure(KEY, torch.ones(4), flipped, tolerance=TOLERANCE.gradient, ulp=4)
+    difference = measure(KEY, torch.ones(4), flipped, bounds=BOUNDS.gradient, ulp=4)
     assert (difference.bit_equal, difference.max_abs, difference.relative) == (False, 2**-23, 2**-24)
     assert (difference.exceeds, difference.margin) == (False, 1e-3 * 2**24)
 
@@ -133,6 +134,7 @@ def test_groups_count_and_name_the_worst(tmp_path: Path) -> None:
     assert group.worst.exceeds
 
 
+UPDATE = TensorBound(relative=5e-3, has_rounding=True)
 UPDATED = TraceKey(step=0, update=0, kind="parameter", name="output_layer.weight")
 
 
@@ -142,7 +144,9 @@ def update_difference(
     gradients: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TensorDifference:
     after = (before + change[0], before + change[1])
-    return compare_updates(UPDATED, before=(before, before), after=after, gradients=gradients, tolerance=5e-3, ulp=4)
+    return compare_updates(
+        UPDATED, before=(before, before), after=after, gradients=gradients, significant=1e-2, bound=UPDATE
+    )
 
 
 @pytest.mark.parametrize(("factor", "relative"), [(0.0, 1.0), (-1.0, 2.0), (1.25, 0.25)])
@@ -209,7 +213,7 @@ def test_weights_that_are_not_the_rounded_parameters_are_found_in_each_run(tmp_p
     stale = {**BF16_STEP, "weight": torch.zeros(1, dtype=torch.bfloat16)}
     write_trace(tmp_path / "c", stale)
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "c") as candidate:
-        (finding,) = compare_traces(baseline, candidate, tolerance=TOLERANCE).findings
+        (finding,) = compare_traces(baseline, candidate, bounds=BOUNDS).findings
     assert finding.message == (
         "weight of w at step 0, update 0 is not the rounded parameter in the candidate: the model computes with other "
         "weights"
@@ -248,7 +252,7 @@ def test_the_keys_of_a_step_are_listed_once_per_run_whatever_their_number(tmp_pa
 
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "b") as candidate:
         counted = [CountingReader(reader._steps) for reader in (baseline, candidate)]
-        compared = compare_traces(*counted, tolerance=TOLERANCE)
+        compared = compare_traces(*counted, bounds=BOUNDS)
         for reader in counted:
             reader.close()
     assert num_listings == [0, 0]

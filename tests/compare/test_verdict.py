@@ -9,13 +9,13 @@ import torch
 
 from mock_scheduler.compare.results import compare_runs
 from mock_scheduler.compare.verdict import Alignment, Verdict, worst_exit_code
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig()
+BOUNDS = stated()
 NORM = "decoder.layers.0.input_layernorm.weight"
 Tensors = Mapping[TraceKind, torch.Tensor]
 SAME: Tensors = {"initial": torch.zeros(4), "gradient": torch.ones(4), "parameter": torch.ones(4)}
@@ -44,7 +44,7 @@ def write_run(run_dir: Path, *, ranks: tuple[Tensors, ...] = (SAME,), losses: tu
 
 
 def align(baseline: Path, candidate: Path) -> Alignment:
-    return compare_runs(baseline, candidate, tolerance=TOLERANCE)
+    return compare_runs(baseline, candidate, bounds=BOUNDS)
 
 
 def test_bit_equal_runs_are_identical(tmp_path: Path) -> None:

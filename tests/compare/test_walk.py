@@ -14,7 +14,6 @@ from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
-from mock_scheduler.config.sections import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.trace.entries import (
@@ -31,8 +30,9 @@ from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch_files import SketchSink
 from mock_scheduler.trace.writing import FullSink
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig()
+BOUNDS = stated()
 ROWS = RowTable(identities=("train/g0/e0", "train/g0/e1", "train/g1/e0"), lengths=(3, 5, 4))
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 LAYER = "decoder.layers.0"
@@ -100,11 +100,11 @@ def changed(tensor: torch.Tensor, index: tuple[int, ...], by: float) -> torch.Te
 
 
 def compare(first: Path, second: Path, selection: Selection = EVERYTHING) -> TensorComparison:
-    return compare_trace_folders(first, second, tolerance=TOLERANCE, selection=selection)
+    return compare_trace_folders(first, second, bounds=BOUNDS, selection=selection)
 
 
 def judge(found: TensorComparison) -> Alignment:
-    return decide(None, found, tolerance=TOLERANCE, required=())
+    return decide(None, found, bounds=BOUNDS, required=())
 
 
 def compare_with(tmp_path: Path, candidate: Run, baseline: Run | None = None) -> TensorComparison:
@@ -385,7 +385,7 @@ def test_a_full_trace_is_compared_with_sketches(tmp_path: Path) -> None:
 def test_a_sketch_on_both_sides_of_its_bound_is_suspect(tmp_path: Path) -> None:
     run = make_run()
     gradient = run.tensors["gradient", WEIGHT]
-    other = run.with_tensor("gradient", WEIGHT, gradient * (1 + TOLERANCE.gradient))
+    other = run.with_tensor("gradient", WEIGHT, gradient * (1 + 1e-4))
     first, second = run.write(tmp_path / "a", is_sketch=True), other.write(tmp_path / "b", is_sketch=True)
     alignment = judge(compare(first, second))
     assert alignment.verdict is Verdict.SUSPECT

@@ -35,7 +35,12 @@ EMULATED_MODELS: dict[str, dict[str, Any]] = {
     "qwen-untied": {**_QWEN, "untie_embeddings_and_output_weights": True, "qk_layernorm": False},
     "qwen-bias": {**_QWEN, "add_bias_linear": True, "normalization": "LayerNorm"},
     "gpt": _GPT,
-    "gpt-tied": {**_GPT, "untie_embeddings_and_output_weights": False, "qk_layernorm": True, "normalization": "RMSNorm"},
+    "gpt-tied": {
+        **_GPT,
+        "untie_embeddings_and_output_weights": False,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+    },
 }
 _CRITIC: dict[str, Any] = {
     "adv_estimator": "gae",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -32,18 +34,29 @@ from tests.dist.emulation_cases import EmulationCase
 METRICS_FILE = "metrics.json"
 
 
-def scale_loss() -> None:
+@contextmanager
+def replaced(module: ModuleType, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """One function of a module is another one in the block."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def scale_loss() -> AbstractContextManager[None]:
     """The summed loss of every micro-batch is 0.05 % too large."""
     compute = trainer.compute_policy_loss
 
-    def scaled(*args: object, **kwargs: object) -> PolicyLossOutput:
-        output = compute(*args, **kwargs)
+    def scaled(*args: object) -> PolicyLossOutput:
+        output = compute(*args)
         return replace(output, total=output.total * 1.0005)
 
-    trainer.compute_policy_loss = scaled
+    return replaced(trainer, "compute_policy_loss", scaled)
 
 
-def scale_softmax_sum() -> None:
+def scale_softmax_sum() -> AbstractContextManager[None]:
     """The second tp rank's part of the softmax's denominator is 0.1 % too large."""
     local_sums = logprobs._local_sums
 
@@ -53,10 +66,10 @@ def scale_softmax_sum() -> None:
             sums[0] *= 1.001
         return sums
 
-    logprobs._local_sums = scaled
+    return replaced(logprobs, "_local_sums", scaled)
 
 
-FAULTS: dict[str, Callable[[], None]] = {"loss_scale": scale_loss, "softmax_sum": scale_softmax_sum}
+FAULTS = {"": nullcontext, "loss_scale": scale_loss, "softmax_sum": scale_softmax_sum}
 
 
 def train_case(folder: Path, config: PipelineConfig) -> None:
@@ -89,9 +102,8 @@ def main() -> None:
         fault, _, case = name.rpartition(":")
         folder = root / fault / case
         folder.mkdir(parents=True, exist_ok=True)
-        if fault:
-            FAULTS[fault]()
-        train_case(folder, config)
+        with FAULTS[fault]():
+            train_case(folder, config)
         leave_layout()
     stop_runtime()
 

@@ -69,11 +69,11 @@ def print_matrix(judgements: Sequence[Judgement], console: Console) -> None:
 
 
 def _say(item: Judgement) -> None:
+    """One line when a training has been judged, so that a long run shows where it is."""
     found = " ".join(name for name, finding in item.findings.items() if finding.outcome == "found")
     place = f"{'at' if item.is_placed else 'named'} {item.place}" if item.place else "nowhere"
-    print(
-        f"{item.precision} {item.fault}: {item.error or found or 'nothing found'}; {place}", file=sys.stderr, flush=True
-    )
+    what = item.error or found or "nothing found"
+    print(f"{item.precision} {item.fault}: {what}; {place}; {item.sentence}", file=sys.stderr, flush=True)
 
 
 def _is_wrong(item: Judgement) -> bool:

@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, Mapping[str, Any]] = {
     "plain": {},
     "one-micro-batch": {"training": {"micro_batch_size": 8}},
+    "micro-batch-2": {"training": {"micro_batch_size": 2}},
     "one-update": {"training": {"global_batch_size": 16}},
     "packing": {"training": {"sequence_packing": True, "max_tokens_per_micro_batch": 64}},
     "recompute-full": {"training": {"recompute_granularity": "full"}},

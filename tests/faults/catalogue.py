@@ -484,7 +484,7 @@ _BACKWARD = (
         number="35",
         description="gradients are reduced over pairs of ranks, where the group is all of dp",
         inject=gradients.dp_reduced_in_pairs,
-        shows=Run(layout="dp4-plain"),
+        shows=Run(layout="dp4-plain", option="micro-batch-2"),
         silent=Run(layout="dp2-plain"),
         expected=_backward("embedding.word_embeddings.weight", kind="copies"),
     ),

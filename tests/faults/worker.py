@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.schema import ParallelConfig
 from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
+from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
@@ -67,8 +68,12 @@ class Outcome:
     error: str
 
 
-def train(job: Job, config: PipelineConfig) -> Outcome:
+def train(job: Job) -> Outcome:
     """The one step of a job, from the canonical initial weights. Every rank must call it."""
+    try:
+        config = build_config(job.run, job.precision, changes=job.changes)
+    except ValueError as refused:
+        return Outcome(metrics={}, fired=dict.fromkeys(job.faults, 0), error=str(refused))
     counters = {name: Fired() for name in job.faults}
     metrics: dict[str, float] = {}
     error = ""
@@ -97,13 +102,13 @@ def main() -> None:
     jobs = [Job.parse(values) for values in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    start_runtime(build_config(jobs[0].run, jobs[0].precision).parallel, seed=SEED)
+    start_runtime(ParallelConfig.model_validate(parallel_of(jobs[0].run.layout)), seed=SEED)
     leave_layout()
     gc.freeze()  # each layout that is left looks through all objects that are not frozen
     for job in jobs:
         folder = Path(job.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        outcome = train(job, build_config(job.run, job.precision, changes=job.changes))
+        outcome = train(job)
         dist.barrier()
         if dist.get_rank() == 0:
             partial = folder / f"{DONE_FILE}.part"

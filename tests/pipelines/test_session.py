@@ -321,3 +321,18 @@ def test_a_rank_that_fails_alone_ends_the_session(tmp_path: Path) -> None:
     assert status is not None
     assert (status.elapsed_s, status.exit_code) == (None, None)
     assert load_status(tmp_path / "two") is None
+
+
+@pytest.mark.all
+def test_ordered_reductions_end_with_their_run(tmp_path: Path) -> None:
+    """Gradients of four ranks are added in another order where that is asked for, and not in the run after it."""
+    configs = write_tiny_config(tmp_path)
+    layout = ("parallel.data_parallel_size=4", "training.micro_batch_size=2", "max_steps=1")
+    kinds = {"own": (), "ordered": ("order.ordered_reductions=true",), "again": ()}
+    runs = [session_run(configs, tmp_path, name, (*layout, *kind)) for name, kind in kinds.items()]
+    assert run_plan(plan_session(runs), log_path=tmp_path / "session.log", cwd=ROOT) == 0
+    own, ordered, again = (content_of(tmp_path / name) for name in kinds)
+    first = "trace/step_000000/rank_00000.part_000.safetensors"
+    assert own == again
+    assert own.keys() == ordered.keys()
+    assert own[first] != ordered[first]

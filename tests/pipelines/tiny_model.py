@@ -155,9 +155,12 @@ def tiny_model(
         "kv_channels": HIDDEN // HEADS, "ffn_hidden_size": FFN, "gated_linear_unit": False, "hidden_size": HIDDEN,
         "sequence_parallel": False, "calculate_per_token_loss": True, **config,
     }  # fmt: skip
+    place = runtime or one_rank()
     return SimpleNamespace(
         chunks=[TinyGpt(recomputes=recomputes)],
-        runtime=runtime or one_rank(),
+        runtime=place,
+        vocab_parts=place.tp_size,
+        num_replicas=place.dp_size * place.cp_size,
         shape=ModelShape(model=model, vocab_size=VOCAB),
         transformer_config=SimpleNamespace(**values),
     )

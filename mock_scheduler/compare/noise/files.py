@@ -1,11 +1,11 @@
 """``noise.json``: the measured noise of a baseline, in an alignment's folder or beside the baseline's run.
 
 Contract: a sealed JSON object (``digests.seal``) of ``format_version``, ``baseline`` (digest of the baseline's trace),
-``seeds``, ``unit_roundoffs``, ``unit`` (u of what accumulates), ``epsilon``, ``trace_dirs`` (of the perturbed runs, relative to the
-file's folder where they lie in it), ``tensors`` (a list of ``step``, ``update``, ``kind``, ``name``, ``relative``,
-``usual`` p, ``largest`` P, ``absolute``, ``slopes`` and ``slope_spread``, the standard deviation of the slopes about 1)
-and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers are the text ``inf``. Written whole or not
-at all. What cannot be read, or is of another version, raises ``AlignmentError``.
+``seeds``, ``unit_roundoffs``, ``unit`` (u of what accumulates), ``epsilon``, ``trace_dirs`` (of the perturbed runs,
+relative to the file's folder where they lie in it), ``tensors`` (a list of ``step``, ``update``, ``kind``, ``name``,
+``relative``, ``usual`` p, ``largest`` P, ``absolute``, ``slopes`` and ``slope_spread``, the standard deviation of the
+slopes about 1) and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers are the text ``inf``.
+Written whole or not at all. What cannot be read, or is of another version, raises ``AlignmentError``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def find_noise(baseline_dir: Path) -> NoiseBounds | None:
 
 
 def check_baseline(noise: NoiseBounds, baseline_dir: Path, source: str) -> None:
-    """Raise ``AlignmentError`` where noise was measured of another run; ``source``: where it is from, for the message."""
+    """Raise ``AlignmentError`` where noise was measured of another run; ``source``: where it is from, for messages."""
     found = digest_of(baseline_dir)
     if noise.baseline != found:
         raise AlignmentError(

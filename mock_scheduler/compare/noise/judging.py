@@ -16,7 +16,7 @@ _MOST_PLACES = 8
 
 
 def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
-    """Slopes, places and drifts; at level ``sketch``, where tensors have neither slope nor places, drifts of metrics."""
+    """Slopes, places and drifts; at level ``sketch``, where tensors have none of the former, drifts of metrics."""
     differences = () if tensors is None else tensors.differences
     numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
     slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)

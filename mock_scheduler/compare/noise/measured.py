@@ -4,10 +4,10 @@ Of every tensor, r is ||a - b|| / ||a|| (of a parameter: of the change that one 
 a and a perturbed run b: p is its median over the runs, P its largest. The bound is 3 · max(P, 4u), with u the unit
 roundoff of what accumulates (2^-24; 2^-53 in float64): an honest change of layout in float32 was measured at no more
 than 1.13 p on any tensor, ill-conditioned ones included, and in bfloat16 at about half of P, so that 3 leaves room on
-both sides. Of a tensor that is 0 in the baseline, ||b|| stands in for r. What no perturbation moved may still be rounded
-(a KL of two policies that are one in one process is exactly 0, and not where tensor parallelism adds differently for
-each), so that it is allowed the rounding that ``judging`` gives to any tensor of its kind. Of a metric the same holds at each step, of
-|a - b|. What was not measured has no bound and is not judged.
+both sides. Of a tensor that is 0 in the baseline, ||b|| stands in for r. What no perturbation moved may still be
+rounded (a KL of two policies that are one in one process is exactly 0, and not where tensor parallelism adds
+differently for each), so that it is allowed the rounding that ``judging`` gives to any tensor of its kind. Of a metric
+the same holds at each step, of |a - b|. What was not measured has no bound and is not judged.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class NoiseBounds:
     """The measured noise of one baseline, as bounds.
 
     baseline: digest of the baseline's run. seeds: of the perturbations. unit_roundoffs: their size. unit: u of what
-    accumulates. epsilon: spacing at 1 of the numbers that the model computes in. tensors: by key. metrics: by step and name, b - a of each perturbed run. trace_dirs: of the perturbed
-    runs; they are read again to tell whether a place in a tensor is noisy by itself, as far as they are still there.
+    accumulates. epsilon: spacing at 1 of the numbers that the model computes in. tensors: by key. metrics: by step and
+    name, b - a of each perturbed run. trace_dirs: of the perturbed runs; they are read again to tell whether a place in
+    a tensor is noisy by itself, as far as they are still there.
     """
 
     baseline: str

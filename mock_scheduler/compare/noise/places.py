@@ -2,8 +2,8 @@
 
 A place (a token, a head, an expert, a rank's piece) stands out in a candidate where its relative difference is 5 times
 the usual one of its tensor, as ``locality`` finds it. Ill-conditioned places do so in any honest run, so the perturbed
-runs' traces are read again for just these: the place is suspicious where it differs by more than 3 times what it does in
-any of them. So large traces cost nothing unless something stands out.
+runs' traces are read again for just these: the place is suspicious where it differs by more than 3 times what it does
+in any of them. So large traces cost nothing unless something stands out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Whether a difference is a change of size: the slope <a, b> / <a, a> of tensors, by update and one by one.
 
-A relative norm hides a scale error smaller than the noise, since the two add as squares. The slope of a tensor s has far
-less noise. *All gradients of an update*: with m the median of s - 1 and z = m / (1.4826 · MAD / √n), an error of scale
-is where |z| > 5. Slopes of one update are not independent (they all follow the loss), so that z alone fires on honest
-runs (measured: up to 21, and up to 15 among perturbed runs); so |m| must also be more than 3 times the largest |m| of
-the perturbed runs, and |z| larger than theirs. *One tensor*: |s - 1| > 5 standard deviations of its slope among the
-perturbed runs. Five runs give that only roughly, so it is taken as no smaller than usual for the tensor's noise: the
-median over the tensors of its kind and update of (deviation by noise), times its own noise. Honest layouts then stay
-below 3.1, in float32 and bfloat16.
+A relative norm hides a scale error smaller than the noise, since the two add as squares. The slope of a tensor s has
+far less noise. *All gradients of an update*: with m the median of s - 1 and z = m / (1.4826 · MAD / √n), an error of
+scale is where |z| > 5. Slopes of one update are not independent (they all follow the loss), so that z alone fires on
+honest runs (measured: up to 21, and up to 15 among perturbed runs); so |m| must also be more than 3 times the largest
+|m| of the perturbed runs, and |z| larger than theirs. *One tensor*: |s - 1| > 5 standard deviations of its slope among
+the perturbed runs. Five runs give that only roughly, so it is taken as no smaller than usual for the tensor's noise:
+the median over the tensors of its kind and update of (deviation by noise), times its own noise. Honest layouts then
+stay below 3.1, in float32 and bfloat16.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlopeSummary:
 
 
 def robust_z(deviations: Sequence[float]) -> tuple[float, float, float]:
-    """Median m, spread 1.4826 · MAD / √n and z = m / spread of s - 1; z is 0 where m is, and infinite without spread."""
+    """Median m, spread 1.4826 · MAD / √n and z = m / spread of s - 1; z is 0 where m is, infinite without spread."""
     middle = median(deviations)
     spread = _MAD_TO_DEVIATION * median(abs(item - middle) for item in deviations) / math.sqrt(len(deviations))
     if not middle:
@@ -172,8 +172,8 @@ def _describe_some(
     slope = _slope(first)
     others = f"; so is that of {count_of(len(items) - 1, f'more {kind} tensor')}" if len(items) > 1 else ""
     text = (
-        f"{first.key.describe()} is {slope:.6g} times the baseline's{_name(slope, numbers)}: {abs(slope - 1.0):.1e} off, "
-        f"where noise makes at most {limit:.1e}{others}"
+        f"{first.key.describe()} is {slope:.6g} times the baseline's{_name(slope, numbers)}: {abs(slope - 1.0):.1e} "
+        f"off, where noise makes at most {limit:.1e}{others}"
     )
     return [
         Suspicion(

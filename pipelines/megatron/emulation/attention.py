@@ -110,9 +110,7 @@ def _with_heads(core: RowAttention, tp: int) -> object:
     part.num_query_groups_per_partition = core.num_query_groups_per_partition // tp
     part.hidden_size_per_partition = core.hidden_size_per_partition // tp
 
-    def compute(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return DotProductAttention.forward(part, query, key, value, mask)
 
     return compute

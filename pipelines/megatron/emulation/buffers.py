@@ -29,7 +29,9 @@ def owned_ranges(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int
     sizes: elements of each parameter, in the model's order. alone: whether it has a bucket of its own.
     """
     buckets = list(_buckets(sizes, alone, num_shards=num_shards))
-    return [[owned for bucket in buckets for owned in bucket.of_shard(shard, num_shards)] for shard in range(num_shards)]
+    return [
+        [owned for bucket in buckets for owned in bucket.of_shard(shard, num_shards)] for shard in range(num_shards)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

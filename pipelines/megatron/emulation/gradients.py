@@ -104,9 +104,7 @@ def _gradients_of_rank(
     for chunk in chunks:
         gradients = [item.gradient(part) for item in chunk]
         if not plan.norm.is_sharded:
-            held += [
-                (item.is_vector, own) for item, own in zip(chunk, gradients, strict=True) if item.counts_on(part)
-            ]
+            held += [(item.is_vector, own) for item, own in zip(chunk, gradients, strict=True) if item.counts_on(part)]
             continue
         sizes, alone = [own.numel() for own in gradients], [item.alone for item in chunk]
         for owned in owned_ranges(sizes, alone, num_shards=plan.norm.shards)[shard]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from mock_scheduler.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
 from pipelines.megatron.emulation.attention import emulate_attention
+from pipelines.megatron.emulation.norms import norm_function, norm_of_parts
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
 from pipelines.megatron.emulation.products import column_product, row_product
 from pipelines.megatron.value_head import ValueHead
@@ -64,23 +65,27 @@ class EmulatedModules:
         for parameter in module.parameters(recurse=False):
             self.accumulators.register(parameter, split)
 
-    def _norm(self, norm: torch.nn.Module, *, sharing: Sharing | None = None) -> None:
-        """A norm over tokens, of which each rank has some, or over heads, of which it gets a list."""
-        self._register(norm, self._split(sharing or self._over_tokens))
-        apply = _norm_function(norm)
+    def _norm(self, norm: torch.nn.Module) -> None:
+        """A norm over tokens, of which each rank has some."""
+        self._register(norm, self._split(self._over_tokens))
 
-        def over_tokens(hidden: torch.Tensor) -> torch.Tensor:
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
             weights, biases = self._taken(norm)
-            parts = cut_graph(hidden, 0, len(weights))
-            return join_graph([apply(*three) for three in zip(parts, weights, biases, strict=True)], 0)
+            return norm_of_parts(norm, hidden, weights, biases)
 
-        def over_heads(by_rank: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        _replace(norm, forward)
+
+    def _norm_of_heads(self, norm: torch.nn.Module) -> None:
+        """A norm over heads, of which each rank has some; it takes a list of what they have, or the whole."""
+        self._register(norm, self._split("by_heads"))
+        apply = norm_function(norm)
+
+        def forward(by_rank: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
             parts = by_rank if isinstance(by_rank, list) else self.cut_heads(by_rank)
             weights, biases = self._taken(norm)
-            normed = [apply(*three) for three in zip(parts, weights, biases, strict=True)]
-            return self.join_heads(normed)
+            return self.join_heads([apply(*three) for three in zip(parts, weights, biases, strict=True)])
 
-        _replace(norm, over_tokens if sharing is None else over_heads)
+        _replace(norm, forward)
 
     def _taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Weight and bias of every rank, cp by cp; ``None`` where there is no bias."""
@@ -149,7 +154,7 @@ class EmulatedModules:
         self._row(attention.linear_proj)
         for norm in (attention.q_layernorm, attention.k_layernorm):
             if norm is not None and not isinstance(norm, IdentityOp):
-                self._norm(norm, sharing="by_heads")
+                self._norm_of_heads(norm)
         emulate_attention(attention, self)
 
     def _mlp(self, mlp: MLP) -> None:
@@ -196,12 +201,18 @@ class EmulatedModules:
             ):
                 own = sum_graph(
                     [
-                        _look_up(tokens, weight, part, is_split=self.plan.tp > 1, by_index=words.deterministic_mode)
+                        _look_up(
+                            tokens.contiguous(),
+                            weight,
+                            part,
+                            is_split=self.plan.tp > 1,
+                            by_index=words.deterministic_mode,
+                        )
                         for part, weight in enumerate(weights[cp_rank])
                     ]
                 )
                 if places is not None:
-                    own = own + F.embedding(where, places[cp_rank][0])
+                    own = own + F.embedding(where.contiguous(), places[cp_rank][0])
                 embedded.append(own.transpose(0, 1).contiguous())
             return join_graph(embedded, 0)
 
@@ -239,16 +250,7 @@ class EmulatedModules:
         _replace(head, forward)
 
 
-def _norm_function(norm: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    shape, eps = norm.normalized_shape, norm.eps
-    if isinstance(norm, torch.nn.RMSNorm):
-        return lambda inputs, weight, bias: F.rms_norm(inputs, shape, weight, eps)
-    return lambda inputs, weight, bias: F.layer_norm(inputs, shape, weight, bias, eps)
-
-
-def _look_up(
-    tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split: bool, by_index: bool
-) -> torch.Tensor:
+def _look_up(tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split: bool, by_index: bool) -> torch.Tensor:
     """A rank's rows of the vocabulary for tokens ``[b, s]``, 0 where another rank has them."""
     if is_split:
         start = part * weight.shape[0]

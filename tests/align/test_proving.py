@@ -1,0 +1,139 @@
+"""Which verdict follows from what the runs of a candidate showed, and which proof decided it."""
+
+from dataclasses import replace
+
+import pytest
+
+from mock_scheduler.align.proving import Evidence, judge
+from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.trace.entries import RankPlace, TraceKey
+from mock_scheduler.trace.reader import ReplicaConflict
+
+KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
+
+
+def compared(verdict: Verdict, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Alignment:
+    """The comparison of one tensor, whose difference is ``relative``."""
+    difference = TensorDifference(
+        key=KEY, num_elements=4, bit_equal=relative == 0.0, max_abs=relative, relative=relative, tolerance=1e-6
+    )
+    tensors = TensorComparison(
+        steps=(0,), differences=(difference,), findings=(), baseline_conflicts=(), candidate_conflicts=conflicts
+    )
+    metrics = MetricComparison(steps=(0,), differences=(), findings=())
+    sentence = "step 0: the gradient differs" if verdict is Verdict.DIVERGED else None
+    return Alignment(
+        verdict=verdict,
+        reason=f"it is {verdict}",
+        first_divergence=None,
+        metrics=metrics,
+        tensors=tensors,
+        sentence=sentence,
+    )
+
+
+IDENTICAL = compared(Verdict.IDENTICAL)
+ROUNDING = compared(Verdict.ROUNDING, relative=1e-7)
+SUSPECT = compared(Verdict.SUSPECT, relative=9e-7)
+DIVERGED = compared(Verdict.DIVERGED, relative=1e-2)
+
+LAYOUT = Evidence(
+    direct=ROUNDING,
+    num_processes=2,
+    changes="parallel.tensor_model_parallel_size",
+    is_same_order=False,
+    must_be_exact=True,
+    layout="tp2 pp1 dp1",
+    shrinking=2.0**29,
+)
+OTHER = replace(LAYOUT, changes="training.sequence_packing", must_be_exact=False)
+
+
+def outcomes(evidence: Evidence) -> tuple[Verdict, dict[str, str]]:
+    judgement = judge(evidence)
+    return judgement.alignment.verdict, {proof.name: proof.outcome for proof in judgement.proofs}
+
+
+def test_equal_bits_need_no_other_proof() -> None:
+    verdict, found = outcomes(replace(LAYOUT, direct=IDENTICAL))
+    assert verdict is Verdict.IDENTICAL
+    assert found == {
+        "replicas": "proved",
+        "bit-equality": "proved",
+        "emulation": "not tried",
+        "noise": "proved",
+        "referee": "not tried",
+    }
+
+
+def test_a_layout_that_equals_the_reference_in_its_own_order_is_identical_emulated() -> None:
+    verdict, found = outcomes(replace(LAYOUT, emulated=IDENTICAL))
+    assert (verdict, found["bit-equality"], found["emulation"], found["noise"]) == (
+        Verdict.EMULATED,
+        "open",
+        "proved",
+        "proved",
+    )
+    assert judge(replace(LAYOUT, emulated=IDENTICAL)).alignment.reason.startswith(
+        "equal to the last bit to a reference in one process that adds in the order of tp2 pp1 dp1"
+    )
+
+
+def test_a_layout_within_the_noise_that_is_not_equal_in_its_own_order_is_diverged() -> None:
+    """A scale error of 0.05 % in bfloat16 is hidden in the noise, and only this proof sees it."""
+    verdict, found = outcomes(replace(LAYOUT, emulated=DIVERGED))
+    assert (verdict, found["emulation"], found["noise"]) == (Verdict.DIVERGED, "refuted", "proved")
+    assert judge(replace(LAYOUT, emulated=DIVERGED)).alignment.sentence == "step 0: the gradient differs"
+
+
+def test_a_reference_outside_the_noise_proves_nothing() -> None:
+    verdict, found = outcomes(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL))
+    assert (verdict, found["emulation"], found["noise"]) == (Verdict.SUSPECT, "proved", "refuted")
+
+
+def test_another_kernel_may_round_so_that_noise_decides() -> None:
+    assert outcomes(replace(OTHER, emulated=DIVERGED))[0] is Verdict.ROUNDING
+    assert outcomes(replace(OTHER, direct=DIVERGED, emulated=IDENTICAL))[0] is Verdict.DIVERGED
+
+
+def test_the_same_order_of_sums_excuses_no_difference() -> None:
+    same = replace(LAYOUT, is_same_order=True, changes="nothing")
+    verdict, found = outcomes(same)
+    assert (verdict, found["bit-equality"]) == (Verdict.DIVERGED, "refuted")
+
+
+@pytest.mark.parametrize("direct", [IDENTICAL, ROUNDING])
+def test_replicas_that_disagree_refute_whatever_else_holds(direct: Alignment) -> None:
+    conflict = ReplicaConflict(
+        key=KEY,
+        first=RankPlace(global_rank=0, coordinates={"tp": 0}),
+        second=RankPlace(global_rank=1, coordinates={"tp": 1}),
+        num_elements=4,
+        max_abs=0.5,
+    )
+    tensors = direct.tensors
+    assert tensors is not None
+    broken = replace(direct, verdict=Verdict.DIVERGED, tensors=replace(tensors, candidate_conflicts=(conflict,)))
+    verdict, found = outcomes(replace(LAYOUT, direct=broken, emulated=IDENTICAL))
+    assert (verdict, found["replicas"]) == (Verdict.DIVERGED, "refuted")
+
+
+def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
+    shrunk = compared(Verdict.ROUNDING, relative=1e-13)
+    verdict, found = outcomes(replace(OTHER, direct=DIVERGED, wide=shrunk))
+    assert (verdict, found["referee"]) == (Verdict.SUSPECT, "proved")
+    reason = judge(replace(OTHER, direct=DIVERGED, wide=shrunk)).alignment.reason
+    assert "1.0e-13 in float64 and 1.0e-02 here, 1.0e+11 times less (rounding becomes 5.4e+08 times less)" in reason
+
+
+def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
+    verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
+    assert (verdict, found["referee"]) == (Verdict.DIVERGED, "refuted")
+
+
+def test_without_determinism_nothing_is_proved() -> None:
+    unverified = failed_run(Verdict.UNVERIFIED, "not deterministic")
+    judgement = judge(replace(LAYOUT, direct=unverified))
+    assert (judgement.alignment, judgement.proofs) == (unverified, ())

@@ -1,0 +1,235 @@
+"""An alignment's page: what it says and in which order, that it loads nothing, and what Chromium makes of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.compare.results import AlignmentResult
+from mock_scheduler.errors import AlignmentError
+from mock_scheduler.report.alignment_builder import build_view
+from mock_scheduler.report.alignment_page import render_alignment_page, write_alignment_page
+from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result
+from tests.report.chromium import look_at, need_chromium, print_pdf
+from tests.report.pages import text_of
+from tests.report.pdf_text import read_pdf_text
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> AlignmentResult:
+    return make_result(tmp_path_factory.mktemp("alignment"))
+
+
+@pytest.fixture(scope="module")
+def page(result: AlignmentResult) -> str:
+    return render_alignment_page(build_view(result))
+
+
+def elements(page: str, pattern: str) -> list[str]:
+    """The texts of elements whose opening tag matches."""
+    return [unescape(re.sub("<[^>]+>", "", text)) for text in re.findall(f"<{pattern}>(.*?)</", page, re.DOTALL)]
+
+
+def test_the_sections_come_in_order_verdict_first(page: str) -> None:
+    headings = [unescape(text) for text in re.findall(r"<h2>(.*?)</h2>", page)]
+    assert headings == [
+        "Matrix of candidates",
+        "Candidates",
+        "The baseline and its contract",
+        "Timings",
+        "How to read a verdict",
+    ]
+    text = text_of(page)
+    start = text.index("diverged 3 of 7 candidates pass: 1 diverged, 1 suspect")
+    assert start < text.index("Exit code 1: at least one candidate diverged.") < text.index(SENTENCE)
+    assert text.index(SENTENCE) < text.index("Matrix of candidates")
+
+
+def test_a_candidate_has_all_its_parts(page: str) -> None:
+    start = page.index('id="candidate-2"')
+    part = page[start : page.index('id="candidate-3"')]
+    assert [unescape(text) for text in re.findall(r"<h4>(.*?)</h4>", part)] == [
+        "Proofs, strongest first",
+        "Where it begins",
+        "What it does to the training",
+        "Metrics of both runs",
+        "The error's path through layers and steps",
+        "Beyond their bound: 2 of 26 tensors, as computed",
+        "The worst sample, turn by turn",
+        "Configuration, settings and versions",
+        "Contract",
+        "Ledger",
+        "Timings",
+    ]
+    text = text_of(part)
+    for expected in (
+        f"Open the traces: {COMMAND}",
+        "3 of 24 response tokens change their clip state.",
+        f"{WORST_SAMPLE} , step 1: terminated, reward 1, 7 tokens, 3 of them sampled",
+        "3 turn 0 Right 2.5e-01",
+        "configuration pg_clip 0.2 0.1 may differ",
+        "2 fields must match and do, or the run would not have started",
+        "suppressed: had no effect suspend 4",
+    ):
+        assert expected in text
+    assert '<mark class="m4 worst" title="largest |a-b| 2.5e-01">Right</mark>' in part
+    assert 'aria-label="pg_loss of baseline and candidate over 2 steps: largest |a-b| 2.5e-01, 3,333 times' in part
+
+
+def test_the_matrix_has_layouts_by_options_and_the_others_beside_it(page: str) -> None:
+    part = page[page.index("<h2>Matrix") : page.index("<h2>Candidates")]
+    assert elements(part, 'th scope="col"') == ["layout", "plain", "clip"]
+    assert elements(part, 'th scope="row"') == ["tp2", "pp2", "dp2"]
+    cells = re.findall(r'<a class="cell v-(\w+)" href="#([\w-]+)">(?:<b>[^<]*</b> )?<b>(.*?)</b>', part)
+    assert cells == [
+        ("good", "candidate-1", "identical (emulated)"),
+        ("bad", "candidate-2", "diverged"),
+        ("good", "candidate-3", "identical"),
+        ("good", "candidate-4", "rounding"),
+        ("warn", "candidate-5", "suspect"),
+        ("warn", "candidate-6", "incomparable"),
+        ("warn", "candidate-7", "unverified"),
+    ]
+    assert "Beside the matrix" in part
+
+
+def test_candidates_without_layouts_in_their_names_have_no_matrix(result: AlignmentResult) -> None:
+    named = tuple(replace(item, name=f"kernel-{number}") for number, item in enumerate(result.candidates))
+    page = render_alignment_page(build_view(replace(result, candidates=named), is_full=False))
+    assert "Matrix of candidates" not in page
+
+
+def test_only_candidates_that_do_not_pass_lie_open(page: str) -> None:
+    opened = re.findall(r'<details class="cand g-(\w+)" id="[\w-]+"( open)?>', page)
+    assert opened == [
+        ("good", ""),
+        ("bad", " open"),
+        ("good", ""),
+        ("good", ""),
+        ("warn", " open"),
+        ("warn", " open"),
+        ("warn", " open"),
+    ]
+
+
+def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_part_of_it(page: str) -> None:
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    assert "@import" not in page
+    assert "url(" not in page
+    assert page.count("<script") == page.count("</script>") == 1
+    assert EVIL not in page
+    assert f"the run failed: {EVIL}" in unescape(page)
+    for element in ("section", "details", "table", "div", "svg"):
+        assert page.count(f"<{element}") - page.count(f"<{element}-") == page.count(f"</{element}>")
+
+
+def test_every_table_has_headers_and_every_figure_words(page: str) -> None:
+    for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
+        assert 'scope="col"' in table
+    figures = re.findall(r"<svg[^>]*>", page)
+    assert figures
+    assert all('role="img"' in figure and "aria-label=" in figure for figure in figures)
+    beyond = {float(text[:-1].replace(",", "")) for text in re.findall(r'<td class="h-out\d[^>]*>(.*?)</td>', page)}
+    logprobs, gradient = sorted(beyond)  # 0.0945 and 1, by 1e-4 and a little rounding
+    assert 900 < logprobs < 945
+    assert 9_500 < gradient < 10_000
+
+
+def test_a_hundred_candidates_stay_below_a_few_megabytes(result: AlignmentResult) -> None:
+    many = tuple(replace(result.candidates[1], name=f"tp2.option{number}") for number in range(100))
+    page = render_alignment_page(build_view(replace(result, candidates=many)))
+    assert len(page) < 4_000_000
+    assert page.count('<details class="cand') == 100
+    assert page.count(" open><summary>") == 6
+
+
+def test_a_page_is_written_whole_and_one_that_cannot_be_is_named(result: AlignmentResult, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "align.html"
+    write_alignment_page(result, path)
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [item.name for item in path.parent.iterdir()] == ["align.html"]
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(AlignmentError) as caught:
+        write_alignment_page(result, tmp_path / "file" / "align.html")
+    assert str(caught.value).startswith(f"{tmp_path / 'file' / 'align.html'} cannot be written")
+
+
+_MEASURES = {
+    "background": "getComputedStyle(document.body).backgroundColor",
+    "ink": "getComputedStyle(document.body).color",
+    "width": "document.documentElement.scrollWidth",
+    "verdict": "document.querySelector('.verdict .word').textContent",
+    "verdicts": "Array.from(document.querySelectorAll('section.verdict .v')).map(item => item.textContent)",
+    "chips": "document.querySelectorAll('section.verdict .chip').length",
+    "curves": "document.querySelectorAll('svg.curve').length",
+    "closed": "document.querySelectorAll('details.cand:not([open])').length",
+    "identical": "document.getElementById('candidate-3').open",
+    "beyond": "getComputedStyle(document.querySelector('td.h-out3')).backgroundColor",
+}
+
+
+@pytest.mark.parametrize(
+    ("is_dark", "background", "ink", "beyond"),
+    [
+        (False, "rgb(246, 247, 249)", "rgb(28, 36, 48)", "rgb(161, 29, 12)"),
+        (True, "rgb(18, 22, 28)", "rgb(228, 233, 240)", "rgb(255, 143, 106)"),
+    ],
+)
+def test_chromium_shows_it_without_an_error_or_a_request(
+    page: str, tmp_path: Path, is_dark: bool, background: str, ink: str, beyond: str
+) -> None:
+    need_chromium()
+    path = tmp_path / "align.html"
+    path.write_text(page, encoding="utf-8")
+    seen = look_at(path, _MEASURES, is_dark=is_dark)
+    assert seen.console == ()
+    assert seen.values == {
+        "background": background,
+        "ink": ink,
+        "width": 1280,
+        "verdict": "diverged",
+        "verdicts": [
+            "identical (emulated)",
+            "diverged",
+            "identical",
+            "rounding",
+            "suspect",
+            "incomparable",
+            "unverified",
+        ],
+        "chips": 35,
+        "curves": 6,
+        "closed": 3,
+        "identical": False,
+        "beyond": beyond,
+        "errors": [],
+        "requests": [],
+    }
+
+
+def test_an_address_of_a_candidate_opens_it(page: str, tmp_path: Path) -> None:
+    need_chromium()
+    path = tmp_path / "align.html"
+    path.write_text(page, encoding="utf-8")
+    seen = look_at(path, {"opened": "document.getElementById('candidate-3').open"}, is_dark=False, anchor="candidate-3")
+    assert seen.values["opened"] is True
+
+
+def test_paper_has_the_verdicts_and_what_was_closed(page: str, tmp_path: Path) -> None:
+    need_chromium()
+    path, pdf = tmp_path / "align.html", tmp_path / "align.pdf"
+    path.write_text(page, encoding="utf-8")
+    print_pdf(path, pdf)
+    text = read_pdf_text(pdf)
+    for expected in (
+        "diverged3of7candidatespass:1diverged,1suspect",
+        "Exitcode1:atleastonecandidatediverged.",
+        SENTENCE.replace(" ", ""),
+        "equaltothereferenceintp2'sorder",  # of a candidate that lies closed on the screen
+        "Howtoreadaverdict",
+    ):
+        assert expected in text
