@@ -35,7 +35,7 @@ from mock_scheduler.align.proof_runs import (
 )
 from mock_scheduler.align.run_store import RunStore
 from mock_scheduler.align.runs import judge_runs
-from mock_scheduler.compare.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.compare.bounds import Bounds, StatedBounds
 from mock_scheduler.compare.consequence import find_consequence
 from mock_scheduler.compare.finished_run import RunFailure
 from mock_scheduler.compare.noise.building import measure_noise
@@ -98,7 +98,7 @@ class AlignmentRunner:
     def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
         if not isinstance(summary, RunFailure):
             item.summary = summary
-            item.direct = self._compare(baseline, item, EXACT if item.must_equal_baseline else UNBOUNDED)
+            item.direct = self._compare(baseline, item, EXACT)
             return
         verdict = Verdict.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else Verdict.INCOMPARABLE
         item.direct = failed_run(verdict, f"the run failed (exit code {summary.exit_code}): {summary.message}")

@@ -44,7 +44,6 @@ __all__ = [
     "override_keys",
     "plan_alignment",
     "quote_override",
-    "stated_tolerance",
 ]
 
 BASELINE_NAME = "baseline"
@@ -123,7 +122,7 @@ def plan_alignment(
     return AlignPlan(
         output_dir=root,
         recording_dir=planner.recording_dir,
-        tolerance=stated_tolerance(baseline.config),
+        tolerance=baseline.config.align.tolerance or ToleranceConfig(),
         baseline=baseline,
         candidates=tuple(_plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)),
         is_recorded=recording_dir is not None,
@@ -138,11 +137,6 @@ def build_loader(config_name: str, config_path: Path) -> ConfigLoader:
         return source.load()
 
     return load
-
-
-def stated_tolerance(config: PipelineConfig) -> ToleranceConfig:
-    """The bounds that the user states; what is not stated is measured."""
-    return config.align.tolerance or ToleranceConfig()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

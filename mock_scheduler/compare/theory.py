@@ -62,21 +62,27 @@ class TheoryBounds:
         return None
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        """k · C^d · (ε + δ); infinite where the weights before the update are not known."""
+        """k · C^d · (ε + δ); an estimate where the weights before the update are apart, or are not known."""
         relative = self._error(key.step, key.update, self._depth(key))
         if key.kind == "optimizer":
             relative *= 2.0
         elif key.kind in ("parameter", "weight"):
             relative *= SIGNIFICANT
-        is_estimate = self.distances.get((key.step, key.update)) != 0.0
-        return TensorBound(relative=relative, has_rounding=True, unit=self.epsilon, is_estimate=is_estimate)
+        return TensorBound(
+            relative=relative,
+            has_rounding=True,
+            unit=self.epsilon,
+            is_estimate=not self._begins_equal(key.step, key.update),
+        )
 
     def metric(self, step: int, name: str) -> MetricBound:
         """That of the forward pass's end, at the step's last update; relative to 1 at least."""
         # What the last update leaves behind is measured too, though no update of this step begins from it.
         last = max((update for at, update in self.distances if at == step), default=0)
-        is_estimate = self.distances.get((step, last)) != 0.0
-        return MetricBound(relative=self._error(step, last, self.num_layers + 1), floor=1.0, is_estimate=is_estimate)
+        relative = self._error(step, last, self.num_layers + 1)
+        return MetricBound(
+            relative=relative, floor=1.0, is_estimate=not self.distances or not self._begins_equal(step, last)
+        )
 
     def level(self) -> str:
         """``uncalibrated bounds``."""
@@ -96,8 +102,11 @@ class TheoryBounds:
         return ADVICE
 
     def _error(self, step: int, update: int, depth: int) -> float:
-        apart = self.distances.get((step, update), math.inf)
-        return SAFETY * FACTOR * GROWTH**depth * (self.epsilon + apart)
+        return SAFETY * FACTOR * GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
+
+    def _begins_equal(self, step: int, update: int) -> bool:
+        """Whether both runs are known to begin an update with the same weights, as the first one of a run does."""
+        return self.distances.get((step, update), 0.0 if (step, update) == (0, 0) else math.inf) == 0.0
 
     def _depth(self, key: TraceKey) -> int:
         found = _LAYER.search(key.name)

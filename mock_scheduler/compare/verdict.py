@@ -236,8 +236,8 @@ class _Evidence:
                 )
         metrics = self.metrics.differences if self.metrics is not None else ()
         differences = tensors.differences if tensors is not None else ()
-        if not differences and not any(item.is_judged for item in metrics):
-            return Verdict.INCOMPARABLE, f"no metric is judged: {_no_bound(self.bounds)}; compared: {coverage}"
+        if not any(item.is_judged for item in differences or metrics):
+            return Verdict.INCOMPARABLE, f"nothing was judged: {_no_bound(self.bounds)}; compared: {coverage}"
         notes = self._describe_limits()
         if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
             how = "" if tensors is None or tensors.level == "full" else " by the fingerprints of sketches"

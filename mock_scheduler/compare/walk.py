@@ -60,7 +60,8 @@ def compare_traces(
                 if on_key is not None:
                     on_key(done, total)
             found.ledgers += compare_ledgers(traces.readers, step, selection, found.notes)
-        gradients = (item.key for item in found.differences if item.key.kind == "gradient")
-        found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
+        if bounds.noise is not None:
+            gradients = (item.key for item in found.differences if item.key.kind == "gradient")
+            found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
         found.differences = explain_differences(in_order(found.differences), traces, alignments, found.conflicts[1])
     return found.result(steps)

@@ -392,6 +392,10 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
         "resume_from_checkpoint": (config.resume_from_checkpoint, None),
         "trace.level": (config.trace.level, "off"),
         "trace.operations": (config.trace.operations, False),
+        "order.emulate": (config.order.emulate and config.order.emulate.describe(), None),
+        "order.ordered_reductions": (config.order.ordered_reductions, False),
+        "perturbation.seed": (config.perturbation.seed, None),
+        "graft.trace_dir": (config.graft.trace_dir, None),
         "parallel": (config.parallel.describe(), ParallelConfig().describe()),
     }
     problems = [f"{key} is {value}; set it to {only}" for key, (value, only) in asked.items() if value != only]

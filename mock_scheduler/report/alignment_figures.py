@@ -109,11 +109,14 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _value_axis(low: float, high: float) -> list[str]:
-    ticks = [(low, _y(low, low, high)), (high, _y(high, low, high))] if high > low else [(low, _y(low, low, high))]
+    """Lines at the lowest and the highest value, with as many digits as tell them apart."""
+    ends = [low, high] if high > low else [low]
+    digits = next((digits for digits in range(4, 9) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 9)
     return [
-        f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
-        f'<text x="{_LEFT - 4}" y="{place + 3.5:.1f}" text-anchor="end">{value:.4g}</text>'
-        for value, place in ticks
+        f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_y(value, low, high):.1f}" y2="{_y(value, low, high):.1f}"/>'
+        f'<text x="{_LEFT - 4}" y="{_y(value, low, high) + 3.5:.1f}" text-anchor="end">'
+        f"{value:.{4 if len(ends) == 1 else digits}g}</text>"
+        for value in ends
     ]
 
 

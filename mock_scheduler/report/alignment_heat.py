@@ -38,6 +38,7 @@ SHADES: tuple[tuple[str, float], ...] = (
 )
 EQUAL, NO_NUMBER, NOT_JUDGED = "equal", "none", "unjudged"
 _WHOLE_PERCENT = 0.01
+INFINITE = "∞"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +118,7 @@ def describe_ratio(difference: TensorDifference) -> str:
 def describe_times(ratio: float) -> str:
     """A difference in shares of its bound: ``12% of its bound``, ``31 times its bound``."""
     if ratio > 1:
-        return f"{format_times(ratio)} times its bound" if math.isfinite(ratio) else "beyond its bound of 0"
+        return f"{format_times(ratio) if math.isfinite(ratio) else INFINITE} times its bound"
     return f"{ratio_text(ratio)} of its bound" if ratio else "equal"
 
 
@@ -126,7 +127,7 @@ def ratio_text(ratio: float) -> str:
     if ratio == 0:
         return "="
     if not math.isfinite(ratio):
-        return "∞"
+        return INFINITE
     if ratio > 1:
         return f"{format_times(ratio)}×"
     return "<1%" if ratio < _WHOLE_PERCENT else f"{ratio:.0%}"

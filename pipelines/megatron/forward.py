@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -121,8 +122,27 @@ def forward_in_sequence(
     """The model's output for one batch of any shape, on the last stage; ``None`` on the others.
 
     Chunk after chunk around the stages, with no micro-batches to overlap: what generating one token at a time needs.
-    Every rank of the model-parallel group must call it.
+    No other layout's order is followed. Every rank of the model-parallel group must call it.
     """
+    with _emulation_paused(chunks):
+        return _forward_in_sequence(chunks, inputs, runtime)
+
+
+@contextmanager
+def _emulation_paused(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    emulated = [gpt.emulated for gpt in map(unwrapped, chunks) if gpt.emulated is not None]
+    for modules in emulated:
+        modules.is_paused = True
+    try:
+        yield
+    finally:
+        for modules in emulated:
+            modules.is_paused = False
+
+
+def _forward_in_sequence(
+    chunks: Sequence[torch.nn.Module], inputs: ModelInputs, runtime: Runtime
+) -> torch.Tensor | None:
     group = parallel_state.get_pipeline_model_parallel_group()
     following, preceding = (runtime.pp_rank + 1) % runtime.pp_size, (runtime.pp_rank - 1) % runtime.pp_size
     output: torch.Tensor | None = None

@@ -231,6 +231,7 @@ def _build_chunk(
         vp_stage=chunk if runtime.num_chunks > 1 else None,
     )
     gpt.built_from = model
+    gpt.emulated = None
     if head == "value" and is_last:
         gpt.output_layer = ValueHead(transformer_config)
     if model.position_embedding_type == "rope" and model.transformer_impl == "local":

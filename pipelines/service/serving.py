@@ -26,6 +26,7 @@ from pipelines.environments.registry import build_tokenizer, vocab_size_in_effec
 from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.probing.selection import check_trace_ranks
+from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging
@@ -60,6 +61,7 @@ def run_service(config: PipelineConfig) -> None:
         dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
         observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
         with (
+            use_ordered_reductions(config.order),
             _open_front(config) if runtime.is_writer else nullcontext() as front,
             TrainingService(config, runtime, tokenizer, observation=observation) as service,
         ):

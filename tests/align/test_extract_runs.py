@@ -41,7 +41,7 @@ def alignment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(folder: Path, overrides: Sequence[str], *, output: str) -> tuple[Mapping[str, float], Mapping[str, object]]:
-    """One side of a reproduction, as its script starts it; metrics of its last step, and what the run says of itself."""
+    """One side of a reproduction, in its folder: metrics of its last step, and what the run says of itself."""
     arguments = ["-m", "mock_scheduler.cli", "launch", "config", "--config-path", ".", f"output_dir={output}"]
     import_path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"

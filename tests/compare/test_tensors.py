@@ -71,7 +71,7 @@ def test_a_gradient_where_the_baseline_has_none_is_found() -> None:
 def test_one_bit_is_a_difference_with_its_size() -> None:
     flipped = torch.ones(4)
     flipped.view(torch.int32)[0] ^= 1
-    difference = measure(KEY, torch.ones(4), flipped, bounds=BOUNDS.gradient, ulp=4)
+    difference = measure(KEY, torch.ones(4), flipped, bound=TensorBound(relative=1e-3))
     assert (difference.bit_equal, difference.max_abs, difference.relative) == (False, 2**-23, 2**-24)
     assert (difference.exceeds, difference.margin) == (False, 1e-3 * 2**24)
 

@@ -62,9 +62,9 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     alignment = align(write_run(tmp_path / "a"), candidate)
     assert alignment.verdict is Verdict.ROUNDING
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal); nearest to its bound: "
+        "within the stated bounds: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal); nearest to its bound: "
         "parameter of decoder.layers.0.input_layernorm.weight at step 0, update 0, 5.96e-08, 83,888 times below 0.005; "
-        "a divergence would have been any relative error above 0.0001 of metrics and gradients; 0.005 of parameters"
+        "a divergence would have been any relative error above 0.0001 of gradients; 0.005 of parameters"
     )
 
 
@@ -81,10 +81,10 @@ def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_p
     assert alignment.verdict is Verdict.ROUNDING
     # 2**-14 of gradients of norm sqrt(3); 2**-9, less the rounding sqrt(3)·2**-23, of a change of norm sqrt(3).
     assert alignment.reason == (
-        "within tolerance: 1 metric over 1 step, 1 gradient (0 bit-equal), 1 parameter (0 bit-equal; 25.00% of "
+        "within the stated bounds: 1 metric over 1 step, 1 gradient (0 bit-equal), 1 parameter (0 bit-equal; 25.00% of "
         "elements left out); nearest to its bound: gradient of decoder.layers.0.input_layernorm.weight at step 0, "
         "update 0, 3.52e-05, 2.9 times below 0.0001; a divergence would have been any relative error above 0.0001 of "
-        "metrics and gradients; 0.005 of parameters"
+        "gradients; 0.005 of parameters"
     )
 
 
@@ -121,10 +121,10 @@ def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Pa
     assert alignment.reason == (
         "first divergence: step 0, update 0, backward: gradient of decoder.layers.0.input_layernorm.weight differs by "
         "0.5 (bound 0.0001): largest at index [0], held by global rank 0 (dp0 pp0 tp0) in both runs; it is the first "
-        "tensor that was compared; beyond tolerance: 0 of 1 metric, 1 of 2 tensors"
+        "tensor that was compared; beyond the stated bounds: 0 of 1 metric, 1 of 2 tensors"
     )
     assert alignment.sentence is not None
-    assert alignment.reason.startswith(f"first divergence: {alignment.sentence}; beyond tolerance")
+    assert alignment.reason.startswith(f"first divergence: {alignment.sentence}; beyond the stated bounds")
     first = alignment.first_divergence
     assert first is not None
     assert (first.step, first.update, first.kind, first.name, first.value) == (0, 0, "gradient", NORM, 0.5)
@@ -188,8 +188,9 @@ def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_pat
     alignment = align(baseline, write_run(tmp_path / "b", losses=(1.0, 1.5, 3.0)))
     assert alignment.verdict is Verdict.DIVERGED
     assert alignment.reason == (
-        "first divergence: pg_loss from step 1 on: relative difference up to 0.667 > 0.0001; "
-        "beyond tolerance: 1 of 1 metric, 0 of 6 tensors"
+        "first divergence: pg_loss from step 1 on: relative difference up to 0.667, |a-b| 6.67e+03 times "
+        "its bound of 0.0003 at step 2; "
+        "beyond the stated bounds: 1 of 1 metric, 0 of 6 tensors"
     )
 
 
@@ -202,7 +203,10 @@ def test_within_a_step_gradients_come_before_metrics_and_metrics_before_paramete
         "gradient",
         "metric",
     ]
-    assert "first metric: pg_loss from step 0 on: relative difference up to 0.5 > 0.0001" in both.reason
+    assert (
+        "first metric: pg_loss from step 0 on: relative difference up to 0.5, |a-b| 5e+03 times its bound of 0.0002"
+        in both.reason
+    )
 
 
 def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.report.alignment_builder import build_view, split_name
 from mock_scheduler.report.alignment_environment import ValueDifference
+from mock_scheduler.report.alignment_figures import curve_figure
 from mock_scheduler.report.alignment_heat import describe_times, ratio_text, shrink_grid
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.error_path import Grid
@@ -223,7 +224,7 @@ def test_only_names_of_layouts_make_a_matrix(name: str, expected: tuple[str, str
         (0.004, "<1%", "<1% of its bound"),
         (0.49, "49%", "49% of its bound"),
         (31.4, "31×", "31 times its bound"),
-        (math.inf, "∞", "beyond its bound of 0"),
+        (math.inf, "∞", "∞ times its bound"),
     ],
 )
 def test_a_share_of_a_bound_is_said_in_few_characters(ratio: float, short: str, words: str) -> None:
@@ -236,3 +237,13 @@ def test_a_grid_of_many_columns_is_shrunk_and_what_is_outside_of_layers_stays_ap
     assert size == 4
     assert shrunk.columns == ("0 to 3", "4 to 7", "8 to 11", "12 to 15", "16 to 19", "outside")
     assert shrink_grid(grid, 21) == (grid, 1)
+
+
+def test_an_axis_has_as_many_digits_as_tell_its_ends_apart(view: AlignmentView) -> None:
+    """0.5 and 0.500001 were both labelled 0.5."""
+    (curve,) = candidate(view, "dp2.plain").curves
+    figure = curve_figure(curve)
+    assert ">0.5<" in figure
+    assert ">0.500001<" in figure
+    assert figure.count("<rect") == 2
+    assert 'class="x"' not in figure

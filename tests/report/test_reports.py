@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mock_scheduler.compare.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.metrics import compare_metrics
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
@@ -21,8 +22,12 @@ from mock_scheduler.report.json_values import to_json
 from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.reader import ReplicaConflict
+from tests.report import alignments
 
-TOLERANCE = ToleranceConfig()
+BOUNDS = StatedBounds(
+    tolerance=ToleranceConfig(metric=1e-4, metric_floor=1e-3, activation=1e-4, gradient=1e-4, update=5e-3),
+    otherwise=UNBOUNDED,
+)
 NAME = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
@@ -57,7 +62,7 @@ def make_alignment(relative: float) -> Alignment:
     baseline, candidate = {0: {"pg_loss": 1.0, "gone": 1.0}}, {0: {"pg_loss": math.nan if relative else 1.0}}
     if not relative:
         candidate[0]["gone"] = 1.0
-    return decide(compare_metrics(baseline, candidate, tolerance=TOLERANCE), tensors, tolerance=TOLERANCE)
+    return decide(compare_metrics(baseline, candidate, bounds=BOUNDS), tensors, bounds=BOUNDS)
 
 
 def make_result() -> AlignmentResult:
@@ -76,7 +81,7 @@ def make_result() -> AlignmentResult:
         config_name="lake",
         output_dir=Path("/runs"),
         recording_dir=Path("/runs/recording"),
-        tolerance=TOLERANCE,
+        bounds=BOUNDS,
         baseline=make_run("baseline"),
         candidates=(
             candidate("same", make_alignment(0.0)),
@@ -96,7 +101,7 @@ def render(width: int, result: AlignmentResult | None = None, *, files: Mapping[
 
 
 def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult:
-    """One candidate with this many findings and replica conflicts in its tensors."""
+    """One candidate with this many findings and replica conflicts in its tensors, so that it does not pass."""
     result = make_result()
     candidate = result.candidates[0]
     assert candidate.alignment.tensors is not None
@@ -109,7 +114,7 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
         findings=(finding,) * num_findings,
         candidate_conflicts=(conflict,) * num_conflicts,
     )
-    alignment = replace(candidate.alignment, tensors=tensors)
+    alignment = replace(candidate.alignment, tensors=tensors, verdict=Verdict.DIVERGED)
     return replace(result, candidates=(replace(candidate, alignment=alignment),))
 
 
@@ -119,33 +124,64 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
 )
 def test_what_is_not_shown_is_counted_with_the_file_that_has_it(files: Mapping[str, Path], where: str) -> None:
     """Compare named an align.json that it never writes, and conflicts after the fifth were dropped in silence."""
-    lines = render(200, with_many_problems(7, 9), files=files).splitlines()
-    assert lines.count("  a finding") == 5
-    assert sum(line.startswith("  replicas: ") for line in lines) == 5
-    assert [line for line in lines if " more" in line] == [f"  and 2 more{where}", f"  and 4 more{where}"]
+    lines = render(200, with_many_problems(7, 30), files=files).splitlines()
+    assert lines.count("    a finding") == 5
+    assert sum(line.startswith("    in the candidate: ") for line in lines) == 5
+    assert [line for line in lines if " more" in line] == [f"    and 2 more{where}", f"    and 25 more{where}"]
 
 
 def test_five_problems_are_all_shown() -> None:
     assert " more" not in render(200, with_many_problems(5, 5))
 
 
-def test_the_report_fits_100_columns_and_cuts_nothing_off() -> None:
-    text = render(100)
-    assert max(map(len, text.splitlines())) <= 100
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_report_fits_its_columns_and_cuts_nothing_off(width: int) -> None:
+    text = render(width)
+    assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
+    assert "metric gone was logged by the baseline but not by the candidate" in " ".join(text.split())
 
 
-def test_the_report_names_verdicts_reasons_tolerance_and_files() -> None:
-    text = render(160)
+def test_verdicts_come_first_one_for_each_candidate() -> None:
+    lines = render(100).splitlines()
+    assert lines[1] == "Alignment of lake: 1 of 3 candidates passes: 1 diverged, 1 incomparable, 1 identical"
+    columns = [" ".join(line.split()) for line in lines[3:]]
+    assert columns[:2] == ["candidate verdict proved by worst difference seconds", "baseline 12.3"]
+    assert "same identical bit-equality – 12.3" in columns
+    assert "wrong diverged – ∞ times its bound 12.3" in columns
+    assert "broken incomparable – – failed" in columns
+    assert lines.index("  tp1 pp1 dp1 training.lr=0.002") < lines.index("wrong: diverged")
+
+
+def test_the_report_names_reasons_bounds_and_files() -> None:
+    text = " ".join(render(160).split())
     for expected in (
-        "same: identical",
-        "bit-equal: 2 metrics over 1 step, 1 gradient, 1 parameter",
-        "in this run: engines built 0, environments built 0",
+        "every bit is equal, in 2 tensors over 1 step would have been found: one changed bit",
+        "Each candidate: engines built 0, environments built 0",
         "wrong: diverged",
         "metric gone was logged by the baseline but not by the candidate at 1 of 1 steps, first at step 0",
+        f"gradient of {NAME} at step 0, update 0: inf, bound 1.0e-03",
         "the run failed [exit]",
-        "Tolerance: metric |a-b| / max(|a|, |b|, 0.001) at most 0.0001;",
+        "its output /runs/broken/run.log",
+        "metrics |a-b| / max(|a|, |b|, 0.001) 0.0001",
+        "incomparable the run failed, or nothing could be compared",
         "/runs/align.json",
+    ):
+        assert expected in text
+    assert "suspect" not in text  # only verdicts that occur are explained
+
+
+def test_a_localised_divergence_is_told_with_proofs_consequence_and_command(tmp_path: Path) -> None:
+    text = " ".join(render(100, alignments.make_result(tmp_path)).split())
+    for expected in (
+        f"tp2.clip diverged refuted by noise 9,805 times its bound 10.0 tp2 of 2 processes exp_name=tp2.clip "
+        f"{alignments.SENTENCE}",
+        "✗ noise beyond 3 max(P, 4u)",
+        "passes it on decoder.layers.0.mlp (activation gradient): 3.1 times as large",
+        f"open {alignments.COMMAND}",
+        "consequence 3 of 24 response tokens change their clip state.",
+        "pg_loss: |a-b| at most 0.25 at step 1, 3,333 times its bound, beyond it from step 1 on",
+        "Seconds: 128.0 in all: baseline 10.0, candidates 60.0",
     ):
         assert expected in text
 
@@ -179,6 +215,26 @@ def test_the_json_is_strict_and_keeps_what_json_cannot_say(tmp_path: Path) -> No
     assert wrong["first_divergence"]["name"] == NAME
     assert (broken["verdict"], broken["metrics"], broken["run"]) == ("incomparable", None, None)
     assert [item.name for item in path.parent.iterdir()] == ["align.json"]
+
+
+def test_the_json_has_all_that_the_page_says_once_the_alignment_has_ended(tmp_path: Path) -> None:
+    result = alignments.make_result(tmp_path)
+    save_result(result, tmp_path / "align.json")
+    found = json.loads((tmp_path / "align.json").read_text())
+    assert found["times"]["total_s"] == 128.0
+    assert found["report"]["headline"].startswith("3 of 7 candidates pass")
+    assert "candidates" not in found["report"]
+    diverged = found["candidates"][1]
+    assert diverged["report"]["headline"] == diverged["localisation"]["sentence"] == alignments.SENTENCE
+    assert diverged["report"]["sample"]["max_difference"] == 0.25
+    assert diverged["report"]["curves"][0]["differences"] == [0.0, 0.25]
+    assert diverged["report"]["environment"]["config"][0]["candidate"] == "2"
+    assert [proof["name"] for proof in diverged["proofs"]] == ["replicas", "noise"]
+    assert [len(item["report"]["proofs"]) for item in found["candidates"]] == [5] * 7
+    assert found["candidates"][0]["emulated"]["verdict"] == "identical"
+    save_result(replace(result, times=None), tmp_path / "align.json")
+    going = json.loads((tmp_path / "align.json").read_text())
+    assert (going["times"], going["candidates"][1]["report"]["sample"]) == (None, None)
 
 
 def test_to_json_says_nan_and_infinity_in_words() -> None:

@@ -7,7 +7,7 @@ gets none. What is then summed over ranks is in ``gradients``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,8 +112,3 @@ class _Take(torch.autograd.Function):
             if grad is not None:
                 ctx.accumulator.add((ctx.owner.dp_rank, index // size, index % size), grad)
         return None, None, None
-
-
-def total_of(sums: Sequence[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """The parts of a sum over replicas, scaled before it."""
-    return list(sums) if scale == 1.0 else [part * scale for part in sums]

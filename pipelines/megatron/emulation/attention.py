@@ -21,8 +21,7 @@ _Parts = list[torch.Tensor]
 
 
 def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> None:
-    """Let a layer's attention compute rank by rank; with a cache of keys and values, as when generating, as it did."""
-    compute = attention.forward
+    """Let a layer's attention compute rank by rank."""
     core = attention.core_attention
     _emulate_core(core, modules)
 
@@ -31,10 +30,8 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
         attention_mask: torch.Tensor | None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
-        **further: object,
+        **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if core.cache is not None:
-            return compute(hidden, attention_mask, rotary_pos_emb=rotary_pos_emb, **further)
         mixed, _ = attention.linear_qkv(hidden)
         queries, keys, values = _split_heads(attention, modules, mixed)
         if rotary_pos_emb is not None:
@@ -44,7 +41,7 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
         context = core(queries, keys, values, attention_mask)
         return attention.linear_proj(context)
 
-    attention.forward = forward
+    modules.replace(attention, forward)
 
 
 def _split_heads(
@@ -80,19 +77,12 @@ def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) 
 
 def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
     """Let the attention proper take lists of what ranks have, and give the whole context ``[s, b, heads · head]``."""
-    compute = core.forward
     tp, cp = modules.plan.tp, modules.plan.cp
     of_rank = _with_heads(core, tp)
 
     def forward(
-        query: torch.Tensor | _Parts,
-        key: torch.Tensor | _Parts,
-        value: torch.Tensor | _Parts,
-        attention_mask: torch.Tensor | None,
-        **further: object,
+        query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **unused: object
     ) -> torch.Tensor:
-        if isinstance(query, torch.Tensor):
-            return compute(query, key, value, attention_mask, **further)
         all_keys, all_values = _gathered(key, tp, cp), _gathered(value, tp, cp)
         masks = [None] * cp if attention_mask is None else list(attention_mask.chunk(cp, dim=2))
         contexts = [
@@ -100,7 +90,7 @@ def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
         ]
         return modules.join_heads(contexts)
 
-    core.forward = forward
+    modules.replace(core, forward)
 
 
 def _with_heads(core: RowAttention, tp: int) -> object:

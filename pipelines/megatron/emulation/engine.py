@@ -31,6 +31,7 @@ class Emulation:
         self.accumulators = Accumulators()
         self.modules = EmulatedModules(gpt, plan, self.accumulators)
         self._gpt = gpt
+        gpt.emulated = self.modules
         self._num_tokens: list[torch.Tensor] = []
         self._runs_left = 0
 

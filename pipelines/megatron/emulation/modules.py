@@ -29,15 +29,18 @@ Tensors = Sequence[torch.Tensor]
 
 
 class EmulatedModules:
-    """The modules of one chunk, and how they hold their parameters."""
+    """The modules of one chunk, and how they hold their parameters.
+
+    ``is_paused``: the modules compute as one process does, as when tokens are generated one by one.
+    """
 
     def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> None:
         self.plan = plan
         self.accumulators = accumulators
-        self._gpt = gpt
+        self.is_paused = False
         self._tied: list[list[torch.Tensor]] | None = None
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
-        _replace(gpt.embedding, self._embed(gpt.embedding))
+        self.replace(gpt.embedding, self._embed(gpt.embedding))
         for layer in gpt.decoder.layers:
             self._norm(layer.input_layernorm)
             self._norm(layer.pre_mlp_layernorm)
@@ -45,6 +48,15 @@ class EmulatedModules:
             self._mlp(layer.mlp)
         self._norm(gpt.decoder.final_layernorm)
         self._output(gpt)
+
+    def replace(self, module: torch.nn.Module, forward: Callable[..., object]) -> None:
+        """Let one module compute so, unless paused; hooks on it stay."""
+        plain = module.forward
+
+        def choose(*args: object, **kwargs: object) -> object:
+            return (plain if self.is_paused else forward)(*args, **kwargs)
+
+        module.forward = choose
 
     def _split(self, sharing: Sharing, *, dim: int | None = None, blocks: int = 1) -> ParameterSplit:
         has_parts = sharing != "whole"
@@ -73,24 +85,23 @@ class EmulatedModules:
             weights, biases = self._taken(norm)
             return norm_of_parts(norm, hidden, weights, biases)
 
-        _replace(norm, forward)
+        self.replace(norm, forward)
 
     def _norm_of_heads(self, norm: torch.nn.Module) -> None:
-        """A norm over heads, of which each rank has some; it takes a list of what they have, or the whole."""
+        """A norm over heads, of which each rank has some; it takes a list of what they have."""
         self._register(norm, self._split("by_heads"))
         apply = norm_function(norm)
 
-        def forward(by_rank: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-            parts = by_rank if isinstance(by_rank, list) else self.cut_heads(by_rank)
+        def forward(parts: list[torch.Tensor]) -> torch.Tensor:
             weights, biases = self._taken(norm)
             return self.join_heads([apply(*three) for three in zip(parts, weights, biases, strict=True)])
 
-        _replace(norm, forward)
+        self.replace(norm, forward)
 
     def _taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Weight and bias of every rank, cp by cp; ``None`` where there is no bias."""
         weights = [part for parts in self.accumulators.take(module.weight) for part in parts]
-        bias = getattr(module, "bias", None)
+        bias = None if isinstance(module, torch.nn.RMSNorm) else module.bias
         if bias is None:
             return weights, [None] * len(weights)
         return weights, [part for parts in self.accumulators.take(bias) for part in parts]
@@ -117,7 +128,7 @@ class EmulatedModules:
             biases = self.accumulators.take(linear.bias) if adds else [[] for _ in weights]
             return self.column(hidden, weights, biases, blocks=blocks), linear.bias if linear.skip_bias_add else None
 
-        _replace(linear, forward)
+        self.replace(linear, forward)
 
     def column(
         self, hidden: torch.Tensor, weights: Sequence[Tensors], biases: Sequence[Tensors], *, blocks: int = 1
@@ -147,7 +158,7 @@ class EmulatedModules:
             biases = [part for parts in self.accumulators.take(linear.bias) for part in parts]
             return output, spread_bias(biases, output.shape[0], output.shape[1])
 
-        _replace(linear, forward)
+        self.replace(linear, forward)
 
     def _attention(self, attention: torch.nn.Module) -> None:
         self._column(attention.linear_qkv)
@@ -181,7 +192,7 @@ class EmulatedModules:
             ]
             return mlp.linear_fc2(activated)
 
-        _replace(mlp, forward)
+        self.replace(mlp, forward)
 
     def _embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
         """Tokens ``[b, s]`` to ``[s, b, h]``."""
@@ -235,7 +246,7 @@ class EmulatedModules:
                 weights = self.accumulators.take(parameter, use="output")
             return self.column(hidden, weights, [[] for _ in weights]), None
 
-        _replace(layer, forward)
+        self.replace(layer, forward)
 
     def _value_head(self, head: ValueHead) -> None:
         self._register(head, self._split(self._over_tokens))
@@ -247,7 +258,7 @@ class EmulatedModules:
             wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
             return join_graph(wide, 0), None
 
-        _replace(head, forward)
+        self.replace(head, forward)
 
 
 def _look_up(tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split: bool, by_index: bool) -> torch.Tensor:
@@ -261,8 +272,3 @@ def _look_up(tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split:
     if is_split:
         rows[absent, :] = 0.0
     return rows
-
-
-def _replace(module: torch.nn.Module, forward: Callable[..., object]) -> None:
-    """Let one module compute so; hooks on it stay."""
-    module.forward = forward
