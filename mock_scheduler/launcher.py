@@ -15,8 +15,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -49,6 +51,8 @@ _RANK_VARIABLES = frozenset(
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 # torchrun gives its ranks this long before it kills them itself (torch 2.13, elastic multiprocessing: 30 s).
 _GRACE_S = 40.0
+#: Processes that are waited for, by any thread.
+_RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +191,9 @@ def run_plan(plan: LaunchPlan, *, log_path: Path | None = None, cwd: Path | None
 
 
 def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
-    with ending_signals_as_interrupt():
+    # Signals reach the main thread alone; what other threads started it ends with ``end_running``.
+    is_main = threading.current_thread() is threading.main_thread()
+    with ending_signals_as_interrupt() if is_main else nullcontext():
         process = subprocess.Popen(
             plan.argv,
             env={**child_environment(plan, os.environ), PARENT_VARIABLE: str(os.getpid())},
@@ -196,15 +202,24 @@ def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
             stderr=subprocess.STDOUT if log else None,
             start_new_session=True,
         )
+        _RUNNING.add(process)
         try:
             code = process.wait()
         except KeyboardInterrupt:
             _end_group(process)
             raise
+        finally:
+            _RUNNING.discard(process)
     if code < 0:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)
     return meant_exit_code(code)
+
+
+def end_running() -> None:
+    """End what other threads have started and wait for; the main thread calls it when it is interrupted."""
+    for process in tuple(_RUNNING):
+        _end_group(process)
 
 
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:

@@ -23,7 +23,7 @@ from mock_scheduler.align.execution import Outcome, failed_run_error
 from mock_scheduler.align.localise import localise
 from mock_scheduler.align.localise_runs import full_overrides
 from mock_scheduler.align.plan import ConfigLoader
-from mock_scheduler.align.planned import AlignPlan, PlannedRun, group_runs
+from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.align.proof_bounds import EXACT, WideBounds
 from mock_scheduler.align.proof_runs import (
     derive_run,
@@ -86,14 +86,15 @@ class AlignmentRunner:
         return self._save(baseline, has_ended=True)
 
     def _run_candidates(self, baseline: RunSummary) -> None:
-        """Run all, group by group, and find out which are bit-equal to the baseline."""
+        """Run all, and find out of each as soon as it has ended whether it is bit-equal to the baseline."""
         states = {item.run.name: item for item in self._candidates}
-        for group in group_runs(self.plan.candidates, share=self.store.share):
-            with self.store.timed("candidates"):
-                outcomes = self.store.execute(group.runs)
-            for run in group.runs:
-                self._take(states[run.name], self.store.summarise(run, outcomes[run.name]), baseline)
-                self._save(baseline)
+
+        def take(run: PlannedRun, outcome: Outcome) -> None:
+            self._take(states[run.name], self.store.summarise(run, outcome), baseline)
+            self._save(baseline)
+
+        with self.store.timed("candidates"):
+            self.store.execute([item.run for item in self._candidates], take)
 
     def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
         if not isinstance(summary, RunFailure):

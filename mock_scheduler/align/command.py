@@ -82,6 +82,7 @@ def run_align(
             cache=RunCache(recording_dir=plan.recording_dir),
             console=console,
             share=plan.baseline.config.align.share_processes,
+            at_once=plan.baseline.config.align.at_once,
         ),
         save=partial(save_result, path=result_path),
         console=console,

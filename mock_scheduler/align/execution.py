@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from rich.markup import escape
 from mock_scheduler.align.planned import PlannedRun, RunGroup, group_runs
 from mock_scheduler.compare.finished_run import RunFailure, load_failure
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launcher import LaunchPlan, plan_launch, plan_session, run_plan
+from mock_scheduler.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
+from mock_scheduler.processes import ending_signals_as_interrupt
 from mock_scheduler.run_files import ERROR_FILE
 from mock_scheduler.session_files import SessionRun, load_status, read_status
 from mock_scheduler.text import count_of
@@ -29,6 +31,8 @@ LaunchRuns = Callable[[Sequence[PlannedRun]], Mapping[str, int]]
 MakeLaunch = Callable[[str, Path], LaunchRuns]
 #: Seconds that a run took, or how it failed.
 Outcome = float | RunFailure
+#: Is told how a run ended.
+OnDone = Callable[[PlannedRun, Outcome], None]
 
 #: In the folder of the first run of several that share processes: which they are, and what the processes print.
 SESSION_PLAN, SESSION_LOG = "session_plan.json", "session.log"
@@ -56,15 +60,49 @@ def make_process_launch(config_name: str, config_path: Path) -> LaunchRuns:
 
 
 def execute_runs(
-    runs: Sequence[PlannedRun], *, launch: LaunchRuns, console: Console, share: bool = True
+    runs: Sequence[PlannedRun],
+    *,
+    launch: LaunchRuns,
+    console: Console,
+    share: bool = True,
+    at_once: int = 1,
+    on_done: OnDone = lambda run, outcome: None,
 ) -> dict[str, Outcome]:
     """Carry runs out, in groups that share processes; by name, the seconds that each took, or how it failed.
 
-    ``console`` shows what is going and how it ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
+    ``at_once``: groups that go at a time. ``on_done`` is told of every run when its group has ended, and of those that
+    had ended before an interrupt. ``console`` shows what is going and how it ended. Raises ``AlignmentError`` where an
+    ``error.json`` cannot be read.
     """
+    groups = group_runs(runs, share=share)
     outcomes: dict[str, Outcome] = {}
-    for group in group_runs(runs, share=share):
-        outcomes |= _execute_group(group, launch=launch, console=console)
+
+    def take(group: RunGroup, found: Mapping[str, Outcome]) -> None:
+        outcomes.update(found)
+        for run in group.runs:
+            if run.name in found:
+                on_done(run, found[run.name])
+
+    try:
+        if at_once == 1 or len(groups) == 1:
+            for group in groups:
+                with console.status(", ".join(escape(run.name) for run in group.runs)):
+                    found = _execute_group(group, launch=launch, console=console)
+                take(group, found)
+            return outcomes
+        with ThreadPoolExecutor(max_workers=at_once) as executor, ending_signals_as_interrupt():
+            going = {executor.submit(_execute_group, group, launch=launch, console=console): group for group in groups}
+            try:
+                for future in as_completed(going):
+                    take(going[future], future.result())
+            except BaseException:
+                executor.shutdown(wait=False, cancel_futures=True)
+                end_running()
+                raise
+    except KeyboardInterrupt:
+        for group in groups:
+            take(group, _read_ended([run for run in group.runs if run.name not in outcomes]))
+        raise
     return outcomes
 
 
@@ -91,23 +129,22 @@ def _execute_group(group: RunGroup, *, launch: LaunchRuns, console: Console) -> 
     for run in group.runs:
         run.output_dir.mkdir(parents=True, exist_ok=True)
     console.print(_describe_group(group))
-    outcomes = _launch(group.runs, launch=launch, console=console)
+    outcomes = _launch(group.runs, launch=launch)
     for run in group.runs:
         if run.name not in outcomes:
             # What it had begun to write would be refused.
             shutil.rmtree(run.output_dir)
             run.output_dir.mkdir()
-            outcomes |= _launch([run], launch=launch, console=console)
+            outcomes |= _launch([run], launch=launch)
     for run in group.runs:
         console.print(_describe_outcome(run, outcomes[run.name], is_alone=len(group.runs) == 1))
     return outcomes
 
 
-def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns, console: Console) -> dict[str, Outcome]:
+def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns) -> dict[str, Outcome]:
     """The outcome of each run that the processes came to."""
     started_s = time.perf_counter()
-    with console.status(f"{', '.join(escape(run.name) for run in runs)}: {runs[0].config.max_steps} steps"):
-        codes = launch(runs)
+    codes = launch(runs)
     elapsed_s = time.perf_counter() - started_s
     return _read_outcomes([run for run in runs if run.name in codes], codes, elapsed_s=elapsed_s)
 
@@ -125,6 +162,16 @@ def _read_outcomes(runs: Sequence[PlannedRun], codes: Mapping[str, int], *, elap
         else:
             outcomes[run.name] = shared_s + (seconds or 0.0)
     return outcomes
+
+
+def _read_ended(runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
+    """Of runs whose processes were interrupted, those that had completed."""
+    statuses = [(run.name, load_status(run.output_dir)) for run in runs]
+    return {
+        name: status.elapsed_s
+        for name, status in statuses
+        if status is not None and status.elapsed_s is not None and status.exit_code == 0
+    }
 
 
 def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path: Path) -> dict[str, int]:

@@ -247,9 +247,16 @@ def _check_recording(recording_dir: Path, config: PipelineConfig) -> None:
         steps = RecordingReader(str(recording_dir)).steps()
     except RecordingError as error:
         raise ConfigError(f"the recording to replay cannot be used: {error}") from error
-    missing = sorted(set(range(config.max_steps)) - set(steps.get("train", [])))
+    missing = sorted(set(range(_first_step(config), config.max_steps)) - set(steps.get("train", [])))
     if missing:
         raise ConfigError(
             f"max_steps is {config.max_steps}, and the recording {recording_dir} has {format_present(steps)}: step "
             f"{missing[0]} is missing; set max_steps to at most {missing[0]}, or record again"
         )
+
+
+def _first_step(config: PipelineConfig) -> int:
+    """The step that a run begins with: that of its checkpoint, which the folder's name ends in, or else 0."""
+    name = Path(config.resume_from_checkpoint or "").name
+    number = name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0

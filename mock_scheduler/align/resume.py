@@ -34,7 +34,7 @@ from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import rename_away
+from mock_scheduler.files import remove_leftovers, rename_away
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _QUERY_S = 20.0
@@ -47,6 +47,7 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
     """
     is_own = path.is_dir() and not path.is_symlink() and marker.is_in(path)
     if is_own and not fresh:
+        remove_leftovers(path)
         (path / marker.name).write_text(marker.text)
         return True
     is_used = path.is_dir() and any(path.iterdir())

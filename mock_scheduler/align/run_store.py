@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.cache import Reusable
-from mock_scheduler.align.execution import LaunchRuns, Outcome, execute_runs
+from mock_scheduler.align.execution import LaunchRuns, OnDone, Outcome, execute_runs
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.align.resume import RunCache
 from mock_scheduler.compare.finished_run import RunFailure, load_summary
@@ -35,20 +35,24 @@ _PURPOSES: tuple[Purpose, ...] = (
 
 @dataclass(kw_only=True)
 class RunStore:
-    """Runs by their folders. ``share``: whether several may share processes; ``console`` shows what is going."""
+    """Runs by their folders. ``share``: whether several may share processes; ``at_once``: groups of
+    processes that go at a time; ``console`` shows what is going."""
 
     launch: LaunchRuns
     cache: RunCache
     console: Console
     share: bool
+    at_once: int = 1
     _seconds: dict[Purpose, float] = field(default_factory=dict)
+    _inside_s: list[float] = field(default_factory=list)
     _further: dict[tuple[str, ...], Path] = field(default_factory=dict)
     _started_s: float = field(default_factory=time.perf_counter)
 
-    def execute(self, runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
+    def execute(self, runs: Sequence[PlannedRun], on_done: OnDone = lambda run, outcome: None) -> dict[str, Outcome]:
         """Outcomes by name: of finished runs that are taken again, and of new ones. Seconds are the caller's to count.
 
-        Raises ``AlignmentError`` where an ``error.json`` cannot be read.
+        ``on_done`` is told of each as soon as it is known. Raises ``AlignmentError`` where an ``error.json`` cannot be
+        read.
         """
         outcomes: dict[str, Outcome] = {}
         due: list[PlannedRun] = []
@@ -57,17 +61,21 @@ class RunStore:
             if isinstance(found, Reusable):
                 outcomes[run.name] = found.elapsed_s
                 self._say(run, "taken again as it was run before")
+                on_done(run, found.elapsed_s)
                 continue
             if found.was_there:
                 self._say(run, f"run anew: {found.reason}")
             self.cache.clear(run)
             due.append(run)
-        outcomes |= execute_runs(due, launch=self.launch, console=self.console, share=self.share)
-        for run in due:
-            outcome = outcomes[run.name]
+
+        def keep(run: PlannedRun, outcome: Outcome) -> None:
             if not isinstance(outcome, RunFailure):
                 self.cache.keep(run, elapsed_s=outcome)
-        return outcomes
+            on_done(run, outcome)
+
+        return outcomes | execute_runs(
+            due, launch=self.launch, console=self.console, share=self.share, at_once=self.at_once, on_done=keep
+        )
 
     def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:
         """What a completed run says of itself, or how it failed."""
@@ -89,12 +97,16 @@ class RunStore:
 
     @contextmanager
     def timed(self, purpose: Purpose) -> Iterator[None]:
-        """Count the seconds of the block."""
+        """Count the seconds of the block, without those of a block inside of it, which has its own purpose."""
         started_s = time.perf_counter()
+        self._inside_s.append(0.0)
         try:
             yield
         finally:
-            self.count(purpose, time.perf_counter() - started_s)
+            elapsed_s = time.perf_counter() - started_s
+            self.count(purpose, elapsed_s - self._inside_s.pop())
+            if self._inside_s:
+                self._inside_s[-1] += elapsed_s
 
     def count(self, purpose: Purpose, seconds: float) -> None:
         """Add seconds to a purpose."""

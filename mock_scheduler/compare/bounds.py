@@ -31,6 +31,7 @@ class TensorBound:
     ``has_rounding``: whether the rounding that such a tensor cannot be without, as ``judging`` says, is added to it; it
     is part of what was measured. ``unit``: the spacing at 1 of the numbers that its values are made of, where that is
     coarser than its own dtype's. ``is_estimate``: it was extrapolated, so that what is beyond it is suspicious only.
+    ``fraction``: of the elements of what is no floating-point number, which may differ.
     """
 
     relative: float
@@ -38,11 +39,12 @@ class TensorBound:
     has_rounding: bool = False
     unit: float = 0.0
     is_estimate: bool = False
+    fraction: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricBound:
-    """The bound of a metric's |a - b|: ``relative`` · max(|a|, |b|, ``floor``) + ``absolute``; ``is_estimate`` as there."""
+    """The bound of a metric's |a - b|: ``relative`` · max(|a|, |b|, ``floor``) + ``absolute``; ``is_estimate``."""
 
     relative: float = 0.0
     floor: float = 0.0

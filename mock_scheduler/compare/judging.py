@@ -15,6 +15,7 @@ All sums are in float64 and by chunks, so that nothing larger than a chunk is ma
   models), and what is left is no matter of a few flips. A bound that was not measured grows by the spacing of the
   floating-point numbers that the parameter is stored in.
 - What is no floating-point number must be equal; its relative difference is the fraction of elements that are not.
+  Choices of experts may differ for as many tokens as they were measured to.
 
 Where noise or rounding makes a bound larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the
 bound it still exceeds it.
@@ -105,7 +106,7 @@ def measure(
         bit_equal=bit_equal,
         max_abs=figures.max_abs,
         relative=figures.relative if is_number else fraction,
-        tolerance=bound.relative if is_number else 0.0,
+        tolerance=bound.relative if is_number else bound.fraction,
         distance=figures.norm,
         size=sums.norm,
         is_estimate=bound.is_estimate and is_number,

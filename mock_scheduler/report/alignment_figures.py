@@ -111,12 +111,13 @@ def _y(value: float, low: float, high: float) -> float:
 def _value_axis(low: float, high: float) -> list[str]:
     """Lines at the lowest and the highest value, with as many digits as tell them apart."""
     ends = [low, high] if high > low else [low]
-    digits = next((digits for digits in range(4, 9) if f"{low:.{digits}g}" != f"{high:.{digits}g}"), 9)
+    told_apart = (digits for digits in range(4, 9) if f"{low:.{digits}g}" != f"{high:.{digits}g}")
+    digits = next(told_apart, 9) if high > low else 4
+    places = [(value, _y(value, low, high)) for value in ends]
     return [
-        f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_y(value, low, high):.1f}" y2="{_y(value, low, high):.1f}"/>'
-        f'<text x="{_LEFT - 4}" y="{_y(value, low, high) + 3.5:.1f}" text-anchor="end">'
-        f"{value:.{4 if len(ends) == 1 else digits}g}</text>"
-        for value in ends
+        f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
+        f'<text x="{_LEFT - 4}" y="{place + 3.5:.1f}" text-anchor="end">{value:.{digits}g}</text>'
+        for value, place in places
     ]
 
 

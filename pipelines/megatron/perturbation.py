@@ -51,15 +51,16 @@ class Perturbation:
         key = hashlib.sha256(f"perturbation/{self.seed}/{name}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
         noise = torch.from_numpy(generator.standard_normal(tuple(full.shape)))
-        return full.double() * (1.0 + self._size(dtype) * noise)
+        # 1 + u · ξ is no number of float64, in which u is half a spacing, so that it must not be made.
+        return full.double() + full.double() * noise * self._size(dtype)
 
     def of_embedding(self, output: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The embedding's output, moved by ξ of each token's position and id and of the channel.
 
         output: ``[s, b, h]``; tokens, positions: int64 ``[b, s]``. Equal tokens at equal positions are moved alike.
         """
-        scale = 1.0 + self._size(output.dtype) * self._token_noise(tokens, positions, output.shape[-1])
-        return (output.double() * scale.transpose(0, 1)).to(output.dtype)
+        noise = self._token_noise(tokens, positions, output.shape[-1]).transpose(0, 1)
+        return (output.double() + output.double() * noise * self._size(output.dtype)).to(output.dtype)
 
     def _size(self, dtype: torch.dtype) -> float:
         return self.unit_roundoffs * UNIT_ROUNDOFFS[dtype]

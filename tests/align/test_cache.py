@@ -94,7 +94,8 @@ def test_code_machine_and_settings_are_part_of_a_run(run: PlannedRun) -> None:
 def test_a_change_of_many_keys_names_the_first(tmp_path: Path, run: PlannedRun) -> None:
     other = plan_run(tmp_path, "tp2", "seed=1", "max_steps=3", "gamma=0.5", "ppo_epochs=2", "pg_clip=0.3")
     assert reason_of(run, fingerprint_of(other)) == (
-        "config.gamma was 1.0 and is 0.5; config.max_steps was 2 and is 3; config.pg_clip was 0.2 and is 0.3; and 2 more"
+        "config.gamma was 1.0 and is 0.5; config.max_steps was 2 and is 3; config.pg_clip was 0.2 and is 0.3; "
+        "and 2 more"
     )
 
 

@@ -123,8 +123,9 @@ def test_a_folder_of_an_alignment_is_gone_on_with_or_emptied(tmp_path: Path) -> 
     folder = tmp_path / "align"
     assert open_folder(folder, fresh=False) is False
     (folder / "baseline").mkdir()
+    (folder / ".tp2.1.abcd.tmp").mkdir()  # what was being removed when it was interrupted
     assert open_folder(folder, fresh=False) is True
-    assert (folder / "baseline").is_dir()
+    assert sorted(path.name for path in folder.iterdir()) == [".mock-scheduler-align", "baseline"]
     assert open_folder(folder, fresh=True) is False
     assert not (folder / "baseline").exists()
 

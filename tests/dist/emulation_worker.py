@@ -57,12 +57,12 @@ def scale_loss() -> AbstractContextManager[None]:
 
 
 def scale_softmax_sum() -> AbstractContextManager[None]:
-    """The second tp rank's part of the softmax's denominator is 0.1 % too large."""
+    """The first tp rank's part of the softmax's denominator is 0.1 % too large; it has all tokens that can be drawn."""
     local_sums = logprobs._local_sums
 
     def scaled(*args: object) -> torch.Tensor:
         sums = local_sums(*args)
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 0:
             sums[0] *= 1.001
         return sums
 

@@ -23,12 +23,11 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
 
 WORKER = "tests.dist.emulation_worker"
 PLAIN = "qwen+rows2/float32/tp1"
-NARROW = "qwen-bias+rows2/bfloat16/tp2"
+NARROW = "qwen-bias+rows2/bfloat16/tp2-sp"
 SHORT = (
     NARROW,
     "qwen+rows2/float32/tp2-sp",
-    "gpt+rows2/bfloat16/tp2-sp",
-    "qwen+rows2/bfloat16/dp2",
+    "gpt+rows2/float32/tp2",
     "gpt-tied+rows2/float32/pp2",
     "qwen-untied+means+rows2/float32/dp2-plain",
     "qwen+rows2/float32/cp2",

@@ -15,16 +15,26 @@ from typing import Any, Literal
 import torch
 
 from mock_scheduler.align.proof_bounds import EXACT
+from mock_scheduler.compare.divergences import describe_divergence
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.traces import compare_trace_folders
+from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
 from pipelines.layouts.cases import parallel_of
 from tests.faults.cases import reference_of, world_size
 from tests.faults.evidence import Evidence
 from tests.faults.fault import Fault, Precision, Run
-from tests.faults.judging import Judgement, describe_place, is_called, is_placed, run_proofs
+from tests.faults.judging import (
+    Judgement,
+    describe_place,
+    first_observed,
+    is_called,
+    is_placed,
+    judge_refused,
+    run_proofs,
+)
 from tests.faults.runs import run_jobs, silent_groups, without_allowance
 from tests.faults.worker import Job, Outcome
 
@@ -142,13 +152,14 @@ class Campaign:
         name = part.faults[0] if part.faults else f"{CLEAN} ({part.run.label})"
         fault = next((fault for fault in self.faults if (fault.id,) == part.faults), None)
         error = outcome.error
-        if fault is not None and fault.inject is not None and not outcome.fired[fault.id]:
+        if not error and fault is not None and fault.inject is not None and not outcome.fired[fault.id]:
             error = "the fault never fired"
         judgement = Judgement(
             fault=name,
             precision=self.precision,
             findings={},
             place="",
+            named="",
             sentence=error,
             is_placed=False,
             is_called=False,
@@ -160,14 +171,22 @@ class Campaign:
         if error:
             return judgement
         evidence = self._evidence(part)
+        try:
+            return self._judge_evidence(judgement, part, fault, evidence)
+        except TraceError as refused:
+            return judge_refused(judgement, str(refused), fault)
+
+    def _judge_evidence(self, judgement: Judgement, part: Part, fault: Fault | None, evidence: Evidence) -> Judgement:
         if fault is None and evidence.exact is not None:
             self.emulates[part.run] = all(item.bit_equal for item in evidence.exact.differences)
-        alignment = evidence.alignment
-        first, sentence = alignment.first_divergence, alignment.sentence or ""
+        first = first_observed(evidence.divergences)
+        sentence = "" if first is None else describe_divergence(first, evidence.strongest)
+        named = evidence.divergences[0] if evidence.divergences else None
         return replace(
             judgement,
             findings=run_proofs(evidence),
             place=describe_place(first),
+            named=describe_place(named),
             sentence=sentence,
             is_placed=fault is not None and is_placed(first, fault.expected),
             is_called=fault is not None and is_called(sentence, fault.expected),

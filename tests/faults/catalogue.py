@@ -47,7 +47,7 @@ _LOADING = (
         inject=loading.wrong_shard,
         shows=_TP2,
         silent=_DP2,
-        expected=_at_load("*.linear_proj.weight", kind="permutation|shift|moved"),
+        expected=_at_load("*.linear_proj.weight", kind="same weights"),
     ),
     Fault(
         id="gated-in-one-piece",
@@ -110,7 +110,7 @@ _LOADING = (
         inject=loading.same_rows_everywhere,
         shows=_DP2,
         silent=_TP2,
-        expected=_at_load("tokens", "response_mask", "rollout_logprobs", kind="missing|only|absent|rows"),
+        expected=_at_load("tokens", "response_mask", "rollout_logprobs", kind="held by no rank"),
     ),
     Fault(
         id="advantages-by-rank",

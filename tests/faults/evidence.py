@@ -15,11 +15,11 @@ from typing import Literal
 
 from mock_scheduler.align.proof_bounds import EXACT
 from mock_scheduler.compare.bounds import UNBOUNDED
+from mock_scheduler.compare.divergences import Divergence, find_divergences
 from mock_scheduler.compare.noise.judging import judge_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
-from mock_scheduler.compare.verdict import Alignment, decide
 from tests.faults.fault import Precision
 
 Outcome = Literal["found", "silent", "not available"]
@@ -64,12 +64,15 @@ class Evidence:
         """With the emulated reference, to the last bit."""
         return None if self.emulated is None else compare_trace_folders(self.emulated, self.candidate, bounds=EXACT)
 
+    @property
+    def strongest(self) -> TensorComparison:
+        """With the strongest reference that there is."""
+        return self.plain if self.exact is None else self.exact
+
     @cached_property
-    def alignment(self) -> Alignment:
-        """The verdict by the strongest reference that there is."""
-        if self.exact is not None:
-            return decide(None, self.exact, bounds=EXACT)
-        return decide(None, self.plain, bounds=self.noise or UNBOUNDED)
+    def divergences(self) -> list[Divergence]:
+        """Everything beyond its bound there, in the order of computation."""
+        return [item for item in find_divergences(None, self.strongest) if not item.is_selection]
 
 
 def by_loss(evidence: Evidence) -> Finding:

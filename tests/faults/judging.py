@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -11,7 +12,7 @@ from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.trace.kinds import PHASES
 from mock_scheduler.trace.kinds import Phase as TracePhase
 from tests.faults.evidence import OWN_PROOFS, PROOFS, Evidence, Finding
-from tests.faults.fault import Expected, Phase, Precision
+from tests.faults.fault import Expected, Fault, Phase, Precision
 
 Score = Literal["whole", "half", "missed"]
 
@@ -31,8 +32,9 @@ _PHASES: Mapping[TracePhase, Phase] = {
 class Judgement:
     """What came of one fault in one precision.
 
-    findings: by proof. place: the first divergence as ``phase, update, name``; sentence: in words. is_placed,
-    is_called: whether these are what the fault expects. is_loss_equal: of the first update, with the clean run of the
+    findings: by proof. place: the first divergence as ``phase, update, name``, behind the scores; sentence: in words.
+    named: the first one that a report names, scores too. is_placed, is_called: whether place and sentence are what the
+    fault expects. is_loss_equal: of the first update, with the clean run of the
     same layout; ``None`` where there is no such run. is_silent: whether the silent layout's run was equal to the last
     bit. fired: how often. error: what makes it no test at all, such as a fault that never fired.
     """
@@ -41,6 +43,7 @@ class Judgement:
     precision: Precision
     findings: Mapping[str, Finding]
     place: str
+    named: str
     sentence: str
     is_placed: bool
     is_called: bool
@@ -67,6 +70,16 @@ def run_proofs(evidence: Evidence) -> dict[str, Finding]:
     return {name: proof(evidence) for name, proof in PROOFS.items()}
 
 
+def first_observed(divergences: Sequence[Divergence]) -> Divergence | None:
+    """The first divergence; of those of the forward pass, one of a module rather than one of the scores.
+
+    Scores are what the same modules say in a pass before the first update, which is not traced: where a module is
+    wrong, its output in the update is the first that shows which.
+    """
+    behind = [item for item in divergences if item.kind != "score"]
+    return next(iter([*behind, *divergences]), None)
+
+
 def describe_place(first: Divergence | None) -> str:
     """``backward, update 0, output_layer``; empty where nothing diverged."""
     if first is None:
@@ -76,9 +89,36 @@ def describe_place(first: Divergence | None) -> str:
 
 def is_placed(first: Divergence | None, expected: Expected) -> bool:
     """Whether the first divergence is where the fault is."""
-    if first is None or _phase_of(first) != expected.phase or (first.update or 0) != expected.update:
+    return first is not None and _matches(expected, _phase_of(first), first.update or 0, first.name)
+
+
+def _matches(expected: Expected, phase: Phase | None, update: int, name: str) -> bool:
+    if (phase, update) != (expected.phase, expected.update):
         return False
-    return any(fnmatchcase(first.name, pattern) for pattern in expected.names)
+    return any(fnmatchcase(name, pattern) for pattern in expected.names)
+
+
+def judge_refused(judgement: Judgement, message: str, fault: Fault | None) -> Judgement:
+    """Of a candidate whose trace contradicts itself, as where no rank holds a token: no baseline is needed for that.
+
+    message: of the ``TraceError``, which begins with the tensor, its step and its update.
+    """
+    named = re.search(r"(?P<kind>\w+) of (?P<name>\S+) at step \d+, update (?P<update>\d+)", message)
+    place, placed = "", False
+    if named is not None and named["kind"] in PHASES:
+        phase = _PHASES[PHASES[named["kind"]]]  # type: ignore[index]
+        place = f"{phase}, update {named['update']}, {named['name']}"
+        placed = fault is not None and _matches(fault.expected, phase, int(named["update"]), named["name"])
+    findings = {name: Finding(outcome="not available", text="the trace contradicts itself") for name in PROOFS}
+    return replace(
+        judgement,
+        findings={**findings, "replicas": Finding(outcome="found", text=message)},
+        place=place,
+        named=place,
+        sentence=message,
+        is_placed=placed,
+        is_called=fault is not None and is_called(message, fault.expected),
+    )
 
 
 def is_called(text: str, expected: Expected) -> bool:

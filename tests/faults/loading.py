@@ -131,7 +131,7 @@ def own_batches(change: Callable[[Fired, OwnBatch], OwnBatch]) -> Injector:
     """What a rank holds of a micro-batch is changed."""
 
     def wrap(fired: Fired, own_batch: Callable[..., OwnBatch]) -> Callable[..., OwnBatch]:
-        return lambda batch, runtime: change(fired, own_batch(batch, runtime))
+        return lambda *arguments, **options: change(fired, own_batch(*arguments, **options))
 
     return replacing(learner, "own_batch", wrap)
 

@@ -7,6 +7,8 @@ alignment candidate.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.faults.harness import Fired, run_with_fault
 
 
@@ -21,8 +23,8 @@ def plant(fired: Fired) -> None:
     from pipelines.megatron.runtime import Runtime
     from pipelines.micro_batches import MicroBatch
 
-    def own_batch_by_column(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
-        own = own_batch(batch, runtime)
+    def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:  # noqa: ANN401
+        own = own_batch(batch, runtime, **options)
         columns = torch.arange(batch.tokens.shape[1], device=runtime.device).expand_as(own.inputs.tokens)
         fired.count += 1
         return replace(own, inputs=replace(own.inputs, positions=columns))

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.align.proof_bounds import EXACT
+from mock_scheduler.compare.divergences import describe_divergence, find_divergences
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Verdict, decide
 from tests.faults.__main__ import main
 from tests.faults.cases import world_size
 from tests.faults.catalogue import FAULTS, find_fault
 from tests.faults.fault import Run
-from tests.faults.judging import is_called, is_placed
+from tests.faults.judging import first_observed, is_called, is_placed
 from tests.faults.runs import run_jobs
 from tests.faults.worker import Job, Outcome
 
@@ -51,10 +52,12 @@ def test_fault_fires_is_found_at_its_place_and_taken_back(
     assert outcomes[fault].error == ""
     assert outcomes[fault].fired[fault] > 0
     before = root / f"before-{planted.shows.label}"
-    found = decide(None, compare_trace_folders(before, root / fault, bounds=EXACT), bounds=EXACT)
-    assert found.verdict is Verdict.DIVERGED
-    assert is_placed(found.first_divergence, planted.expected), found.sentence
-    assert is_called(found.sentence or "", planted.expected), found.sentence
+    compared = compare_trace_folders(before, root / fault, bounds=EXACT)
+    first = first_observed(find_divergences(None, compared))
+    assert first is not None
+    sentence = describe_divergence(first, compared)
+    assert is_placed(first, planted.expected), sentence
+    assert is_called(sentence, planted.expected), sentence
     after = compare_trace_folders(before, root / f"after-{planted.shows.label}", bounds=EXACT)
     assert decide(None, after, bounds=EXACT).verdict is Verdict.IDENTICAL
 

@@ -138,7 +138,7 @@ def _describe(series: Series, drift: Drift) -> Suspicion:
         limit=SAFETY * drift.noise_mean,
         text=(
             f"{series.what} is {way} in the candidate at nearly every one of {drift.num_signs} places "
-            f"({drift.sigma:+.1f} sigma), on average by {abs(drift.mean):.2g} times its noise, where perturbed runs have "
-            f"at most {drift.noise_mean:.2g}: a bias that adds up"
+            f"({drift.sigma:+.1f} sigma), on average by {abs(drift.mean):.2g} times its noise, where perturbed runs "
+            f"have at most {drift.noise_mean:.2g}: a bias that adds up"
         ),
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
@@ -102,12 +103,23 @@ class NoiseBounds:
         found = self.tensors.get(key)
         if found is None:
             return TensorBound(relative=math.inf)
+        if is_choice(key):
+            return TensorBound(relative=0.0, fraction=SAFETY * self._largest_choice(key.step, key.update))
         if not found.largest:
             is_computed = PHASES[key.kind] >= Phase.FORWARD
             return TensorBound(relative=SAFETY * self.smallest, has_rounding=is_computed, unit=self.epsilon)
         if math.isinf(found.largest):
             return TensorBound(relative=0.0, absolute=SAFETY * found.absolute)
         return TensorBound(relative=SAFETY * max(found.largest, self.smallest))
+
+    def _largest_choice(self, step: int, update: int) -> float:
+        """Of all choices of experts of an update, since one layer's few flips are a matter of chance."""
+        choices = (
+            noise.largest
+            for key, noise in self.tensors.items()
+            if (key.step, key.update) == (step, update) and is_choice(key)
+        )
+        return max(choices, default=0.0)
 
     def metric(self, step: int, name: str) -> MetricBound:
         """3 · max(the largest |a - b|, 4u · |a|); infinite where it was not measured."""
