@@ -37,8 +37,8 @@ from rich.table import Table
 from safetensors import safe_open
 
 from mock_scheduler.compare.blocks import num_threads
+from mock_scheduler.compare.bounds import UNBOUNDED
 from mock_scheduler.compare.walk import compare_traces
-from mock_scheduler.config.sections import ToleranceConfig
 from mock_scheduler.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
@@ -184,7 +184,7 @@ def read_and_subtract(baseline: Path, candidate: Path) -> None:
 def compare(baseline: Path, candidate: Path) -> None:
     """All of ``mock-scheduler compare``'s work on two traces."""
     with open_trace(baseline) as ours, open_trace(candidate) as theirs:
-        found = compare_traces(ours, theirs, tolerance=ToleranceConfig())
+        found = compare_traces(ours, theirs, bounds=UNBOUNDED)
     if found.exceeding or found.findings or not found.differences:
         raise SystemExit(f"the traces must be equal to rounding: {found.exceeding[:1]} {found.findings[:1]}")
 

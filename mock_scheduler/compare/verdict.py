@@ -236,7 +236,7 @@ class _Evidence:
                 )
         metrics = self.metrics.differences if self.metrics is not None else ()
         differences = tensors.differences if tensors is not None else ()
-        if not any(item.is_judged for item in differences or metrics):
+        if self.bounds.source != "stated" and not any(item.is_judged for item in differences or metrics):
             return Verdict.INCOMPARABLE, f"nothing was judged: {_no_bound(self.bounds)}; compared: {coverage}"
         notes = self._describe_limits()
         if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
@@ -348,7 +348,7 @@ def _describe_idle(tensors: TensorComparison, bounds: Bounds) -> str:
         )
     if changes and all(item.is_zero for item in changes):
         return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
-    if gradients and not any(item.is_judged for item in gradients):
+    if bounds.source != "stated" and gradients and not any(item.is_judged for item in gradients):
         return f"no gradient was judged: {_no_bound(bounds)}"
     if changes and not any(item.is_judged for item in changes):
         if bounds.source != "stated":

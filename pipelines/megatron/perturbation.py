@@ -60,7 +60,8 @@ class Perturbation:
         output: ``[s, b, h]``; tokens, positions: int64 ``[b, s]``. Equal tokens at equal positions are moved alike.
         """
         noise = self._token_noise(tokens, positions, output.shape[-1]).transpose(0, 1)
-        return (output.double() + output.double() * noise * self._size(output.dtype)).to(output.dtype)
+        wide = output.double()
+        return (wide + wide * noise * self._size(output.dtype)).to(output.dtype)
 
     def _size(self, dtype: torch.dtype) -> float:
         return self.unit_roundoffs * UNIT_ROUNDOFFS[dtype]

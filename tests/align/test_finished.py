@@ -203,7 +203,7 @@ def test_a_bound_on_the_command_line_goes_over_the_candidates(runs: Runs) -> Non
         (
             "gradiant=1",
             "--tolerance: gradiant: Extra inputs are not permitted; bounds are metric, metric_floor, activation, "
-            "gradient, update, ulp, as in activation=1e-5",
+            "gradient, update, as in activation=1e-5",
         ),
     ],
 )

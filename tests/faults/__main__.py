@@ -27,7 +27,7 @@ from tests.faults.catalogue import FAULTS, find_fault
 from tests.faults.fault import Precision
 from tests.faults.judging import Judgement
 from tests.faults.page import render_page
-from tests.faults.table import matrix_header, matrix_rows, summarise, to_json
+from tests.faults.table import from_json, matrix_header, matrix_rows, summarise, to_json
 
 _NUM_PERTURBED = 5
 
@@ -35,9 +35,20 @@ _NUM_PERTURBED = 5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; the exit code."""
     options = _parse(arguments)
+    started = time.monotonic()
+    judgements = _read(options.read.split(",")) if options.read else _run(options)
+    print_matrix(judgements, Console(width=max(Console().width, 240)))
+    print(f"{time.monotonic() - started:.0f} s")
+    if options.json is not None:
+        options.json.write_text(json.dumps(to_json(judgements), indent=1), encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(render_page(judgements), encoding="utf-8")
+    return int(any(map(_is_wrong, judgements)))
+
+
+def _run(options: argparse.Namespace) -> list[Judgement]:
     faults = FAULTS if options.faults is None else tuple(find_fault(name) for name in options.faults.split(","))
     judgements: list[Judgement] = []
-    started = time.monotonic()
     for precision in options.precision.split(","):
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             campaign = Campaign(
@@ -48,13 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 on_judged=_say,
             )
             judgements += campaign.run()
-    print_matrix(judgements, Console(width=max(Console().width, 240)))
-    print(f"{time.monotonic() - started:.0f} s")
-    if options.json is not None:
-        options.json.write_text(json.dumps(to_json(judgements), indent=1), encoding="utf-8")
-    if options.markdown is not None:
-        options.markdown.write_text(render_page(judgements), encoding="utf-8")
-    return int(any(map(_is_wrong, judgements)))
+    return judgements
+
+
+def _read(paths: Sequence[str]) -> list[Judgement]:
+    return [item for path in paths for item in from_json(json.loads(Path(path).read_text(encoding="utf-8")))]
 
 
 def print_matrix(judgements: Sequence[Judgement], console: Console) -> None:
@@ -87,6 +96,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", help="ids, with commas between them; all where it is not given")
     parser.add_argument("--precision", default=",".join(get_args(Precision)), help="float32, bfloat16 or both")
     parser.add_argument("--perturbations", type=int, default=_NUM_PERTURBED, help="runs that measure the noise")
+    parser.add_argument(
+        "--read", help="JSON files of earlier runs to print in place of running, with commas between them"
+    )
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
     parser.add_argument("--markdown", type=Path, help="write the page of the documentation to this file")
     return parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from tests.faults.campaign import CLEAN
@@ -72,6 +72,19 @@ def to_markdown(judgements: Sequence[Judgement]) -> str:
 def to_json(judgements: Sequence[Judgement]) -> list[dict[str, Any]]:
     """Everything that is known of each."""
     return [{**asdict(item), "score": item.score, "is_found": item.is_found} for item in judgements]
+
+
+def from_json(items: Sequence[dict[str, Any]]) -> list[Judgement]:
+    """What ``to_json`` gave."""
+    return [
+        Judgement(
+            **{
+                **{field.name: item[field.name] for field in fields(Judgement)},
+                "findings": {name: Finding(**finding) for name, finding in item["findings"].items()},
+            }
+        )
+        for item in items
+    ]
 
 
 def _word(finding: Finding | None) -> str:

@@ -17,7 +17,7 @@ from tests.faults.evidence import Evidence, Finding, _angle, by_emulation, by_lo
 from tests.faults.fault import Expected, Run
 from tests.faults.judging import Judgement, describe_place, first_observed, is_called, is_placed
 from tests.faults.runs import silent_groups
-from tests.faults.table import matrix_header, matrix_rows, summarise, to_markdown
+from tests.faults.table import from_json, matrix_header, matrix_rows, summarise, to_json, to_markdown
 
 _EXPECTED = Expected(phase="backward", names=("*layernorm.weight",), kind="copies|not summed")
 
@@ -145,6 +145,7 @@ def test_matrix_shows_each_fault_in_the_order_of_the_catalogue() -> None:
     }
     assert rows[0][-1] == "passed"
     assert to_markdown([scale]).count("\n") == 3
+    assert from_json(to_json([scale, shard, clean])) == [scale, shard, clean]
     assert summarise([scale, shard, clean]) == (
         "float32: 2 of 2 faults found, 1 at the right place, 2 by the right word, 2 silent where they must be; "
         "0 false alarms in 1 clean layouts; 0 errors."

@@ -21,11 +21,11 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
 )
 from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict, failed_run
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.reader import ReplicaConflict
+from tests.compare.stated import stated
 
-TOLERANCE = ToleranceConfig()
+BOUNDS = stated()
 FAULT = "decoder.layers.2.self_attention.linear_proj"
 SENTENCE = (
     f"At step 0, update 0, activation of {FAULT} is the first that differs: relative difference 0.0031 (bound 0.0001), "
@@ -79,14 +79,14 @@ def make_difference(key: TraceKey, relative: float, **changes: object) -> Tensor
         max_ulp=min(int(relative / 2**-24), 10**9) if math.isfinite(relative) else None,
         worst=worst,
     )
-    bounds = {"parameter": TOLERANCE.update, "activation": TOLERANCE.activation}
+    bounds = {"parameter": 5e-3}
     difference = TensorDifference(
         key=key,
         num_elements=4096,
         bit_equal=is_equal,
         max_abs=relative,
         relative=relative,
-        tolerance=bounds.get(key.kind, TOLERANCE.gradient),
+        tolerance=bounds.get(key.kind, 1e-4),
         is_within_ulp=relative < 2e-7,
         figures=None if is_equal else figures,
     )
@@ -165,7 +165,7 @@ def make_result(tmp_path: Path, alignment: Alignment, *, level: str = "full", na
     return ComparisonResult(
         baseline=side("base", "tp1 pp1 dp1"),
         candidate=side(name, "tp2 pp1 dp1"),
-        tolerance=TOLERANCE,
+        bounds=BOUNDS,
         alignment=alignment,
     )
 
@@ -177,7 +177,7 @@ def identical(tmp_path: Path) -> ComparisonResult:
         verdict=Verdict.IDENTICAL,
         reason="bit-equal: 3 metrics over 3 steps, 84 gradients, 84 parameters",
         first_divergence=None,
-        metrics=compare_metrics(*logs, tolerance=TOLERANCE),
+        metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=make_tensors(size=0.0),
     )
     return make_result(tmp_path, alignment)
@@ -190,7 +190,7 @@ def rounding(tmp_path: Path) -> ComparisonResult:
         verdict=Verdict.ROUNDING,
         reason="within tolerance: 3 metrics over 3 steps; an error of 1e-4 of any gradient would have been found",
         first_divergence=None,
-        metrics=compare_metrics(*logs, tolerance=TOLERANCE),
+        metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=make_tensors(),
     )
     return make_result(tmp_path, alignment)
@@ -236,7 +236,7 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
             step=0, update=0, kind="activation", name=FAULT, value=difference.relative,
             tolerance=difference.tolerance, message="relative difference 0.0031 > 0.0001", difference=difference,
         ),
-        metrics=compare_metrics(*logs, tolerance=TOLERANCE),
+        metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=tensors,
         sentence=SENTENCE,
     )  # fmt: skip

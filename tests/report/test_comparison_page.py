@@ -19,9 +19,9 @@ from mock_scheduler.report import page_document
 from mock_scheduler.report.comparison_page import render_comparison_page, write_comparison_page
 from mock_scheduler.report.metric_figure import MAX_STEPS
 from tests.report.comparisons import (
+    BOUNDS,
     FAULT,
     SENTENCE,
-    TOLERANCE,
     diverged,
     identical,
     incomparable,
@@ -204,7 +204,7 @@ def test_metrics_alone_are_drawn_from_their_files(tmp_path: Path) -> None:
         result.alignment,
         verdict=Verdict.DIVERGED,
         tensors=None,
-        metrics=compare_metrics(*logs, tolerance=TOLERANCE),
+        metrics=compare_metrics(*logs, bounds=BOUNDS),
     )
     page = render_comparison_page(replace(result, baseline=sides[0], candidate=sides[1], alignment=alignment))
     figure = figures_of(page)["metric0"]
