@@ -207,7 +207,8 @@ def _describe_group(group: RunGroup) -> str:
         for run in group.runs
     ]
     if len(lines) > 1:
-        lines.append(f"  {count_of(len(lines), 'run')} in one group of {count_of(group.world_size, 'process')}")
+        processes = count_of(group.world_size, "process", "processes")
+        lines.append(f"  {count_of(len(lines), 'run')} in one group of {processes}")
     return "\n".join(lines)
 
 
