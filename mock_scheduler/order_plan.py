@@ -32,9 +32,11 @@ ReductionName = Literal[
     "data_parallel_gradients",
     "replicated_gradients",
     "tied_gradients",
+    "expert_gradients",
     "gradient_norm",
 ]
-RankAxis = Literal["tp", "cp", "dp", "pp"]
+AccumulatorName = Literal["split", "replicated", "query_key_norm", "embedding", "expert"]
+RankAxis = Literal["tp", "cp", "dp", "pp", "expert_dp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +79,27 @@ class AccumulatorOrder:
     accumulator. reductions: names of ``ReductionOrder``, in this order; division by the number of tokens follows.
     """
 
-    name: Literal["split", "replicated", "query_key_norm", "embedding"]
+    name: AccumulatorName
     virtual_ranks: dict[RankAxis, int]
     dtype: str
     reductions: tuple[ReductionName, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertOrder:
+    """Whose tokens an expert multiplies in one product, and who holds it; of a model with experts.
+
+    sources: ranks whose tokens it sees in one product, one rank's after another's, expert parallelism's degree. lanes:
+    replicas of the model that compute together for that, each its own micro-batch. groups: products of an expert while
+    as many micro-batches are computed. replicas: accumulators for it, over which its gradients are summed. is_apart:
+    whether experts have an optimizer and gradient buffers of their own.
+    """
+
+    sources: int
+    lanes: int
+    groups: int
+    replicas: int
+    is_apart: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +123,7 @@ class OrderPlan:
 
     tp, cp, dp, stages, chunks: its degrees as far as they matter. sequence_parallel: norms see a tp-th of the tokens.
     replica_micro_batches: micro-batch i is computed by replica i mod dp. micro_batch_multiple: of what an update's
-    micro-batches are a multiple, empty ones filling up.
+    micro-batches are a multiple, empty ones filling up. experts: ``None`` for a model without.
     """
 
     tp: int
@@ -120,6 +139,22 @@ class OrderPlan:
     accumulators: tuple[AccumulatorOrder, ...]
     norm: NormOrder
     is_tied: bool
+    experts: ExpertOrder | None
+
+    @property
+    def lanes(self) -> int:
+        """Replicas that must compute together, since an expert sees the tokens of all of them at once."""
+        return 1 if self.experts is None else self.experts.lanes
+
+    @property
+    def rounds(self) -> int:
+        """How often as many replicas as there are lanes compute, one lot after another."""
+        return self.dp // self.lanes
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the tokens are cut that are computed together, but for sequence parallelism."""
+        return self.lanes * self.cp
 
     @property
     def replicas(self) -> int:
@@ -172,14 +207,31 @@ def plan_order(config: PipelineConfig) -> OrderPlan:
             is_sharded=training.use_distributed_optimizer,
         ),
         is_tied=is_tied,
+        experts=None if model.num_moe_experts is None else _experts(layout),
     )
+
+
+def _experts(layout: ParallelConfig) -> ExpertOrder:
+    """Expert parallelism takes ranks that follow one another, tp the fastest, then cp, then dp."""
+    ep, of_replica = layout.expert_model_parallel_size, _ranks_of_replica(layout)
+    lanes = max(1, ep // of_replica)
+    return ExpertOrder(
+        sources=ep,
+        lanes=lanes,
+        groups=lanes * of_replica // ep,
+        replicas=of_replica * layout.data_parallel_size // ep,
+        is_apart=ep > 1,
+    )
+
+
+def _ranks_of_replica(layout: ParallelConfig) -> int:
+    """Ranks of a pipeline stage that compute one micro-batch."""
+    return layout.tensor_model_parallel_size * layout.context_parallel_size
 
 
 def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> tuple[str, ...]:
     """Why one process cannot follow this layout's order with this model; empty where it can."""
-    problems = []
-    if model.num_moe_experts is not None:
-        problems.append("model.num_moe_experts: the order in which experts see tokens is not followed yet")
+    problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
     if model.transformer_impl != "local":
         problems.append(
             f"model.transformer_impl {model.transformer_impl}: only local layers' products and sums can be cut one by "
@@ -196,6 +248,54 @@ def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig)
             "tokens, which is another loss (docs/layouts.md, loss-tuple-under-cp)"
         )
     return tuple(problems)
+
+
+def _expert_limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> list[str]:
+    """Why the order of experts cannot be followed."""
+    problems = []
+    ep, of_replica = layout.expert_model_parallel_size, _ranks_of_replica(layout)
+    if model.moe_router_impl != "layout_invariant":
+        problems.append(
+            f"model.moe_router_impl {model.moe_router_impl}: its losses are those of the tokens that a rank happens to "
+            "hold; set it to layout_invariant"
+        )
+    if model.add_bias_linear:
+        problems.append("model.add_bias_linear with experts: how their biases add is not followed; set it to false")
+    if layout.expert_tensor_parallel_size > 1:
+        problems.append(
+            f"expert_tensor_parallel_size {layout.expert_tensor_parallel_size}: products of parts of an expert are not "
+            "followed; set it to 1"
+        )
+    if layout.tensor_model_parallel_size > 1 and ep == 1:
+        problems.append(
+            "experts with tensor_model_parallel_size above 1 and expert_model_parallel_size 1: their gradients are "
+            "known to be wrong (docs/layouts.md, experts-under-tp)"
+        )
+    if ep % of_replica and of_replica % ep:
+        problems.append(
+            f"expert_model_parallel_size {ep} is neither a multiple nor a divisor of the {of_replica} ranks that "
+            "compute one micro-batch: experts would see parts of several; set it to one of these"
+        )
+    if ep > of_replica:
+        problems += _lane_limits(training)
+    return problems
+
+
+def _lane_limits(training: TrainingConfig) -> list[str]:
+    """Why replicas cannot compute together, as they must where experts see the tokens of several."""
+    where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
+    problems = []
+    if training.has_token_budget:
+        problems.append(
+            f"{where} with max_tokens_per_micro_batch: replicas computed together need micro-batches of one shape; set "
+            "training.batching to fixed and sequence_packing to false"
+        )
+    if not training.calculate_per_token_loss:
+        problems.append(
+            f"{where} with training.calculate_per_token_loss false: each of the replicas computed together divides by "
+            "its own tokens; set it to true"
+        )
+    return problems
 
 
 def _main_dtype(precision: str, training: TrainingConfig) -> str:
@@ -226,6 +326,8 @@ def _reductions(
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
     pp = layout.pipeline_model_parallel_size
     narrow, main = dtypes
+    expert_replicas = _ranks_of_replica(layout) * dp // layout.expert_model_parallel_size
+    has_apart = layout.expert_model_parallel_size > 1
     wide = "float64" if narrow == "float64" else "float32"
     scale = 1.0 if training.calculate_per_token_loss else 1.0 / (cp * dp)
     sums_replicated = (layout.sequence_parallel or has_norms) and tp > 1
@@ -244,6 +346,13 @@ def _reductions(
         ReductionOrder(name="data_parallel_gradients", axes=("cp", "dp"), size=cp * dp, dtype=main, scale=scale),
         ReductionOrder(name="replicated_gradients", axes=("tp",), size=tp if sums_replicated else 1, dtype=main),
         ReductionOrder(name="tied_gradients", axes=("pp",), size=2 if is_tied and pp > 1 else 1, dtype=main),
+        ReductionOrder(
+            name="expert_gradients",
+            axes=("expert_dp",),
+            size=expert_replicas if has_apart else 1,
+            dtype=main,
+            scale=scale,
+        ),
         ReductionOrder(name="gradient_norm", axes=norm_axes, size=norm_size, dtype=wide),
     )
     return tuple(item for item in every if item.size > 1)
@@ -257,17 +366,20 @@ def _accumulators(
     data: tuple[ReductionName, ...] = ("data_parallel_gradients",)
     over_tp: tuple[ReductionName, ...] = (*data, "replicated_gradients")
     sequence = layout.sequence_parallel and tp > 1
-    rows: tuple[tuple[Literal["split", "replicated", "query_key_norm", "embedding"], dict[RankAxis, int]], ...] = (
+    rows: list[tuple[AccumulatorName, dict[RankAxis, int]]] = [
         ("split", replicas),
         ("replicated", {"tp": tp if sequence else 1, **replicas}),
         ("query_key_norm", {"tp": tp, **replicas}),
         ("embedding", {**replicas, "pp": 2 if is_tied and layout.pipeline_model_parallel_size > 1 else 1}),
-    )
+    ]
+    if layout.expert_model_parallel_size > 1:
+        rows.append(("expert", {"expert_dp": _experts(layout).replicas}))
     sums: dict[str, tuple[ReductionName, ...]] = {
         "split": data,
         "replicated": over_tp if sequence else data,
         "query_key_norm": over_tp,
         "embedding": (*data, "tied_gradients"),
+        "expert": ("expert_gradients",),
     }
     return tuple(
         AccumulatorOrder(

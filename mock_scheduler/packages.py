@@ -34,3 +34,8 @@ def read_package_version(*distributions: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def read_package_versions() -> dict[str, str | None]:
+    """The version of every package of ``DISTRIBUTIONS``; ``None`` where it is not installed."""
+    return {name: read_package_version(*names) for name, names in DISTRIBUTIONS.items()}

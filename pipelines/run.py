@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
+from mock_scheduler.packages import read_package_versions
 from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.scheduler import Mode, RolloutRequest
@@ -183,7 +185,7 @@ class AgenticPipeline:
         check_unchanged(settings, read_back(os.environ))
         self._add_other_ranks()
         if is_writer:
-            self._finish(time.perf_counter() - started_s)
+            self._finish(time.perf_counter() - started_s, settings)
 
     def _run_steps(self, writer: MetricsWriter, progress: StepProgress) -> None:
         metrics: dict[str, float] = {}
@@ -251,7 +253,7 @@ class AgenticPipeline:
                 for name, count in counts.items():
                     self._ledger.count("built", name, count)
 
-    def _finish(self, wall_s: float) -> None:
+    def _finish(self, wall_s: float, settings: Mapping[str, str]) -> None:
         """Store and print what the run did, and what it did not do."""
         total = self._clock.total
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
@@ -271,6 +273,8 @@ class AgenticPipeline:
                 "validation_s": validation_s,
                 "train_s": train_s,
                 "batches": self._batch_digests,
+                "settings": dict(settings),
+                "packages": {"python": platform.python_version(), **read_package_versions()},
             },
         )
         logger.info("\n%s", self._ledger.render())

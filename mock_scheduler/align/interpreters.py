@@ -19,7 +19,7 @@ from typing import Any
 
 import mock_scheduler
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.packages import DISTRIBUTIONS, read_package_versions
 from mock_scheduler.text import bullet_list
 
 _PACKAGES = ("mock_scheduler", "pipelines")
@@ -110,7 +110,7 @@ def find_executable(python: str) -> str:
 
 
 def _read_own() -> Interpreter:
-    found = {name: read_package_version(*distributions) for name, distributions in DISTRIBUTIONS.items()}
+    found = read_package_versions()
     return Interpreter(
         path=sys.executable,
         versions=_named_versions(platform.python_version(), found),

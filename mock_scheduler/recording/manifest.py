@@ -18,7 +18,7 @@ from typing import Any
 
 from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.packages import read_package_versions
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
@@ -51,7 +51,7 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
         "git": read_folder_revision(Path.cwd()),
         "library_git": read_git_revision(Path(__file__)),
         "python": sys.version.split()[0],
-        "packages": {name: read_package_version(*names) for name, names in DISTRIBUTIONS.items()},
+        "packages": read_package_versions(),
         "platform": platform.platform(),
     }
     taken = sorted(set(own) & set(extra))

@@ -54,9 +54,9 @@ def chips(proofs: Sequence[ProofView], *, is_passing: bool) -> str:
 
 
 def _chip(proof: ProofView, *, is_passing: bool) -> str:
-    """Of a candidate that passes, a stronger proof that does not hold is no alarm."""
+    """Of a candidate that passes, a stronger proof that is open or does not hold is no alarm."""
     words = escape(f"{proof.name}: {proof.outcome}. {proof.text}")
-    shade = "weak" if is_passing and proof.outcome == "refuted" else proof.outcome.split()[0]
+    shade = "weak" if is_passing and proof.outcome in ("open", "refuted") else proof.outcome.split()[0]
     return (
         f'<span class="chip p-{shade}" title="{words}">{PROOF_MARKS[proof.outcome]} {proof.name}'
         f'<span class="sr"> {proof.outcome}</span></span>'

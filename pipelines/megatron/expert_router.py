@@ -17,7 +17,7 @@ Formulas: Switch Transformer (arXiv 2101.03961), eq. 4 to 6, and ST-MoE (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ class RouterLedger:
 
     def __init__(self) -> None:
         self._row_weights: torch.Tensor | None = None
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def start_step(self, row_weights: torch.Tensor) -> None:
         """Begin a step whose row ids run from 0 to ``len(row_weights) - 1``.
@@ -67,16 +67,36 @@ class RouterLedger:
             raise RuntimeError("a router with losses ran before RouterLedger.start_step gave the rows' weights")
         return self._row_weights
 
-    def add(self, layer: int, load_balancing: torch.Tensor, z: torch.Tensor, tokens_per_expert: torch.Tensor) -> None:
-        """Add what one pass through the router of ``layer`` (from 0) gave; no gradient is kept."""
+    def add(
+        self,
+        layer: int,
+        load_balancing: torch.Tensor,
+        z: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        *,
+        rank: int = 0,
+    ) -> None:
+        """Add what one pass through the router of ``layer`` (from 0) gave; no gradient is kept.
+
+        rank: of an emulated layout, the rank whose tokens these are; what ranks add up is added in their order.
+        """
         losses = torch.stack((load_balancing, z)).detach().double()
         row = torch.cat((losses, tokens_per_expert.double()))
-        self._sums[layer] = self._sums[layer] + row if layer in self._sums else row
+        by_rank = self._sums.setdefault(layer, {})
+        by_rank[rank] = by_rank[rank] + row if rank in by_rank else row
 
     def take(self) -> dict[int, RouterSums]:
         """The sums by layer (from 0, as in ``decoder.layers.N``) since the last call, of this rank's tokens alone."""
         taken, self._sums = self._sums, {}
-        return {layer: _router_sums(row) for layer, row in sorted(taken.items())}
+        return {layer: _router_sums(_added_by_rank(rows)) for layer, rows in sorted(taken.items())}
+
+
+def _added_by_rank(rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    first, *others = (row for _, row in sorted(rows.items()))
+    total = first
+    for row in others:
+        total = total + row
+    return total
 
 
 def _router_sums(row: torch.Tensor) -> RouterSums:
@@ -125,17 +145,42 @@ class LayoutInvariantRouter(TopKRouter):
         """
         self._maintain_float32_expert_bias()
         logits = self.gating(input).view(-1, self.num_experts)
-        if not (self.training and torch.is_grad_enabled()):
+        return self.route(logits, None if padding_mask is None else padding_mask.flatten())
+
+    def route(
+        self,
+        logits: torch.Tensor,
+        row_ids: torch.Tensor | None,
+        *,
+        counts: torch.Tensor | None = None,
+        rank: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``forward`` gives for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
+
+        counts: what ``count_by_row`` gives, summed over the ranks that compute the micro-batch; ``None``: the sum is
+        made here. rank: as for ``RouterLedger.add``.
+        """
+        if not self.has_losses_now:
             return self._choose(logits)
-        row_ids = logits.new_zeros(len(logits), dtype=torch.int64) if padding_mask is None else padding_mask.flatten()
-        load_balancing, z = self._losses(logits, row_ids)
+        row_ids = logits.new_zeros(len(logits), dtype=torch.int64) if row_ids is None else row_ids
+        load_balancing, z = self._losses(logits, row_ids, counts)
         if self.config.moe_z_loss_coeff:
             logits = MoEAuxLossAutoScaler.apply(logits, z * self.config.moe_z_loss_coeff)
         probs, routing_map = self._choose(logits)
         if self._balancing_coeff:
             probs = MoEAuxLossAutoScaler.apply(probs, load_balancing * self._balancing_coeff)
-        self._count(routing_map & (row_ids >= 0).unsqueeze(1), load_balancing, z)
+        self._count(routing_map & (row_ids >= 0).unsqueeze(1), load_balancing, z, rank=rank)
         return probs, routing_map
+
+    @property
+    def has_losses_now(self) -> bool:
+        """Whether this is a pass whose losses and counts are taken: of training, with a gradient."""
+        return bool(self.training and torch.is_grad_enabled())
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the configuration has a loss of routers."""
+        return bool(self._balancing_coeff or self.config.moe_z_loss_coeff)
 
     @property
     def _balancing_coeff(self) -> float:
@@ -151,15 +196,17 @@ class LayoutInvariantRouter(TopKRouter):
             expert_bias=self.expert_bias,
         )
 
-    def _losses(self, logits: torch.Tensor, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _losses(
+        self, logits: torch.Tensor, row_ids: torch.Tensor, counts: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of load balancing loss and z-loss, without coefficients; 0 where there is none."""
         zero = logits.new_zeros((), dtype=_at_least_float32(logits))
-        if not self._balancing_coeff and not self.config.moe_z_loss_coeff:
+        if not self.has_losses:
             return zero, zero
-        num_rows = len(self.ledger.row_weights)
-        slots = torch.where(row_ids < 0, num_rows, row_ids)  # the last slot takes the padding
+        slots = self._slots(row_ids)
         scores = unbiased_scores(logits, score_function=self.score_function)
-        counts = self._count_by_row(scores, slots, num_rows=num_rows)
+        if counts is None:
+            counts = self._counts_of_ranks(self.count_by_row(scores, row_ids))
         num_tokens = counts.sum(dim=1) / self.topk
         weights = self._weigh_rows(num_tokens)
         z = zero
@@ -181,19 +228,30 @@ class LayoutInvariantRouter(TopKRouter):
             return self.ledger.row_weights * is_present
         return is_present / is_present.sum().clamp(min=1.0)
 
-    def _count_by_row(self, scores: torch.Tensor, slots: torch.Tensor, *, num_rows: int) -> torch.Tensor:
-        """float64 ``[num_rows, E]``: tokens of each row whose highest scores include an expert, over tp × cp."""
+    def count_by_row(self, scores: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+        """float64 ``[num_rows, E]``: this rank's tokens of each row whose highest scores include an expert.
+
+        scores: ``[n, E]``, as ``unbiased_scores`` gives. row_ids: int64 ``[n]``.
+        """
+        num_rows = len(self.ledger.row_weights)
         chosen = torch.zeros_like(scores, dtype=torch.float64)
         chosen = chosen.scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
-        counts = chosen.new_zeros(num_rows + 1, self.num_experts).index_add(0, slots, chosen)[:num_rows]
+        return chosen.new_zeros(num_rows + 1, self.num_experts).index_add(0, self._slots(row_ids), chosen)[:num_rows]
+
+    def _slots(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Each token's row; one more, the last, takes the padding."""
+        return torch.where(row_ids < 0, len(self.ledger.row_weights), row_ids)
+
+    def _counts_of_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        """The counts over tp × cp."""
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         return counts
 
-    def _count(self, real_map: torch.Tensor, load_balancing: torch.Tensor, z: torch.Tensor) -> None:
+    def _count(self, real_map: torch.Tensor, load_balancing: torch.Tensor, z: torch.Tensor, *, rank: int) -> None:
         tokens_per_expert = real_map.sum(dim=0)
         if self.layer_number is not None:
-            self.ledger.add(self.layer_number - 1, load_balancing, z, tokens_per_expert)
+            self.ledger.add(self.layer_number - 1, load_balancing, z, tokens_per_expert, rank=rank)
         if self.enable_expert_bias:
             self.local_tokens_per_expert += tokens_per_expert
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from pipelines.megatron.emulation.lanes import metrics_of_lanes, sums_of_lanes
 from pipelines.megatron.forward import iterators, line_shape, run_chunk
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
@@ -33,10 +34,10 @@ def accumulate_gradients(
     ``update``: its number within the step, for the probe.
     """
     model.zero_grad()
-    replicas = [batches] if model.emulation is None else model.emulation.replicas(batches)
+    rounds = [batches] if model.emulation is None else model.emulation.rounds(model.together(batches))
     by_batch: dict[int, torch.Tensor] = {}
     with probe.watching(model, update):
-        for own_batches in replicas:
+        for own_batches in rounds:
             sums = get_forward_backward_func()(
                 forward_step_func=_loss_step(loss, probe),
                 data_iterator=iterators(own_batches, len(model.data_parallel)),
@@ -46,7 +47,8 @@ def accumulate_gradients(
                 **line_shape(own_batches, model.runtime),
             )
             if model.runtime.is_last_stage:
-                by_batch |= {own.batch.index: metrics for own, metrics in zip(own_batches, sums, strict=True)}
+                for own, metrics in zip(own_batches, sums, strict=True):
+                    by_batch |= metrics_of_lanes(own, metrics)
     probe.state(model, update, "gradient")
     return by_batch
 
@@ -62,6 +64,6 @@ def _loss_step(
         _, own = next(data_iterator)
         with probe.computing(own):
             output = run_chunk(model, own.inputs)
-        return output, lambda output: loss(own, output)
+        return output, lambda output: sums_of_lanes(own, output, loss)
 
     return step

@@ -6,7 +6,7 @@ and stored side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from mock_scheduler.config.schema import PipelineConfig
 from pipelines.megatron.emulation.engine import Emulation, emulated_plan
+from pipelines.megatron.emulation.lanes import join_batches
 from pipelines.megatron.model import (
     Head,
     build_chunks,
@@ -25,6 +26,7 @@ from pipelines.megatron.model import (
 )
 from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
 from pipelines.megatron.perturbation import Perturbation
+from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.weights import LocalParameter, ModelShape, iterate_parameters, load_initial_weights
 
@@ -81,6 +83,10 @@ class TrainedModel:
     def emulated_shares(self) -> int:
         """Of how many emulated cp ranks this process computes the shares; 1 where none are."""
         return 1 if self.emulation is None else self.emulation.plan.cp
+
+    def together(self, batches: Sequence[OwnBatch]) -> list[OwnBatch]:
+        """This rank's micro-batches as they are computed: several side by side where emulated replicas need that."""
+        return join_batches(batches, 1 if self.emulation is None else self.emulation.plan.lanes)
 
     @property
     def num_replicas(self) -> int:

@@ -23,6 +23,7 @@ from pipelines.algorithm.losses import (
     compute_policy_loss,
 )
 from pipelines.megatron.bypass import correction_of
+from pipelines.megatron.emulation.lanes import cut_lanes
 from pipelines.megatron.emulation.parts import cut_graph, join_graph
 from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.expert_router import attach_router_ledger
@@ -119,13 +120,20 @@ class PolicyTrainer:
         ``chunks``: of the reference; else the policy's.
         """
 
-        def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
-            return self._logprobs(logits, batches[position].batch.targets)[0]
+        lots = self.policy.together(batches)
 
-        logprobs = forward_only(chunks or self.policy.data_parallel, batches, self.runtime, reduce=reduce)
+        def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
+            by_part = [self._logprobs(own, part.batch.targets)[0] for part, own in cut_lanes(lots[position], logits)]
+            return join_graph(by_part, 1)
+
+        logprobs = forward_only(chunks or self.policy.data_parallel, lots, self.runtime, reduce=reduce)
         if not self.runtime.is_last_stage:
             return {}
-        return {own.batch.index: values for own, values in zip(batches, logprobs, strict=True)}
+        return {
+            part.batch.index: values
+            for lot, of_lot in zip(lots, logprobs, strict=True)
+            for part, values in cut_lanes(lot, of_lot)
+        }
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature

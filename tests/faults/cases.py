@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.1,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.01,
+        "moe_router_bias_update_rate": 0.1,
     },
 }
 """Small, and each with what a layout splits in its own way."""

@@ -67,7 +67,7 @@ def test_fault_says_where_it_shows_and_where_it_is_silent(fault: Fault) -> None:
 
 def test_real_bug_is_refused_without_permission() -> None:
     crossing = find_fault("pipeline-crossing")
-    assert without_allowance(crossing.shows) == Run(model="deep", layout="pp2-vpp2", option="batched-p2p")
+    assert without_allowance(crossing.shows) == Run(model="deep", layout="pp2-vpp2", option="batched-p2p+micro-batch-2")
     with pytest.raises(ValueError, match="is known to compute wrong values with megatron-core"):
         build_config(without_allowance(crossing.shows), "float32")
     assert build_config(crossing.shows, "float32").parallel.allow_known_wrong == ["pipeline-crossing"]

@@ -23,6 +23,7 @@ from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
+from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.cases import LONGEST_ROW, SEED, build_config
@@ -80,6 +81,7 @@ def train(job: Job) -> Outcome:
     trace = TraceConfig(level="full", kinds=[*(LIGHT_KINDS if job.is_light else TRACE_KINDS)])
     runtime = build_layout(config.parallel, seed=SEED)
     with ExitStack() as stack:
+        stack.enter_context(use_ordered_reductions(config.order))
         for name, fired in counters.items():
             inject = find_fault(name).inject
             if inject is not None:

@@ -26,7 +26,9 @@ class ParameterSplit:
     """How virtual ranks hold a parameter.
 
     dim, blocks: which dimension is cut and of how many blocks it is, as ``cut`` has it; ``None``: nothing is cut.
-    num_parts: tp ranks with something of their own to accumulate. num_replicas: cp ranks, each with all of that.
+    num_parts: tp ranks with something of their own to accumulate. num_replicas: how many have all of that in a pass:
+    cp ranks, of each of the replicas that compute together; of an expert, those that hold it. is_expert: whether it is
+    one that has its gradients summed over these alone, in buffers of its own.
     """
 
     sharing: Sharing
@@ -34,6 +36,7 @@ class ParameterSplit:
     num_replicas: int = 1
     dim: int | None = None
     blocks: int = 1
+    is_expert: bool = False
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """What each tp rank has of a tensor of the parameter's shape."""
@@ -44,13 +47,16 @@ class ParameterSplit:
 
 @dataclass(eq=False, slots=True)
 class Accumulator:
-    """The gradients of one use of a parameter, by rank of dp, cp and tp. ``dtype``: of main gradients."""
+    """The gradients of one use of a parameter, by replica and tp rank. ``dtype``: of main gradients.
+
+    Replicas are numbered over all passes of an update that compute different micro-batches at one time.
+    """
 
     split: ParameterSplit
     dtype: torch.dtype
-    sums: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    sums: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    def add(self, place: tuple[int, int, int], grad: torch.Tensor) -> None:
+    def add(self, place: tuple[int, int], grad: torch.Tensor) -> None:
         """Add one backward pass's gradient of a rank's part, which is rounded to the accumulator's dtype."""
         if place not in self.sums:
             self.sums[place] = torch.zeros(grad.shape, dtype=self.dtype, device=grad.device)
@@ -58,13 +64,13 @@ class Accumulator:
 
 
 class Accumulators:
-    """Those of one model. ``dp_rank``: the virtual replica that computes now.
+    """Those of one model. ``round``: which lot of virtual replicas computes now.
 
     uses: a parameter's; one, but for tied embeddings on two pipeline stages, each with a gradient of its own.
     """
 
     def __init__(self) -> None:
-        self.dp_rank = 0
+        self.round = 0
         self._by_use: dict[tuple[torch.nn.Parameter, str], Accumulator] = {}
 
     def register(self, parameter: torch.nn.Parameter, split: ParameterSplit, *, use: str = "") -> None:
@@ -82,7 +88,7 @@ class Accumulators:
             accumulator.sums.clear()
 
     def take(self, parameter: torch.nn.Parameter, *, use: str = "") -> list[list[torch.Tensor]]:
-        """The parameter's parts by cp rank and then by tp rank; gradients go to the accumulators."""
+        """The parameter's parts by replica and then by tp rank; gradients go to the accumulators."""
         accumulator = self._by_use[parameter, use]
         if not parameter.requires_grad:
             return [accumulator.split.parts(parameter.detach())] * accumulator.split.num_replicas
@@ -107,8 +113,9 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        size = ctx.accumulator.split.num_parts
+        split, size = ctx.accumulator.split, ctx.accumulator.split.num_parts
+        first = ctx.owner.round * split.num_replicas
         for index, grad in enumerate(grads):
             if grad is not None:
-                ctx.accumulator.add((ctx.owner.dp_rank, index // size, index % size), grad)
+                ctx.accumulator.add((first + index // size, index % size), grad)
         return None, None, None

@@ -1,4 +1,4 @@
-"""Self-attention of virtual ranks: each one's heads, over its tokens and the keys of all cp ranks."""
+"""Self-attention of virtual ranks: each one's heads, over its tokens and the keys of all its replica's cp ranks."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
 def _split_heads(
     attention: SelfAttention, modules: EmulatedModules, mixed: torch.Tensor
 ) -> tuple[_Parts, _Parts, _Parts]:
-    """Queries, keys and values of every rank, cp by cp, from ``[s, b, groups · (heads per group + 2) · head]``."""
+    """Queries, keys and values of every rank, share by share, from ``[s, b, groups · (heads per group + 2) · head]``."""
     size, plan = attention.hidden_size_per_attention_head, modules.plan
     groups = attention.num_query_groups_per_partition // plan.tp
     per_group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
     queries, keys, values = [], [], []
-    for tokens in cut_graph(mixed, 0, plan.cp):
+    for tokens in cut_graph(mixed, 0, plan.shares):
         for part in cut_graph(tokens, -1, plan.tp):
             heads = part.view(*part.shape[:-1], groups, (per_group + 2) * size)
             query, key, value = torch.split(heads, [per_group * size, size, size], dim=3)
@@ -67,8 +67,8 @@ def _split_heads(
 
 
 def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules) -> _Parts:
-    by_cp = angles[:length].chunk(modules.plan.cp)
-    return [own for own in by_cp for _ in range(modules.plan.tp)]
+    by_share = angles[:length].chunk(modules.plan.shares)
+    return [own for own in by_share for _ in range(modules.plan.tp)]
 
 
 def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) -> torch.Tensor:
@@ -77,16 +77,16 @@ def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) 
 
 def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
     """Let the attention proper take lists of what ranks have, and give the whole context ``[s, b, heads · head]``."""
-    tp, cp = modules.plan.tp, modules.plan.cp
+    tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
     of_rank = _with_heads(core, tp)
 
     def forward(
         query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **unused: object
     ) -> torch.Tensor:
-        all_keys, all_values = _gathered(key, tp, cp), _gathered(value, tp, cp)
-        masks = [None] * cp if attention_mask is None else list(attention_mask.chunk(cp, dim=2))
+        all_keys, all_values = (_gathered_by_lane(parts, tp, cp) for parts in (key, value))
+        masks = [None] * shares if attention_mask is None else list(attention_mask.chunk(shares, dim=2))
         contexts = [
-            of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp]) for rank in range(cp * tp)
+            of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp]) for rank in range(shares * tp)
         ]
         return modules.join_heads(contexts)
 
@@ -104,6 +104,12 @@ def _with_heads(core: RowAttention, tp: int) -> object:
         return DotProductAttention.forward(part, query, key, value, mask)
 
     return compute
+
+
+def _gathered_by_lane(parts: _Parts, tp: int, cp: int) -> _Parts:
+    """``_gathered`` of each of the replicas that compute together."""
+    size = tp * cp
+    return [one for start in range(0, len(parts), size) for one in _gathered(parts[start : start + size], tp, cp)]
 
 
 def _gathered(parts: _Parts, tp: int, cp: int) -> _Parts:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
@@ -16,6 +18,8 @@ from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm,
 from pipelines.megatron.emulation.modules import EmulatedModules
 
 _LAYERS = "decoder.layers."
+
+Lot = TypeVar("Lot")
 
 
 def emulated_plan(config: PipelineConfig) -> OrderPlan | None:
@@ -53,12 +57,15 @@ class Emulation:
         self.accumulators.clear()
         self._num_tokens.clear()
 
-    def replicas(self, batches: Sequence[object]) -> Iterator[list[object]]:
-        """What each virtual replica computes of an update; its gradients are kept apart until all have run."""
-        self._runs_left = self.plan.dp
-        for dp_rank in range(self.plan.dp):
-            self.accumulators.dp_rank = dp_rank
-            yield list(batches[dp_rank :: self.plan.dp])
+    def rounds(self, batches: Sequence[Lot]) -> Iterator[list[Lot]]:
+        """What each round of virtual replicas computes of an update; gradients are kept apart until all have run.
+
+        batches: as ``together`` gives them.
+        """
+        self._runs_left = self.plan.rounds
+        for number in range(self.plan.rounds):
+            self.accumulators.round = self.modules.round = number
+            yield list(batches[number :: self.plan.rounds])
 
     def finalize(
         self, chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **unused: object
@@ -74,6 +81,9 @@ class Emulation:
             total = total.double()
         parameters = [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
         write_main_gradients(parameters, self.accumulators, self.plan, total)
+        if self._gpt.config.moe_router_enable_expert_bias:
+            _update_router_expert_bias(list(chunks), self._gpt.config)
+        reset_model_temporary_tensors(self._gpt.config, list(chunks))
 
     def gradient_norm(self) -> float:
         """Of the main gradients as they are."""
@@ -106,8 +116,18 @@ class Emulation:
             tied = (parameter, uses[-1]) if is_shared else tied
             if is_here:
                 yield HeldParameter(
-                    parameter=parameter, accumulator=uses[0], is_vector=parameter.ndim == 1, alone=is_shared
+                    parameter=parameter,
+                    accumulator=uses[0],
+                    is_vector=parameter.ndim == 1,
+                    alone=is_shared,
+                    holder=self._holder(name) if uses[0].split.is_expert else None,
                 )
         if tied is not None and index == last:
             parameter, use = tied
             yield HeldParameter(parameter=parameter, accumulator=use, is_vector=False, counts=False, alone=True)
+
+    def _holder(self, name: str) -> int:
+        """The ep rank of an expert's parameter."""
+        assert self.plan.experts is not None
+        per_rank = self._gpt.config.num_moe_experts // self.plan.experts.sources
+        return int(name.partition(".local_experts.")[2].split(".")[0]) // per_rank

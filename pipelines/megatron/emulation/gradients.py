@@ -55,23 +55,28 @@ def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor 
 
 def _over_replicas(accumulator: Accumulator, plan: OrderPlan, part: int) -> torch.Tensor:
     """A tp rank's gradient, added over the replicas that have some; one without adds 0, which changes nothing else."""
-    like = next(iter(accumulator.sums[place] for place in accumulator.sums if place[2] == part))
+    like = next(iter(accumulator.sums[place] for place in accumulator.sums if place[1] == part))
     zero = torch.zeros_like(like)
-    places = [(dp, cp, part) for dp in range(plan.dp) for cp in range(plan.cp)]
-    sums = [accumulator.sums.get(place, zero) for place in places]
+    num_replicas = plan.rounds * accumulator.split.num_replicas
+    sums = [accumulator.sums.get((replica, part), zero) for replica in range(num_replicas)]
     scale = plan.gradient_scale
     return ordered_sum(sums if scale == 1.0 else [one * scale for one in sums])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldParameter:
-    """A parameter of one stage's chunk. counts: whether its gradient is in the norm. alone: in a bucket of its own."""
+    """A parameter of one stage's chunk.
+
+    counts: whether its gradient is in the norm. alone: in a bucket of its own. holder: of an expert with buffers of its
+    own, the ep rank that holds it.
+    """
 
     parameter: torch.nn.Parameter
     accumulator: Accumulator
     is_vector: bool
     counts: bool = True
     alone: bool = False
+    holder: int | None = None
 
     def gradient(self, part: int) -> torch.Tensor:
         """The main gradient of what a tp rank has of it."""
@@ -85,19 +90,45 @@ class HeldParameter:
 
 @torch.no_grad()
 def gradient_norm(stages: Sequence[Sequence[Sequence[HeldParameter]]], plan: OrderPlan, dtype: torch.dtype) -> float:
-    """The norm over all ranks of main gradients; stages: each one's chunks' parameters. dtype: of the norm."""
-    shards = range(plan.norm.shards)
-    squares = [
-        _squared_norm(list(_gradients_of_rank(chunks, plan, part, shard)), dtype)
-        for chunks in stages
-        for shard in shards
-        for part in range(plan.tp)
-    ]
-    return float(ordered_sum(squares).item() ** 0.5)
+    """The norm over all ranks of main gradients; stages: each one's chunks' parameters. dtype: of the norm.
+
+    Undistributed, experts have a norm of their own, over other ranks than the other parameters have theirs
+    (``ChainedOptimizer.get_grad_norm``).
+    """
+    sources = 1 if plan.experts is None else plan.experts.sources
+    if plan.norm.is_sharded:
+        ranks = range(plan.tp * plan.replicas)
+        own = [[*_dense(one, plan, rank), *_experts(one, plan, rank)] for one in stages for rank in ranks]
+        return _norm_of_ranks(own, dtype)
+    dense = _norm_of_ranks([list(_dense(one, plan, rank)) for one in stages for rank in range(plan.tp)], dtype)
+    if plan.experts is None or not plan.experts.is_apart:
+        return dense
+    experts = _norm_of_ranks([list(_experts(one, plan, rank)) for one in stages for rank in range(sources)], dtype)
+    return float((dense**2 + experts**2) ** 0.5)
+
+
+def _norm_of_ranks(gradients: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> float:
+    """Of what each of the ranks has, in their order."""
+    return float(ordered_sum([_squared_norm(own, dtype) for own in gradients]).item() ** 0.5)
+
+
+def _dense(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: int) -> Iterator[torch.Tensor]:
+    """What a rank of a stage has but for experts with buffers of their own; tp is the fastest axis."""
+    of_rank = [[item for item in chunk if item.holder is None] for chunk in chunks]
+    yield from _gradients_of_rank(of_rank, plan, rank % plan.tp, shard=rank // plan.tp, num_shards=plan.norm.shards)
+
+
+def _experts(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: int) -> Iterator[torch.Tensor]:
+    """What a rank of a stage has of experts with buffers of their own; of ranks that follow one another all."""
+    if plan.experts is None or not plan.experts.is_apart:
+        return
+    ep = plan.experts.sources
+    of_rank = [[item for item in chunk if item.holder == rank % ep] for chunk in chunks]
+    yield from _gradients_of_rank(of_rank, plan, 0, shard=rank // ep, num_shards=plan.experts.replicas)
 
 
 def _gradients_of_rank(
-    chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, part: int, shard: int
+    chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, part: int, *, shard: int, num_shards: int
 ) -> Iterator[torch.Tensor]:
     """What one rank's optimizer has, in its order: matrices, then vectors, which have no weight decay."""
     held: list[tuple[bool, torch.Tensor]] = []
@@ -107,7 +138,7 @@ def _gradients_of_rank(
             held += [(item.is_vector, own) for item, own in zip(chunk, gradients, strict=True) if item.counts_on(part)]
             continue
         sizes, alone = [own.numel() for own in gradients], [item.alone for item in chunk]
-        for owned in owned_ranges(sizes, alone, num_shards=plan.norm.shards)[shard]:
+        for owned in owned_ranges(sizes, alone, num_shards=num_shards)[shard]:
             if chunk[owned.place].counts_on(part):
                 flat = gradients[owned.place].reshape(-1)[owned.start : owned.end]
                 held.append((chunk[owned.place].is_vector, flat))

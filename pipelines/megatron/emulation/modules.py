@@ -2,7 +2,7 @@
 
 Only ``forward`` of instances is replaced, so that parameters, names and hooks stay those of the reference. What a
 module gives is the whole tensor, put together from what the ranks would hold; tokens are in the order in which cp ranks
-follow one another. Local layers of megatron-core 0.16.1 without experts.
+follow one another, and before that the replicas that compute together. Local layers of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
 from pipelines.megatron.emulation.attention import emulate_attention
+from pipelines.megatron.emulation.experts import emulate_experts
 from pipelines.megatron.emulation.norms import norm_function, norm_of_parts
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
 from pipelines.megatron.emulation.products import column_product, row_product
@@ -31,13 +34,15 @@ Tensors = Sequence[torch.Tensor]
 class EmulatedModules:
     """The modules of one chunk, and how they hold their parameters.
 
-    ``is_paused``: the modules compute as one process does, as when tokens are generated one by one.
+    ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: which
+    lot of virtual replicas computes now.
     """
 
     def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> None:
         self.plan = plan
         self.accumulators = accumulators
         self.is_paused = False
+        self.round = 0
         self._tied: list[list[torch.Tensor]] | None = None
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
         self.replace(gpt.embedding, self._embed(gpt.embedding))
@@ -45,61 +50,66 @@ class EmulatedModules:
             self._norm(layer.input_layernorm)
             self._norm(layer.pre_mlp_layernorm)
             self._attention(layer.self_attention)
-            self._mlp(layer.mlp)
+            if isinstance(layer.mlp, MoELayer):
+                emulate_experts(layer.mlp, self)
+            else:
+                self.mlp(layer.mlp)
         self._norm(gpt.decoder.final_layernorm)
         self._output(gpt)
 
-    def replace(self, module: torch.nn.Module, forward: Callable[..., object]) -> None:
-        """Let one module compute so, unless paused; hooks on it stay."""
-        plain = module.forward
+    def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
+        """Let one module's method compute so, unless paused; hooks on it stay."""
+        plain = getattr(module, method)
 
         def choose(*args: object, **kwargs: object) -> object:
-            return (plain if self.is_paused else forward)(*args, **kwargs)
+            return (plain if self.is_paused else compute)(*args, **kwargs)
 
-        module.forward = choose
+        setattr(module, method, choose)
 
-    def _split(self, sharing: Sharing, *, dim: int | None = None, blocks: int = 1) -> ParameterSplit:
+    def split(self, sharing: Sharing, *, dim: int | None = None, blocks: int = 1) -> ParameterSplit:
+        """How the ranks hold a parameter that all shares of the tokens have."""
         has_parts = sharing != "whole"
         return ParameterSplit(
             sharing=sharing,
             num_parts=self.plan.tp if has_parts else 1,
-            num_replicas=self.plan.cp,
+            num_replicas=self.plan.shares,
             dim=dim,
             blocks=blocks,
         )
 
     @property
-    def _over_tokens(self) -> Sharing:
+    def over_tokens(self) -> Sharing:
         """How a parameter is shared that every tp rank has whole."""
         return "by_sequence" if self.plan.sequence_parallel else "whole"
 
-    def _register(self, module: torch.nn.Module, split: ParameterSplit) -> None:
+    def register(self, module: torch.nn.Module, split: ParameterSplit) -> None:
+        """Say how a module's own parameters are held."""
         for parameter in module.parameters(recurse=False):
             self.accumulators.register(parameter, split)
 
     def _norm(self, norm: torch.nn.Module) -> None:
         """A norm over tokens, of which each rank has some."""
-        self._register(norm, self._split(self._over_tokens))
+        self.register(norm, self.split(self.over_tokens))
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
-            weights, biases = self._taken(norm)
+            weights, biases = self.taken(norm)
             return norm_of_parts(norm, hidden, weights, biases)
 
         self.replace(norm, forward)
 
     def _norm_of_heads(self, norm: torch.nn.Module) -> None:
         """A norm over heads, of which each rank has some; it takes a list of what they have."""
-        self._register(norm, self._split("by_heads"))
+        self.register(norm, self.split("by_heads"))
         apply = norm_function(norm)
 
         def forward(parts: list[torch.Tensor]) -> torch.Tensor:
-            weights, biases = self._taken(norm)
+            weights, biases = self.taken(norm)
             return self.join_heads([apply(*three) for three in zip(parts, weights, biases, strict=True)])
 
         self.replace(norm, forward)
 
-    def _taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Weight and bias of every rank, cp by cp; ``None`` where there is no bias."""
+    def taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Weight and bias of every rank, share by share; ``None`` where there is no bias."""
         weights = [part for parts in self.accumulators.take(module.weight) for part in parts]
         bias = None if isinstance(module, torch.nn.RMSNorm) else module.bias
         if bias is None:
@@ -107,20 +117,20 @@ class EmulatedModules:
         return weights, [part for parts in self.accumulators.take(bias) for part in parts]
 
     def cut_heads(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """``[s, b, heads, n]`` as what each rank has, cp by cp."""
-        by_cp = cut_graph(tensor, 0, self.plan.cp)
-        return [part for tokens in by_cp for part in cut_graph(tokens, 2, self.plan.tp)]
+        """``[s, b, heads, n]`` as what each rank has, share by share."""
+        by_share = cut_graph(tensor, 0, self.plan.shares)
+        return [part for tokens in by_share for part in cut_graph(tokens, 2, self.plan.tp)]
 
     def join_heads(self, parts: Tensors, *, dim: int = 2) -> torch.Tensor:
         """The whole again; heads are in dimension ``dim``."""
         tp = self.plan.tp
-        by_cp = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
-        return join_graph(by_cp, 0)
+        by_share = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
+        return join_graph(by_share, 0)
 
     def _column(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
         """A layer whose output features are split; a bias that it leaves to the next is the caller's to add."""
-        split = self._split("split", dim=0, blocks=blocks)
-        self._register(linear, split)
+        split = self.split("split", dim=0, blocks=blocks)
+        self.register(linear, split)
 
         def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
             weights = self.accumulators.take(linear.weight)
@@ -133,24 +143,24 @@ class EmulatedModules:
     def column(
         self, hidden: torch.Tensor, weights: Sequence[Tensors], biases: Sequence[Tensors], *, blocks: int = 1
     ) -> torch.Tensor:
-        """All output features of all tokens; weights and biases by cp and tp rank."""
-        by_cp = cut_graph(hidden, 0, self.plan.cp)
+        """All output features of all tokens; weights and biases by share and tp rank."""
+        by_share = cut_graph(hidden, 0, self.plan.shares)
         if self.plan.sequence_parallel or self.plan.tp == 1:
             # There Megatron multiplies a gathered buffer, or a view: strides of dimensions of one are then the plain
             # ones, by which torch decides whether lines are multiplied together or one by one.
-            by_cp = [tokens.contiguous().view(tokens.shape) for tokens in by_cp]
-        outputs = [column_product(*three) for three in zip(by_cp, weights, biases, strict=True)]
+            by_share = [tokens.contiguous().view(tokens.shape) for tokens in by_share]
+        outputs = [column_product(*three) for three in zip(by_share, weights, biases, strict=True)]
         return join_graph([join_graph(parts, -1, blocks) for parts in outputs], 0)
 
     def _row(self, linear: RowParallelLinear) -> None:
         """A layer whose input features are split; its bias is the whole tensor's, for the next operation to add."""
-        self.accumulators.register(linear.weight, self._split("split", dim=1))
+        self.accumulators.register(linear.weight, self.split("split", dim=1))
         if linear.bias is not None:
-            self.accumulators.register(linear.bias, self._split(self._over_tokens))
+            self.accumulators.register(linear.bias, self.split(self.over_tokens))
 
         def forward(inputs: torch.Tensor | list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor | None]:
             if isinstance(inputs, torch.Tensor):
-                inputs = [cut_graph(tokens, -1, self.plan.tp) for tokens in cut_graph(inputs, 0, self.plan.cp)]
+                inputs = [cut_graph(tokens, -1, self.plan.tp) for tokens in cut_graph(inputs, 0, self.plan.shares)]
             weights = self.accumulators.take(linear.weight)
             output = join_graph([row_product(*two) for two in zip(inputs, weights, strict=True)], 0)
             if linear.bias is None:
@@ -168,7 +178,8 @@ class EmulatedModules:
                 self._norm_of_heads(norm)
         emulate_attention(attention, self)
 
-    def _mlp(self, mlp: MLP) -> None:
+    def mlp(self, mlp: MLP) -> None:
+        """An MLP of all tokens, or the part of one with experts that all tokens see, which gives no bias."""
         blocks = 2 if mlp.config.gated_linear_unit else 1
         fc1 = mlp.linear_fc1
         self._column(fc1, blocks=blocks)
@@ -182,33 +193,34 @@ class EmulatedModules:
             gate, up = torch.chunk(part, 2, dim=-1)
             return activation(gate) * (up + mlp.config.glu_linear_offset)
 
-        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-            by_cp = cut_graph(fc1(hidden)[0], 0, self.plan.cp)
-            nothing = [[None] * self.plan.tp for _ in by_cp]
+        def forward(hidden: torch.Tensor, **unused: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+            by_share = cut_graph(fc1(hidden)[0], 0, self.plan.shares)
+            nothing = [[None] * self.plan.tp for _ in by_share]
             biases = nothing if fc1.bias is None else self.accumulators.take(fc1.bias)
             activated = [
                 [inner(*two) for two in zip(cut_graph(tokens, -1, self.plan.tp, blocks), own, strict=True)]
-                for tokens, own in zip(by_cp, biases, strict=True)
+                for tokens, own in zip(by_share, biases, strict=True)
             ]
-            return mlp.linear_fc2(activated)
+            output = mlp.linear_fc2(activated)
+            return output[0] if isinstance(mlp, SharedExpertMLP) else output
 
         self.replace(mlp, forward)
 
     def _embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
         """Tokens ``[b, s]`` to ``[s, b, h]``."""
         words = embedding.word_embeddings
-        self.accumulators.register(words.weight, self._split("split", dim=0))
+        self.accumulators.register(words.weight, self.split("split", dim=0))
         positions = embedding.position_embeddings if embedding.add_position_embedding else None
         if positions is not None:
-            self.accumulators.register(positions.weight, self._split("whole"))
+            self.accumulators.register(positions.weight, self.split("whole"))
 
         def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **unused: object) -> torch.Tensor:
             weights = self.accumulators.take(words.weight)
             self._tied = weights if self._is_tied_here else None
             places = None if positions is None else self.accumulators.take(positions.weight)
             embedded = []
-            for cp_rank, (tokens, where) in enumerate(
-                zip(input_ids.chunk(self.plan.cp, dim=1), position_ids.chunk(self.plan.cp, dim=1), strict=True)
+            for share, (tokens, where) in enumerate(
+                zip(input_ids.chunk(self.plan.shares, dim=1), position_ids.chunk(self.plan.shares, dim=1), strict=True)
             ):
                 own = sum_graph(
                     [
@@ -219,11 +231,11 @@ class EmulatedModules:
                             is_split=self.plan.tp > 1,
                             by_index=words.deterministic_mode,
                         )
-                        for part, weight in enumerate(weights[cp_rank])
+                        for part, weight in enumerate(weights[share])
                     ]
                 )
                 if places is not None:
-                    own = own + F.embedding(where.contiguous(), places[cp_rank][0])
+                    own = own + F.embedding(where.contiguous(), places[share][0])
                 embedded.append(own.transpose(0, 1).contiguous())
             return join_graph(embedded, 0)
 
@@ -236,7 +248,7 @@ class EmulatedModules:
             return
         parameter = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else layer.weight
         if not self._is_tied_here:
-            self.accumulators.register(parameter, self._split("split", dim=0), use="output")
+            self.accumulators.register(parameter, self.split("split", dim=0), use="output")
 
         def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
             if self._is_tied_here:
@@ -249,10 +261,10 @@ class EmulatedModules:
         self.replace(layer, forward)
 
     def _value_head(self, head: ValueHead) -> None:
-        self._register(head, self._split(self._over_tokens))
+        self.register(head, self.split(self.over_tokens))
 
         def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
-            weights, biases = self._taken(head)
+            weights, biases = self.taken(head)
             parts = cut_graph(hidden, 0, len(weights))
             values = [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
             wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
