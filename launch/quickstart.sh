@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The main job, end to end: a language-model policy plays FrozenLake and trains by GRPO while its rollouts are recorded;
-# the same training is replayed under other layouts without any rollout; each replay gets a verdict.
-#   launch/quickstart.sh [a.b=c ...]
+# the same training is replayed under other layouts without any rollout; each replay gets a verdict and what proves it.
+# docs/tutorial.md says how to read it.
+#   launch/quickstart.sh [a.b=c ...]          for example max_steps=2, which is quicker
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup_venv.sh

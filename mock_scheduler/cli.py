@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigName = Annotated[str, typer.Argument(help="YAML file in the config path, without .yaml")]
+ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, without .yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
 ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
 
@@ -464,6 +464,8 @@ def main(arguments: list[str] | None = None) -> int:
         traceback.print_exc()
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
+    if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing
+        print_error("interrupted")
     return code if isinstance(code, int) else int(ExitCode.ALIGNED)
 
 

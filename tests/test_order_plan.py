@@ -6,12 +6,18 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.schema import ParallelConfig, PipelineConfig, TrainingConfig
+from mock_scheduler.errors import LayoutError
 from mock_scheduler.order_plan import OrderPlan, limits, plan_order
 from pipelines.megatron.emulation.buffers import OwnedRange, owned_ranges
+from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
+from pipelines.megatron.expert_router import RouterLedger
+from pipelines.megatron.places import ModelInputs, OwnBatch
+from pipelines.micro_batches import MicroBatch
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
@@ -113,11 +119,81 @@ def test_json_is_the_plan() -> None:
     assert (found["tp"], found["sequence_parallel"], found["norm"]["parts"]) == (2, True, 2)
 
 
-def test_limits_name_what_cannot_be_followed() -> None:
-    experts = ModelConfig(num_moe_experts=4)
-    assert limits(ParallelConfig(), experts, TrainingConfig()) == (
-        "model.num_moe_experts: the order in which experts see tokens is not followed yet",
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
+
+
+def experts(layout: dict[str, Any]) -> tuple[int, int, int, int, bool]:
+    """Ranks that an expert sees at once, replicas that compute together, products at a time, accumulators, apart."""
+    order = plan(layout, model=EXPERTS).experts
+    assert order is not None
+    return order.sources, order.lanes, order.groups, order.replicas, order.is_apart
+
+
+def test_experts_see_the_tokens_of_the_ranks_of_their_group() -> None:
+    """Groups of ep ranks follow one another, tp the fastest, then cp, then dp."""
+    dp, cp, ep = "data_parallel_size", "context_parallel_size", "expert_model_parallel_size"
+    assert plan({dp: 2}).experts is None
+    assert experts({}) == (1, 1, 1, 1, False)
+    assert experts({dp: 2}) == (1, 1, 1, 2, False)
+    assert experts({cp: 2}) == (1, 1, 2, 2, False)
+    assert experts({cp: 2, ep: 2}) == (2, 1, 1, 1, True)
+    assert experts({**TP2_SP, ep: 2, dp: 2}) == (2, 1, 1, 2, True)
+    assert experts({dp: 2, ep: 2}) == (2, 2, 1, 1, True)
+    assert experts({dp: 4, ep: 2}) == (2, 2, 1, 2, True)
+    assert experts({**TP2_SP, dp: 2, ep: 4}) == (4, 2, 1, 1, True)
+    assert experts({**TP2_SP, cp: 2, ep: 2}) == (2, 1, 2, 2, True)
+
+
+def test_replicas_compute_together_where_an_expert_sees_the_tokens_of_several() -> None:
+    found = plan({"data_parallel_size": 4, "expert_model_parallel_size": 2}, model=EXPERTS)
+    assert (found.lanes, found.rounds, found.shares, found.replicas) == (2, 2, 2, 4)
+    assert sums(found)["expert_gradients"] == (("expert_dp",), 2, "float32", 1.0)
+    assert accumulators(found)["expert"] == ({"expert_dp": 2}, ("expert_gradients",))
+
+
+def test_experts_without_parallelism_of_their_own_are_reduced_with_all_other_gradients() -> None:
+    found = plan({"data_parallel_size": 2}, model=EXPERTS)
+    assert "expert_gradients" not in sums(found)
+    assert "expert" not in accumulators(found)
+
+
+def test_limits_name_what_of_experts_cannot_be_followed() -> None:
+    def refused(
+        layout: dict[str, Any], model: dict[str, Any] | None = None, training: dict[str, Any] | None = None
+    ) -> tuple[str, ...]:
+        config = ModelConfig.model_validate({**EXPERTS, **(model or {})})
+        return limits(ParallelConfig.model_validate(layout), config, TrainingConfig.model_validate(training or {}))
+
+    dp2_ep2 = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+    where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
+    assert refused(dp2_ep2) == ()
+    assert refused(TP2_SP) == (
+        "experts with tensor_model_parallel_size above 1 and expert_model_parallel_size 1: their gradients are known "
+        "to be wrong (docs/layouts.md, experts-under-tp)",
     )
+    assert refused({}, {"add_bias_linear": True, "moe_router_impl": "megatron"}) == (
+        "model.moe_router_impl megatron: its losses are those of the tokens that a rank happens to hold; set it to "
+        "layout_invariant",
+        "model.add_bias_linear with experts: how their biases add is not followed; set it to false",
+    )
+    assert refused({**TP2_SP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}) == (
+        "expert_tensor_parallel_size 2: products of parts of an expert are not followed; set it to 1",
+    )
+    assert refused({"context_parallel_size": 2, "data_parallel_size": 3, "expert_model_parallel_size": 3}) == (
+        "expert_model_parallel_size 3 is neither a multiple nor a divisor of the 2 ranks that compute one micro-batch: "
+        "experts would see parts of several; set it to one of these",
+    )
+    assert refused(
+        dp2_ep2, training={"calculate_per_token_loss": False, "batching": "dynamic", "max_tokens_per_micro_batch": 64}
+    ) == (
+        f"{where} with max_tokens_per_micro_batch: replicas computed together need micro-batches of one shape; set "
+        "training.batching to fixed and sequence_packing to false",
+        f"{where} with training.calculate_per_token_loss false: each of the replicas computed together divides by its "
+        "own tokens; set it to true",
+    )
+
+
+def test_limits_name_what_cannot_be_followed() -> None:
     means = TrainingConfig(calculate_per_token_loss=False)
     assert limits(ParallelConfig(context_parallel_size=2), ModelConfig(), means) == (
         "context_parallel_size above 1 with training.calculate_per_token_loss false: each rank divides by its own "
@@ -159,3 +235,74 @@ def test_shared_embeddings_have_a_bucket_of_their_own() -> None:
     first, second = owned_ranges([300, 10, 70], [True, False, False], num_shards=2)
     assert first == [OwnedRange(place=2, start=0, end=70), OwnedRange(place=0, start=0, end=192)]
     assert second == [OwnedRange(place=1, start=0, end=10), OwnedRange(place=0, start=192, end=300)]
+
+
+def micro_batch(index: int, tokens: list[int], *, is_padded: bool = False) -> OwnBatch:
+    """One line with one row, whose id is the batch's index; padded by its last token."""
+    line = torch.tensor([tokens])
+    rows, columns = torch.full_like(line, index), torch.arange(line.shape[1]).unsqueeze(0)
+    if is_padded:
+        rows[0, -1] = -1
+    empty = torch.zeros(line.shape)
+    batch = MicroBatch(
+        index=index,
+        tokens=line,
+        targets=line,
+        response_mask=empty.bool(),
+        kept_mask=empty.bool(),
+        row_ids=rows,
+        positions=columns,
+        **dict.fromkeys(("advantages", "returns", "rollout_logprobs", "weights", "loss_weights"), empty),
+    )
+    return OwnBatch(batch=batch, inputs=ModelInputs(tokens=line, positions=columns, row_ids=rows))
+
+
+def test_replicas_that_compute_together_have_their_micro_batches_side_by_side() -> None:
+    """Each with the causal mask that layers make where none is given."""
+    batches = [micro_batch(0, [7, 8]), micro_batch(1, [5, 6], is_padded=True)]
+    (joint,) = join_batches(batches, 2)
+    assert joint.inputs.tokens.tolist() == [[7, 8, 5, 6]]
+    assert joint.inputs.positions.tolist() == [[0, 1, 0, 1]]
+    assert joint.batch.row_ids.tolist() == [[0, 0, 1, -1]]
+    assert joint.inputs.attention_mask is not None
+    assert joint.inputs.attention_mask.tolist() == [[[[False, True], [False, False], [False, True], [False, False]]]]
+    cut = cut_lanes(joint, torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    assert [(own.batch.index, part.tolist()) for own, part in cut] == [(0, [[1.0, 2.0]]), (1, [[3.0, 4.0]])]
+    assert join_batches(batches, 1) == batches
+
+
+def test_losses_of_replicas_that_compute_together_have_the_gradients_that_they_have_alone() -> None:
+    """Losses are index + 1 times the sum of outputs; metrics stay those of each micro-batch."""
+    (joint,) = join_batches([micro_batch(0, [7, 8]), micro_batch(1, [5, 6])], 2)
+    output = torch.tensor([[1.0, 2.0, 3.0, 4.0]], requires_grad=True)
+
+    def loss(own: OwnBatch, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        factor = own.batch.index + 1
+        return factor * values.sum(), torch.tensor(factor), torch.tensor([10.0 * factor])
+
+    total, num_tokens, metrics = sums_of_lanes(joint, output, loss)
+    total.backward()
+    assert (float(total.detach()), int(num_tokens)) == (3.0 + 14.0, 3)
+    assert output.grad is not None
+    assert output.grad.tolist() == [[1.0, 1.0, 2.0, 2.0]]
+    named = metrics_of_lanes(joint, metrics)
+    assert {index: row.tolist() for index, row in named.items()} == {0: [10.0], 1: [20.0]}
+
+
+def test_replicas_of_other_shapes_are_not_computed_together() -> None:
+    with pytest.raises(LayoutError, match=r"micro-batches of one shape, found \[1, 2\], \[1, 3\]"):
+        join_batches([micro_batch(0, [7, 8]), micro_batch(1, [5, 6, 7])], 2)
+    with pytest.raises(LayoutError, match="1 micro-batches for 2 replicas that compute together"):
+        join_batches([micro_batch(0, [7, 8])], 2)
+
+
+def test_what_routers_add_up_is_added_in_the_order_of_the_ranks() -> None:
+    """(0.1 + 0.2) + 0.3 in float64, though rank 2 came first; the other way round it is 0.6."""
+    ledger = RouterLedger()
+    for rank, value in ((2, 0.3), (0, 0.1), (1, 0.2)):
+        number = torch.tensor(value, dtype=torch.float64)
+        ledger.add(3, number, number, torch.tensor([1]), rank=rank)
+    sums = ledger.take()[3]
+    assert float(sums.load_balancing) == 0.6000000000000001
+    assert sums.tokens_per_expert.tolist() == [3.0]
+    assert ledger.take() == {}

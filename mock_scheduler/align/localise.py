@@ -24,7 +24,6 @@ from mock_scheduler.align.localise_decisions import (
     GraftWalk,
     find_differing,
     find_first_step,
-    find_origin,
     find_reduction_faults,
     in_pass,
     pass_of,
@@ -86,7 +85,7 @@ def localise(
     started_s = time.perf_counter()
     search = _Search(reference=reference, candidate=candidate, run=run, bounds=bounds, max_trace_bytes=max_trace_bytes)
     stage = search.narrow(first)
-    origin = find_origin(stage.differing)
+    origin = stage.differing[0]
     walk, reductions = search.graft(stage, origin, max_grafts=max_grafts)
     is_exact = bounds is None
     return Localisation(
@@ -244,7 +243,7 @@ class _Search:
             raise self._nothing(f"sketches of step {step} for certain")
         num_ranks = self.candidate.config.parallel.world_size
         names = choose_names(
-            in_pass(differing, find_origin(differing).key),
+            in_pass(differing, differing[0].key),
             budget=self.max_trace_bytes,
             bytes_by_element=self._item_bytes * (1 + num_ranks),
         )

@@ -3,10 +3,6 @@
 Contract: pure. A tensor *differs* where its bits do, or where it is beyond its bound; where one run alone has it, or is
 not finite; or where copies within the candidate disagree. The order is that of ``compare.order``.
 
-*Scores* of a step (log-probabilities before the first update, and the advantages that are made of them) come from the
-same modules as the first update's forward pass, but of these passes nothing is traced. So where both differ, the
-forward pass says where it begins.
-
 *Grafts.* Of what differs in one pass of one update, the first that a module shows is a cause, for all before it is
 equal. With the reference's tensor put in its place, whatever is then equal only passed the difference on, and the first
 that still differs is another cause. So each run finds one cause, until nothing differs.
@@ -24,13 +20,14 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
 
 GraftKind = Literal["activation", "activation_gradient"]
-PassName = Literal["start", "inputs", "forward", "loss", "backward", "gradient", "update"]
+PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
 """Which part of a step a tensor is of; ``gradient``: main gradients, behind the backward pass."""
 
 _PASSES: dict[Phase, PassName] = {
     Phase.START: "start",
     Phase.DATA: "inputs",
     Phase.FORWARD: "forward",
+    Phase.SCORES: "scores",
     Phase.LOSS: "loss",
     Phase.BACKWARD: "backward",
     Phase.GRADIENT: "gradient",
@@ -93,15 +90,6 @@ def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | No
 def pass_of(key: TraceKey) -> PassName:
     """Which part of a step computes a tensor."""
     return _PASSES[PHASES[key.kind]]
-
-
-def find_origin(differing: Sequence[Differing]) -> Differing:
-    """The first that differs, in the sense of the module's docstring. differing: of one step, in order, not empty."""
-    first = differing[0]
-    if first.key.kind not in ("score", "advantage"):
-        return first
-    same_pass = [item for item in differing if pass_of(item.key) == "forward" and item.key.update == 0]
-    return same_pass[0] if same_pass else first
 
 
 def in_pass(differing: Sequence[Differing], key: TraceKey) -> list[Differing]:

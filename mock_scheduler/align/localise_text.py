@@ -223,14 +223,13 @@ def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
     return key.step == origin.step and place <= (origin.update, order.index(pass_of(origin)))
 
 
-_ORDER: tuple[PassName, ...] = ("start", "inputs", "forward", "loss", "backward", "gradient", "update")
+_ORDER: tuple[PassName, ...] = ("start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update")
 
 
 def _count_before(comparison: TensorComparison, key: TraceKey) -> int:
-    """Tensors of the step that were compared before this one; scores that come from the same pass are not counted."""
+    """Tensors of the step that were compared before this one."""
     keys = [item.key for item in comparison.differences if item.key.step == key.step]
-    place = keys.index(key) if key in keys else 0
-    return sum(other.kind not in ("score", "advantage") for other in keys[:place])
+    return keys.index(key) if key in keys else 0
 
 
 def _has_residual(item: Differing) -> bool:

@@ -16,6 +16,7 @@ PHASE_NAMES: Mapping[Phase, str] = {
     Phase.START: "start",
     Phase.DATA: "inputs",
     Phase.FORWARD: "forward",
+    Phase.SCORES: "scores",
     Phase.LOSS: "loss",
     Phase.BACKWARD: "backward",
     Phase.GRADIENT: "backward",

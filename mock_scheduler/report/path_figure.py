@@ -15,6 +15,7 @@ _PHASE_NAMES = {
     Phase.START: "start",
     Phase.DATA: "data",
     Phase.FORWARD: "forward",
+    Phase.SCORES: "scores",
     Phase.LOSS: "loss",
     Phase.BACKWARD: "backward",
     Phase.GRADIENT: "gradients",

@@ -48,19 +48,22 @@ class Phase(IntEnum):
     START = 0
     DATA = 1
     FORWARD = 2
-    LOSS = 3
-    BACKWARD = 4
-    GRADIENT = 5
-    NORM = 6
-    UPDATE = 7
+    SCORES = 3
+    LOSS = 4
+    BACKWARD = 5
+    GRADIENT = 6
+    NORM = 7
+    UPDATE = 8
 
 
-#: Where a kind is computed. In ``BACKWARD`` names are walked from the output to the embedding, else the other way.
+#: Where a kind is computed. Scores, and advantages made of them, come from a pass through the modules of the first
+#: update's forward pass, with equal weights: they stand behind these, of which more is traced. In ``BACKWARD`` names
+#: are walked from the output to the embedding, else the other way.
 PHASES: Mapping[TraceKind, Phase] = {
     "initial": Phase.START,
     "input": Phase.DATA,
-    "score": Phase.DATA,
-    "advantage": Phase.DATA,
+    "score": Phase.SCORES,
+    "advantage": Phase.SCORES,
     "activation": Phase.FORWARD,
     "router": Phase.FORWARD,
     "logits": Phase.FORWARD,

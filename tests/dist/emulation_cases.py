@@ -15,7 +15,9 @@ PLAIN_OPTIMIZER = "plain"
 ONE_PROCESS = "tp1"
 
 #: ``qwen``: RMSNorm, gated, grouped queries and norms of queries and keys, tied. ``gpt``: LayerNorm, biases, learned
-#: positions, an MLP without gate, as many groups as heads. Widths leave remainders behind vectors of 8 or 16 numbers.
+#: positions, an MLP without gate, as many groups as heads. ``moe``: 4 experts, of which biased sigmoids choose 2, one
+#: more for all tokens, gated, losses of routers over a micro-batch; the first layer is dense. ``moe-by-row``: a softmax
+#: chooses 1, none is for all tokens, no gates, losses by row, tied. Widths leave remainders behind vectors of 8 or 16.
 _QWEN: dict[str, Any] = {**MODELS["dense"], "ffn_hidden_size": 88}
 _GPT: dict[str, Any] = {
     "num_layers": 4,
@@ -30,6 +32,7 @@ _GPT: dict[str, Any] = {
     "init_method_std": 0.08,
     "vocab_size": 62,
 }
+_EXPERTS: dict[str, Any] = {**MODELS["moe"], "ffn_hidden_size": 88, "moe_ffn_hidden_size": 40}
 EMULATED_MODELS: dict[str, dict[str, Any]] = {
     "qwen": _QWEN,
     "qwen-untied": {**_QWEN, "untie_embeddings_and_output_weights": True, "qk_layernorm": False},
@@ -40,6 +43,19 @@ EMULATED_MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": False,
         "qk_layernorm": True,
         "normalization": "RMSNorm",
+    },
+    "moe": _EXPERTS,
+    "moe-by-row": {
+        **_EXPERTS,
+        "untie_embeddings_and_output_weights": False,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_bias_update_rate": 1e-3,
+        "moe_router_score_function": "softmax",
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "swiglu": False,
     },
 }
 _CRITIC: dict[str, Any] = {

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
@@ -35,14 +36,14 @@ METRICS_FILE = "metrics.json"
 
 
 @contextmanager
-def replaced(module: ModuleType, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """One function of a module is another one in the block."""
-    before = getattr(module, name)
-    setattr(module, name, function)
+def replaced(owner: ModuleType | type, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """One function of a module or class is another one in the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
 
 
 def scale_loss() -> AbstractContextManager[None]:
@@ -69,7 +70,23 @@ def scale_softmax_sum() -> AbstractContextManager[None]:
     return replaced(logprobs, "_local_sums", scaled)
 
 
-FAULTS = {"": nullcontext, "loss_scale": scale_loss, "softmax_sum": scale_softmax_sum}
+def scale_expert_weights() -> AbstractContextManager[None]:
+    """What the first rank's experts give is weighted by 0.05 % too much, for tokens of any rank."""
+    dispatch = MoEAlltoAllTokenDispatcher.token_dispatch
+
+    def scaled(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, probs = dispatch(*args)
+        return tokens, probs * 1.0005 if dist.get_rank() == 0 else probs
+
+    return replaced(MoEAlltoAllTokenDispatcher, "token_dispatch", scaled)
+
+
+FAULTS = {
+    "": nullcontext,
+    "loss_scale": scale_loss,
+    "softmax_sum": scale_softmax_sum,
+    "expert_weights": scale_expert_weights,
+}
 
 
 def train_case(folder: Path, config: PipelineConfig) -> None:

@@ -6,7 +6,7 @@ Everything that a full trace holds is compared, and all metrics, over two steps 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
 WORKER = "tests.dist.emulation_worker"
 PLAIN = "qwen+rows2/float32/tp1"
 NARROW = "qwen-bias+rows2/bfloat16/tp2-sp"
+WITH_EXPERTS = "moe+rows2/float32/dp2-ep2"
 SHORT = (
     NARROW,
     "qwen+rows2/float32/tp2-sp",
@@ -31,8 +32,9 @@ SHORT = (
     "gpt-tied+rows2/float32/pp2",
     "qwen-untied+means+rows2/float32/dp2-plain",
     "qwen+rows2/float32/cp2",
+    WITH_EXPERTS,
 )
-FAULTS = ("loss_scale", "softmax_sum")
+FAULTS = {"loss_scale": NARROW, "softmax_sum": NARROW, "expert_weights": WITH_EXPERTS}
 LONG = (
     *(
         f"{model}/{precision}/{layout}"
@@ -46,11 +48,22 @@ LONG = (
     *("qwen/float32/tp2-sp-pp2", "qwen/bfloat16/tp2-dp2", "gpt/float32/dp4", "qwen/float32/tp4-sp", "qwen/float32/cp4"),
     *("gpt-tied/bfloat16/tp2-sp-pp2", "qwen/float32/dp4-plain", "qwen/bfloat16/tp2-cp2", "qwen/float32/pp2-dp2"),
     *("qwen/float32/tp2-sp-dp4", "qwen/bfloat16/tp2-sp-pp2-dp2", "gpt-tied/float32/tp2-sp-pp2-dp2"),
+    *(
+        f"{model}/{precision}/{layout}"
+        for model in ("moe", "moe-by-row")
+        for precision in ("float32", "bfloat16")
+        for layout in ("pp2", "dp2", "cp2", "tp2-sp-ep2", "dp2-ep2")
+    ),
+    *("moe/float64/dp2-ep2", "moe/float32/dp2-ep2-plain", "moe/float32/cp2-ep2", "moe/float32/pp2-vpp2"),
+    *("moe+means/float32/dp2", "moe+packing/float32/tp2-sp-ep2", "moe+recompute/bfloat16/dp2-ep2"),
+    *("moe/float32/dp4-ep2", "moe/bfloat16/dp4-ep4", "moe/float32/pp2-dp2-ep2", "moe/bfloat16/tp2-sp-pp2-ep2"),
+    *("moe/float32/tp2-sp-dp2-ep2", "moe/bfloat16/tp2-sp-dp2-ep4", "moe/float32/cp2-dp2-ep4"),
+    *("moe/bfloat16/tp2-sp-cp2-ep2", "moe/float32/tp2-sp-pp2-dp2-ep2"),
 )
 
 
-def run_both(root: Path, cases: Sequence[str], *, faults: Sequence[str] = ()) -> Path:
-    """Emulated runs of all cases in one process, and the layouts' own by number of processes."""
+def run_both(root: Path, cases: Sequence[str], *, faults: Mapping[str, str] | None = None) -> Path:
+    """Emulated runs of all cases in one process, and the layouts' own by number of processes; faults: of which case."""
     by_size: dict[int, list[str]] = {}
     for name in cases:
         by_size.setdefault(EmulationCase.parse(name).world_size, []).append(name)
@@ -58,7 +71,7 @@ def run_both(root: Path, cases: Sequence[str], *, faults: Sequence[str] = ()) ->
         (root / folder).mkdir()
     launch(1, root / "emulated", (PLAIN, *cases), module=WORKER)
     for size, names in sorted(by_size.items()):
-        planted = [f"{fault}:{NARROW}" for fault in faults] if size == 2 else []
+        planted = [f"{fault}:{name}" for fault, name in (faults or {}).items() if size == 2]
         launch(size, root / "layout", (*names, *planted), module=WORKER)
     return root
 
@@ -86,7 +99,7 @@ def merged_pairs(one: Path, other: Path) -> Iterator[tuple[TraceKey, MergedTenso
                 yield key, left.merge(key), right.merge(key)
 
 
-def unequal(emulated: Path, layout: Path) -> list[str]:
+def unequal(emulated: Path, layout: Path, *, has_experts: bool = False) -> list[str]:
     """Tensors and metrics that are not the same to the bit, and replicas of the layout that are not."""
     found, kinds = [], set()
     for key, one, other in merged_pairs(emulated, layout):
@@ -95,7 +108,7 @@ def unequal(emulated: Path, layout: Path) -> list[str]:
         same_form = (one.tensor.shape, one.tensor.dtype) == (other.tensor.shape, other.tensor.dtype)
         if not same_form or not torch.equal(*bits) or other.conflicts:
             found.append(key.describe())
-    assert kinds >= set(TRACE_KINDS) - {"router", "weight"}
+    assert kinds >= set(TRACE_KINDS) - ({"weight"} if has_experts else {"router", "weight"})
     ours, theirs = (json.loads((folder / METRICS_FILE).read_text(encoding="utf-8")) for folder in (emulated, layout))
     assert [step.keys() for step in ours] == [step.keys() for step in theirs]
     found += [
@@ -110,13 +123,16 @@ def unequal(emulated: Path, layout: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_one_process_computes_the_bits_of_the_layout(short: Path, name: str) -> None:
-    assert unequal(short / "emulated" / name, short / "layout" / name) == []
+    has_experts = name.startswith("moe")
+    assert unequal(short / "emulated" / name, short / "layout" / name, has_experts=has_experts) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_below_the_noise_of_bfloat16_is_found(short: Path, fault: str) -> None:
-    """0.05 % of the loss, or 0.1 % of one rank's share of the softmax, where rounding alone moves gradients by 2 %."""
-    found = unequal(short / "emulated" / NARROW, short / "layout" / fault / NARROW)
+@pytest.mark.parametrize(("fault", "name"), FAULTS.items())
+def test_a_fault_below_the_noise_of_bfloat16_is_found(short: Path, fault: str, name: str) -> None:
+    """0.05 % of the loss or of an expert's weights, or 0.1 % of one rank's share of the softmax; in bfloat16 rounding
+    alone moves gradients by 2 %.
+    """
+    found = unequal(short / "emulated" / name, short / "layout" / fault / name)
     gradients = [item for item in found if item.startswith("gradient of ")]
     assert gradients
     assert "metric grad_norm of step 0" in found
@@ -137,4 +153,5 @@ def test_the_emulated_order_is_the_reference_but_for_rounding(short: Path) -> No
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", LONG)
 def test_every_model_and_layout_is_followed_to_the_bit(long: Path, name: str) -> None:
-    assert unequal(long / "emulated" / name, long / "layout" / name) == []
+    has_experts = name.startswith("moe")
+    assert unequal(long / "emulated" / name, long / "layout" / name, has_experts=has_experts) == []

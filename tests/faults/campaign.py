@@ -29,7 +29,6 @@ from tests.faults.fault import Fault, Precision, Run
 from tests.faults.judging import (
     Judgement,
     describe_place,
-    first_observed,
     is_called,
     is_placed,
     judge_refused,
@@ -159,7 +158,6 @@ class Campaign:
             precision=self.precision,
             findings={},
             place="",
-            named="",
             sentence=error,
             is_placed=False,
             is_called=False,
@@ -179,14 +177,12 @@ class Campaign:
     def _judge_evidence(self, judgement: Judgement, part: Part, fault: Fault | None, evidence: Evidence) -> Judgement:
         if fault is None and evidence.exact is not None:
             self.emulates[part.run] = all(item.bit_equal for item in evidence.exact.differences)
-        first = first_observed(evidence.divergences)
+        first = evidence.divergences[0] if evidence.divergences else None
         sentence = "" if first is None else describe_divergence(first, evidence.strongest)
-        named = evidence.divergences[0] if evidence.divergences else None
         return replace(
             judgement,
             findings=run_proofs(evidence),
             place=describe_place(first),
-            named=describe_place(named),
             sentence=sentence,
             is_placed=fault is not None and is_placed(first, fault.expected),
             is_called=fault is not None and is_called(sentence, fault.expected),

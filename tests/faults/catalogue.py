@@ -151,15 +151,6 @@ _FORWARD = (
         expected=_forward("decoder.layers.0.self_attention.core_attention"),
     ),
     Fault(
-        id="labels-of-own-pieces",
-        number="33",
-        description="labels are rolled within a cp rank's tokens, so that those at the ends of pieces are wrong",
-        inject=loading.labels_of_own_pieces,
-        shows=_CP2,
-        silent=_TP2,
-        expected=_forward("logprobs", kind="token|sample|element"),
-    ),
-    Fault(
         id="key-groups-flipped",
         number="28",
         description="keys and values of a tp rank's query groups are in the reverse order",
@@ -313,6 +304,17 @@ _FORWARD = (
 )
 
 _BACKWARD = (
+    Fault(
+        id="labels-of-own-pieces",
+        number="33",
+        description="labels are rolled within a cp rank's tokens, so that those at the ends of pieces are wrong",
+        inject=loading.labels_of_own_pieces,
+        shows=_CP2,
+        silent=_TP2,
+        # The first wrong label is a token that cannot be drawn where the right one is the likeliest: the masked logit
+        # of the one is the shifted logit of the other, so that the log-probability is equal and the gradient is not.
+        expected=_backward(*_FIRST_BACKWARD, kind="token"),
+    ),
     Fault(
         id="norms-not-summed",
         number="1",
@@ -672,6 +674,9 @@ _REAL = (
         expected=_backward("decoder.layers.1.mlp.experts.*.bias"),
     ),
 )
+
+#: Numbers of those that the reference has measured: each must be found, at its place, in every precision.
+MEASURED = ("1", "2", "3", "4", "5", "6", "7", "9", "10", "11", "12", "14", "15", "16", "17", "19")
 
 FAULTS: tuple[Fault, ...] = (*_LOADING, *_FORWARD, *_BACKWARD, *_UPDATE, *_REAL)
 """In the order of the phases that they show in."""

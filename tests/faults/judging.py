@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -20,6 +20,7 @@ _PHASES: Mapping[TracePhase, Phase] = {
     TracePhase.START: "data",
     TracePhase.DATA: "data",
     TracePhase.FORWARD: "forward",
+    TracePhase.SCORES: "forward",
     TracePhase.LOSS: "forward",
     TracePhase.BACKWARD: "backward",
     TracePhase.GRADIENT: "backward",
@@ -32,18 +33,16 @@ _PHASES: Mapping[TracePhase, Phase] = {
 class Judgement:
     """What came of one fault in one precision.
 
-    findings: by proof. place: the first divergence as ``phase, update, name``, behind the scores; sentence: in words.
-    named: the first one that a report names, scores too. is_placed, is_called: whether place and sentence are what the
-    fault expects. is_loss_equal: of the first update, with the clean run of the
-    same layout; ``None`` where there is no such run. is_silent: whether the silent layout's run was equal to the last
-    bit. fired: how often. error: what makes it no test at all, such as a fault that never fired.
+    findings: by proof. place: the first divergence as ``phase, update, name``; sentence: in words. is_placed,
+    is_called: whether place and sentence are what the fault expects. is_loss_equal: of the first update, with the clean
+    run of the same layout; ``None`` where there is no such run. is_silent: whether the silent layout's run was equal to
+    the last bit. fired: how often. error: what makes it no test at all, such as a fault that never fired.
     """
 
     fault: str
     precision: Precision
     findings: Mapping[str, Finding]
     place: str
-    named: str
     sentence: str
     is_placed: bool
     is_called: bool
@@ -68,16 +67,6 @@ class Judgement:
 def run_proofs(evidence: Evidence) -> dict[str, Finding]:
     """All of them, by name."""
     return {name: proof(evidence) for name, proof in PROOFS.items()}
-
-
-def first_observed(divergences: Sequence[Divergence]) -> Divergence | None:
-    """The first divergence; of those of the forward pass, one of a module rather than one of the scores.
-
-    Scores are what the same modules say in a pass before the first update, which is not traced: where a module is
-    wrong, its output in the update is the first that shows which.
-    """
-    behind = [item for item in divergences if item.kind != "score"]
-    return next(iter([*behind, *divergences]), None)
 
 
 def describe_place(first: Divergence | None) -> str:
@@ -114,7 +103,6 @@ def judge_refused(judgement: Judgement, message: str, fault: Fault | None) -> Ju
         judgement,
         findings={**findings, "replicas": Finding(outcome="found", text=message)},
         place=place,
-        named=place,
         sentence=message,
         is_placed=placed,
         is_called=fault is not None and is_called(message, fault.expected),

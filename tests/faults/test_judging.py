@@ -15,7 +15,7 @@ from mock_scheduler.trace.entries import TraceKey
 from tests.faults.catalogue import find_fault
 from tests.faults.evidence import Evidence, Finding, _angle, by_emulation, by_loss, by_noise, by_slope
 from tests.faults.fault import Expected, Run
-from tests.faults.judging import Judgement, describe_place, first_observed, is_called, is_placed
+from tests.faults.judging import Judgement, describe_place, is_called, is_placed
 from tests.faults.runs import silent_groups
 from tests.faults.table import from_json, matrix_header, matrix_rows, summarise, to_json, to_markdown
 
@@ -78,13 +78,6 @@ def test_place_is_phase_update_and_name() -> None:
     assert not is_placed(None, _EXPECTED)
 
 
-def test_module_goes_before_the_scores_that_it_made() -> None:
-    score, module = _first(kind="score", name="old_logprobs"), _first(kind="activation", name="embedding")
-    assert first_observed([score, module]) is module
-    assert first_observed([score]) is score
-    assert first_observed([]) is None
-
-
 def test_one_of_several_words_is_enough() -> None:
     assert is_called("gradients that are not summed over tp", _EXPECTED)
     assert is_called("copies within the candidate differ", _EXPECTED)
@@ -97,7 +90,6 @@ def _judgement(**findings: str) -> Judgement:
         precision="float32",
         findings={name: Finding(outcome=outcome) for name, outcome in findings.items()},  # type: ignore[arg-type]
         place="",
-        named="",
         sentence="",
         is_placed=True,
         is_called=True,

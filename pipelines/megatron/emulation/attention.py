@@ -47,7 +47,7 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
 def _split_heads(
     attention: SelfAttention, modules: EmulatedModules, mixed: torch.Tensor
 ) -> tuple[_Parts, _Parts, _Parts]:
-    """Queries, keys and values of every rank, share by share, from ``[s, b, groups · (heads per group + 2) · head]``."""
+    """Queries, keys and values of every rank, share by share, of ``[s, b, groups · (heads per group + 2) · head]``."""
     size, plan = attention.hidden_size_per_attention_head, modules.plan
     groups = attention.num_query_groups_per_partition // plan.tp
     per_group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition

@@ -16,6 +16,7 @@ from mock_scheduler.order_plan import OrderPlan, plan_order
 from pipelines.megatron.emulation.accumulators import Accumulators
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
 from pipelines.megatron.emulation.modules import EmulatedModules
+from pipelines.megatron.value_head import ValueHead
 
 _LAYERS = "decoder.layers."
 
@@ -28,9 +29,18 @@ def emulated_plan(config: PipelineConfig) -> OrderPlan | None:
 
 
 class Emulation:
-    """Of one model. gpt: built in one process, on its device, in its gradient buffers if it is trained."""
+    """Of one model. gpt: built in one process, on its device, in its gradient buffers if it is trained.
+
+    Raises:
+        LayoutError: the model is a critic whose replicas would have to compute together.
+    """
 
     def __init__(self, gpt: GPTModel, plan: OrderPlan) -> None:
+        if plan.lanes > 1 and isinstance(gpt.output_layer, ValueHead):
+            raise LayoutError(
+                "order.emulate: a critic's replicas are not computed together, as experts over several of them need; "
+                "emulate an expert_model_parallel_size of at most tensor_model_parallel_size × context_parallel_size"
+            )
         self.plan = plan
         self.accumulators = Accumulators()
         self.modules = EmulatedModules(gpt, plan, self.accumulators)

@@ -72,7 +72,7 @@ def _join(parts: Sequence[OwnBatch]) -> JointBatch:
     if len(shapes) > 1:
         listed = ", ".join(str(list(shape)) for shape in sorted(shapes))
         raise LayoutError(
-            f"order.emulate: replicas that compute together need micro-batches of one shape, not {listed}"
+            f"order.emulate: replicas that compute together need micro-batches of one shape, found {listed}"
         )
     inputs = [part.inputs for part in parts]
     tensors = [part.batch.tensors() for part in parts]
