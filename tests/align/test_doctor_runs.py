@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.align.doctor_runs import run_doctor
-from mock_scheduler.align.execution import LaunchRun
+from mock_scheduler.align.execution import LaunchRuns
 from mock_scheduler.align.plan import PlannedRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.operations import OperationLogHeader
@@ -60,11 +60,11 @@ class Bench:
     started: list[PlannedRun] = field(default_factory=list)
     output: io.StringIO = field(default_factory=io.StringIO)
 
-    def launch(self, run: PlannedRun) -> int:
-        self.started.append(run)
-        return self.behave.get(run.name, write_replay)(run)
+    def launch(self, runs: Sequence[PlannedRun]) -> dict[str, int]:
+        self.started += runs
+        return {run.name: self.behave.get(run.name, write_replay)(run) for run in runs}
 
-    def make_launch(self, config_name: str, config_path: Path) -> LaunchRun:
+    def make_launch(self, config_name: str, config_path: Path) -> LaunchRuns:
         return self.launch
 
     def doctor(self, *overrides: str, **options: object) -> int:

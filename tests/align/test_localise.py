@@ -93,7 +93,7 @@ def test_a_cause_in_the_backward_pass_alone_is_found_by_grafts_of_gradients(tmp_
     assert (found.step, found.phase, found.name) == (1, "backward", FC1)
     assert found.sentence == (
         f"step 1, backward, {FC1} gradient at its output: candidate is 1.5 times the baseline (relative difference "
-        "0.5), made by the backward pass behind decoder.layers.1.mlp.linear_fc2; the 21 tensors before it are equal; "
+        "0.5), made by the backward pass behind decoder.layers.1.mlp.linear_fc2; the 22 tensors before it are equal; "
         "with the reference's activation gradients in the place of it, the 6 other tensors of the pass that differed "
         "are equal: they pass it on"
     )
@@ -142,10 +142,10 @@ def test_parameters_that_alone_differ_are_a_fault_of_the_optimizer(tmp_path: Pat
 
 def test_scores_that_alone_differ_are_no_fault_of_the_update(tmp_path: Path) -> None:
     runs, found = find(tmp_path, Fault(scores=0.99), first=first_at(0))
-    assert (found.phase, found.name) == ("inputs", "old_logprobs")
+    assert (found.phase, found.name) == ("scores", "old_logprobs")
     assert found.sentence == (
-        "step 0, inputs, old_logprobs before the first update: candidate is 0.99 times the baseline (relative "
-        "difference 0.01); every other tensor equal"
+        "step 0, scores, old_logprobs before the first update: candidate is 0.99 times the baseline (relative "
+        "difference 0.01); every other tensor equal (11 up to the end of that pass)"
     )
     assert not any("graft" in name for name in runs.names())
 

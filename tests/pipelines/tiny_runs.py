@@ -32,6 +32,7 @@ training:
   lr: 2.0e-3
 train_env_manager: {num_env_groups: 4, group_size: 4}
 align:
+  proofs: {num_perturbations: 2, localise: false}  # every proof once; localisation has tests of its own
   candidates:
     - name: same-layout
       entry: tests.pipelines.gymnasium_must_not_load
@@ -58,7 +59,7 @@ def write_tiny_config(folder: Path) -> Path:
 
 
 def run_command(
-    arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 280.0
+    arguments: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 560.0
 ) -> subprocess.CompletedProcess[str]:
     """``python ARGUMENTS`` in the repository's root, with this process's environment and ``environ`` over it."""
     return subprocess.run(
