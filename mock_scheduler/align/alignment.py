@@ -313,6 +313,8 @@ def _why_not_emulated(item: CandidateState) -> str:
     """Why no reference is run in a candidate's order of sums; empty where one is."""
     if not item.baseline.config.align.proofs.emulate:
         return "align.proofs.emulate is false"
+    if is_same_order(item.baseline, item.run):
+        return "it adds in the baseline's order"
     problem = describe_order_limits(item.run.config)
     return f"its order of sums cannot be followed: {problem}" if problem else ""
 

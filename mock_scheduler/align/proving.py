@@ -6,7 +6,8 @@ Contract: pure; the comparisons are there already.
 - *bit-equality* with the baseline proves it. Where its order of sums is the baseline's and nothing else may round, a
   difference refutes it: no measure of noise excuses it.
 - *emulation*: bit-equality with a reference that adds in the candidate's order proves it, if the reference itself is
-  within the noise of the baseline. Where only the layout is another, a difference refutes it.
+  within the noise of the baseline, or in float64 computes the same. Where only the layout is another, a difference
+  refutes it.
 - *noise* judges all else.
 - *referee*: what is beyond its bound, and in float64 is not, is called suspect and not diverged: the two compute the
   same function, and either this precision alone is wrong or the noise was larger than measured.
@@ -85,8 +86,15 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
     if equality.outcome == "refuted":
         return _diverged(direct, direct, f"{equality.text}; ")
     if emulation.outcome == "proved" and evidence.must_be_exact:
-        if noise.outcome == "proved":
-            return replace(direct, verdict=Verdict.EMULATED, reason=f"{emulation.text}; {noise.text}")
+        if "proved" in (noise.outcome, referee.outcome):
+            why = noise.text if noise.outcome == "proved" else f"{referee.text}; against the baseline: {noise.text}"
+            return replace(
+                direct,
+                verdict=Verdict.EMULATED,
+                reason=f"{emulation.text}; {why}",
+                first_divergence=None,
+                sentence=None,
+            )
         reason = f"{emulation.text}, but that reference is itself not within the noise of the baseline: {noise.text}"
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason)
     if emulation.outcome == "refuted" and emulated is not None:

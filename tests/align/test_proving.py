@@ -93,6 +93,13 @@ def test_a_reference_outside_the_noise_proves_nothing() -> None:
     assert (verdict, found["emulation"], found["noise"]) == (Verdict.SUSPECT, "proved", "refuted")
 
 
+def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
+    """A mean that cancels to nearly 0 is 3 % beyond the largest of few perturbed runs, and equal in its own order."""
+    shrunk = compared(Verdict.ROUNDING, relative=1e-13)
+    judgement = judge(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL, wide=shrunk))
+    assert (judgement.alignment.verdict, judgement.alignment.sentence) == (Verdict.EMULATED, None)
+
+
 def test_another_kernel_may_round_so_that_noise_decides() -> None:
     assert outcomes(replace(OTHER, emulated=DIVERGED))[0] is Verdict.ROUNDING
     assert outcomes(replace(OTHER, direct=DIVERGED, emulated=IDENTICAL))[0] is Verdict.DIVERGED

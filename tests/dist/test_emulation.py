@@ -58,7 +58,9 @@ LONG = (
     *("moe+means/float32/dp2", "moe+packing/float32/tp2-sp-ep2", "moe+recompute/bfloat16/dp2-ep2"),
     *("moe/float32/dp4-ep2", "moe/bfloat16/dp4-ep4", "moe/float32/pp2-dp2-ep2", "moe/bfloat16/tp2-sp-pp2-ep2"),
     *("moe/float32/tp2-sp-dp2-ep2", "moe/bfloat16/tp2-sp-dp2-ep4", "moe/float32/cp2-dp2-ep4"),
-    *("moe/bfloat16/tp2-sp-cp2-ep2", "moe/float32/tp2-sp-pp2-dp2-ep2"),
+    *("moe/bfloat16/tp2-sp-cp2-ep2", "moe/float32/tp2-sp-pp2-dp2-ep2", "moe/float32/tp4-sp-ep2"),
+    *("moe/float32/cp2-dp2-ep2", "moe/float32/pp2-vpp2-dp2-ep2", "moe/bfloat16/tp2-sp-dp2-ep2-plain"),
+    *("moe/float32/pp2-dp2-ep2-plain", "moe+critic/float32/tp2-sp-ep2"),
 )
 
 

@@ -55,11 +55,6 @@ class Campaign:
     num_candidates: int
     suspects: frozenset[str] = frozenset()
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether its layouts' order of sums can be followed."""
-        return self.config == "legal_changes"
-
 
 CAMPAIGNS = {
     "dense-float32": Campaign(config="legal_changes", overrides=FEW_DENSE, num_candidates=10),
@@ -109,14 +104,14 @@ def test_what_changes_nothing_is_identical(candidates: Mapping[str, dict[str, An
     assert {each: candidates[each]["verdict"] for each in names} == dict.fromkeys(names, "identical")
 
 
-def test_layouts_equal_a_reference_in_their_order_of_sums(name: str, candidates: Mapping[str, dict[str, Any]]) -> None:
-    """Of dense models, so that no noise decides on a layout alone; with experts wherever there is a reference."""
+def test_layouts_equal_a_reference_in_their_order_of_sums(candidates: Mapping[str, dict[str, Any]]) -> None:
+    """So that no noise decides on a layout alone."""
     verdicts = verdicts_of(candidates, ONLY_LAYOUT)
     followed = {each for each in verdicts if emulation_of(candidates[each]) != "not tried"}
-    assert {verdicts[each] for each in followed} <= {"identical (emulated)"}
-    if CAMPAIGNS[name].is_dense:
-        assert {verdicts[each] for each in verdicts.keys() - followed} == {"identical"}
-        assert {"tp2-sp", "cp2", "tp2-sp-pp2"} <= followed
+    assert {verdicts[each] for each in followed} == {"identical (emulated)"}
+    assert {verdicts[each] for each in verdicts.keys() - followed} == {"identical"}
+    assert any(each.startswith("tp2-sp") for each in followed)
+    assert any(each.startswith("cp2") for each in followed)
 
 
 def test_other_batches_are_rounding(candidates: Mapping[str, dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ def exceeding_at(candidate: dict, *, step: int, update: int) -> dict[str, set[st
     names: dict[str, set[str]] = {"gradient": set(), "parameter": set()}
     for tensor in candidate["tensors"]["exceeding"]:
         key = tensor["key"]
-        if (key["step"], key["update"]) == (step, update):
+        if (key["step"], key["update"]) == (step, update) and key["kind"] in names:
             names[key["kind"]].add(key["name"])
     return names
 
@@ -41,7 +41,7 @@ def test_every_candidate_gets_its_verdict(tiny_alignment: TinyAlignment) -> None
     result = read_json(tiny_alignment.folder / "align.json")
     assert {candidate["name"]: candidate["verdict"] for candidate in result["candidates"]} == {
         "same-layout": "identical",
-        "tp2-pp2": "rounding",
+        "tp2-pp2": "identical (emulated)",
         "clip-range": "diverged",
         "double-lr": "diverged",
         "norm-gradients": "diverged",
@@ -57,9 +57,11 @@ def test_the_same_layout_is_identical_in_every_bit_that_is_counted(tiny_alignmen
     for kind in ("gradient", "parameter"):
         group = candidate["tensors"]["groups"][kind]
         assert (group["num_compared"], group["num_bit_equal"]) == (NUM_TENSORS, NUM_TENSORS)
-    assert candidate["reason"] == (
-        f"bit-equal: {len(candidate['metrics']['differences'])} metrics over 2 steps, {NUM_TENSORS} gradients, "
-        f"{NUM_TENSORS} parameters; one changed bit would have been found"
+    assert candidate["reason"].startswith(
+        f"bit-equal: {len(candidate['metrics']['differences'])} metrics over 2 steps, "
+    )
+    assert candidate["reason"].endswith(
+        f"{NUM_TENSORS} gradients, {NUM_TENSORS} parameters; one changed bit would have been found"
     )
 
 
@@ -67,19 +69,21 @@ def test_another_layout_compares_every_tensor_within_rounding(tiny_alignment: Ti
     candidate = tiny_alignment.candidate("tp2-pp2")
     assert candidate["layout"] == "tp2 pp2 dp1"
     assert candidate["first_divergence"] is None
-    for kind, bound in (("gradient", 1e-4), ("parameter", 5e-3)):
+    for kind in ("gradient", "parameter"):
         group = candidate["tensors"]["groups"][kind]
         assert group["num_compared"] == NUM_TENSORS
         # Not all bits can be equal: tp reorders sums. A comparison of a file with itself would be.
         assert group["num_bit_equal"] < NUM_TENSORS
-        assert 0.0 < group["worst"]["relative"] <= bound
+        assert 0.0 < group["worst"]["relative"] <= group["worst"]["tolerance"] < 1e-3
+    proofs = {proof["name"]: proof["outcome"] for proof in candidate["proofs"]}
+    assert (proofs["replicas"], proofs["bit-equality"], proofs["emulation"]) == ("proved", "open", "proved")
     assert candidate["tensors"]["candidate_replica_conflicts"] == []
 
 
 def test_another_clip_range_is_found_where_it_first_clips(tiny_alignment: TinyAlignment) -> None:
     """The first pass over the batch has ratio 1 and clips nothing: updates 0 and 1 are equal, update 2 is not."""
     candidate = tiny_alignment.candidate("clip-range")
-    assert first_divergence(candidate) == (0, 2, "gradient", "embedding.word_embeddings.weight")
+    assert first_divergence(candidate) == (0, 2, "loss", "pg_loss")
     assert "first metric: approx_kl from step 0 on" in candidate["reason"]
     for update in (0, 1):
         assert exceeding_at(candidate, step=0, update=update) == {"gradient": set(), "parameter": set()}
@@ -136,11 +140,12 @@ def test_two_finished_runs_get_by_hand_the_verdict_that_the_alignment_gave(
         path = tmp_path / f"{name}.json"
         folders = [str(tiny_alignment.folder / run) for run in ("baseline", name)]
         assert main(["compare", *folders, "--json", str(path)]) == exit_code
-        candidate = read_json(path)
-        of_align = tiny_alignment.candidate(name)
-        assert {key: candidate[key] for key in ("verdict", "reason", "first_divergence", "tensors", "metrics")} == {
-            key: of_align[key] for key in ("verdict", "reason", "first_divergence", "tensors", "metrics")
-        }
+        candidate, of_align = read_json(path), tiny_alignment.candidate(name)
+        # Emulation and referee are the alignment's own; the measured noise is found beside the baseline.
+        assert candidate["verdict"] == {"tp2-pp2": "rounding", "double-lr": "diverged"}[name]
+        assert candidate["reason"] in of_align["reason"]
+        keys = ("first_divergence", "tensors", "metrics")
+        assert {key: candidate[key] for key in keys} == {key: of_align[key] for key in keys}
 
 
 def test_a_mock_run_builds_no_engine_and_no_environment(tiny_alignment: TinyAlignment) -> None:
