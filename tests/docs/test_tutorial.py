@@ -75,7 +75,7 @@ def test_exit_codes_are_those_of_the_program(text: str) -> None:
     assert stated is not None
     names = ("ALIGNED", "DIVERGED", "SUSPECT", "INCOMPARABLE", "UNVERIFIED")
     assert stated[1] == ", ".join(f"{int(ExitCode[name])} {name.lower()}" for name in names)
-    assert ExitCode.USAGE == 5
+    assert int(ExitCode.USAGE) == 5
 
 
 @pytest.mark.parametrize(
