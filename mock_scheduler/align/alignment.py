@@ -262,7 +262,8 @@ class AlignmentRunner:
         reference, bounds = self.plan.baseline, None
         first = item.alignment.first_divergence
         try:
-            if item.emulated is not None and item.emulated_run is not None:
+            differs = item.emulated is not None and item.emulated.verdict is Verdict.DIVERGED
+            if item.emulated_run is not None and differs:
                 reference = item.emulated_run
             elif not is_same_order(self.plan.baseline, item.run):
                 bounds = self._measure_all_kinds(0 if first is None else first.step)
@@ -315,6 +316,8 @@ def _why_not_emulated(item: CandidateState) -> str:
         return "align.proofs.emulate is false"
     if is_same_order(item.baseline, item.run):
         return "it adds in the baseline's order"
+    if item.run.changes.other and not item.run.must_be_exact:
+        return f"it changes more than its layout ({', '.join(item.run.changes.other)}), which may round"
     problem = describe_order_limits(item.run.config)
     return f"its order of sums cannot be followed: {problem}" if problem else ""
 

@@ -38,13 +38,20 @@ _STATE_KEYS = ("seed", "precision", "rollout_form", "adv_estimator", "model")
 _SCRIPT = """\
 #!/usr/bin/env bash
 # Shows the divergence: exit code 1 and the verdict "diverged". Start it from the root of a checkout that has
-# mock_scheduler and pipelines, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter. What follows the script
-# goes to mock-scheduler align.
+# mock_scheduler and pipelines, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter, else the checkout's
+# .venv, else python3. What follows the script goes to mock-scheduler align.
 set -euo pipefail
 root="$(cd "${{MOCK_SCHEDULER_ROOT:-.}}" && pwd)"
-python="$(command -v "${{PYTHON:-python3}}")"
+default=python3
+[[ -x "$root/.venv/bin/python" ]] && default="$root/.venv/bin/python"
+python="$(command -v "${{PYTHON:-$default}}")"
 case "$python" in /*) ;; *) python="$PWD/$python" ;; esac
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
+if ! PYTHONPATH="$root" "$python" -c 'import typer, torch, mock_scheduler.cli, pipelines' 2>/dev/null; then
+  echo "error: $python cannot import mock_scheduler and pipelines with what they need; start this from the root of a" \\
+    "checkout with its .venv, or set MOCK_SCHEDULER_ROOT and PYTHON" >&2
+  exit 5
+fi
 export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
 exec "$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
   --output-dir {output} --overwrite "$@"
