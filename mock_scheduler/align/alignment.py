@@ -274,10 +274,10 @@ class AlignmentRunner:
     def _measure_all_kinds(self, step: int) -> Bounds:
         """The noise of all that one step computes, beyond what every run traces."""
         overrides = full_overrides(self.plan.baseline.config, step, None)
-        whole = self._run_further(self.plan.baseline, overrides, f"step-{step}")
+        whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
         folders = [
             self._run_further(
-                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"step-{step}-noise-{seed}"
+                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"localise-step-{step}-noise-{seed}"
             )
             for seed in range(_NUM_LOCALISING_PERTURBATIONS)
         ]
@@ -285,10 +285,8 @@ class AlignmentRunner:
 
     def _run_further(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
         """A run that localisation asks for; the same one is made once."""
-        run_name = f"localise-{planned.name}-{name}"
-        return self.store.execute_once(
-            derive_run(planned, run_name, overrides, load=self.load, root=self.plan.proofs_dir)
-        )
+        run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
+        return self.store.execute_once(run, (planned.name, *overrides))
 
     def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
         return self.console.status(f"{escape(run.name)}: {what}")

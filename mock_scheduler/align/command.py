@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from mock_scheduler.align.run_store import RunStore
 from mock_scheduler.compare.consequence import consequence_kinds
 from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import worst_exit_code
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
 from mock_scheduler.report.alignment_page import write_alignment_page
 from mock_scheduler.report.json_file import save_result
@@ -61,6 +63,7 @@ def run_align(
     ``console``: ``None`` is this terminal.
     """
     console = console or build_console()
+    _check_writable(options)
     load = build_loader(config_name, config_path)
     wants_consequence = load(overrides).align.proofs.consequence
     plan = plan_alignment(
@@ -100,6 +103,16 @@ def run_align(
     else:
         print_report(result, console, files=files)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
+
+
+def _check_writable(options: AlignOptions) -> None:
+    """Raise ``ConfigError`` for a copy that could not be written, before hours are spent on what it would hold."""
+    for name, path in (("--json", options.json_path), ("--html", options.html_path)):
+        if path is None:
+            continue
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{name}: {path} cannot be written")
 
 
 def _write_reports(result: AlignmentResult, options: AlignOptions, *, files: dict[str, Path]) -> None:

@@ -86,14 +86,17 @@ class RunStore:
         except AlignmentError as error:
             return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
 
-    def execute_once(self, run: PlannedRun) -> Path:
-        """The folder of a run that several ask for, which is made once. Raises ``AlignmentError`` where it fails."""
-        if run.overrides not in self._further:
+    def execute_once(self, run: PlannedRun, key: tuple[str, ...]) -> Path:
+        """The folder of a run that several ask for, which is made once. Raises ``AlignmentError`` where it fails.
+
+        ``key``: what makes it the same run, whatever its name is.
+        """
+        if key not in self._further:
             outcome = self.execute([run])[run.name]
             if isinstance(outcome, RunFailure):
                 raise AlignmentError(f"a further run failed: {outcome.message}\nits output is in {run.log_path}")
-            self._further[run.overrides] = run.output_dir
-        return self._further[run.overrides]
+            self._further[key] = run.output_dir
+        return self._further[key]
 
     @contextmanager
     def timed(self, purpose: Purpose) -> Iterator[None]:

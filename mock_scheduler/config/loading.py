@@ -183,7 +183,8 @@ def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> tupl
             if not may_have_traps(composed):
                 return composed, []
             defaults = GlobalHydra.instance().config_loader().compute_defaults_list(name, overrides, RunMode.RUN)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning) as error:
+    # OmegaConf lets a ValueError of Python out where a key of a list is no number.
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning, ValueError) as error:
         raise ConfigError(f"{origin} cannot be composed: {error}") from error
     places = [(folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
     return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]

@@ -299,6 +299,13 @@ def test_a_difference_is_unverified_where_only_the_candidate_was_not_determinist
     assert [candidate["verdict"] for candidate in candidates] == ["identical", "identical", "unverified"]
 
 
+def test_a_copy_that_cannot_be_written_is_refused_before_anything_runs(bench: Bench, tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    with pytest.raises(ConfigError) as caught:
+        bench.align(launcher, json_path=tmp_path)
+    assert (str(caught.value), launcher.started) == (f"--json: {tmp_path} cannot be written", [])
+
+
 def test_the_report_says_where_result_recording_and_logs_are(bench: Bench) -> None:
     bench.align(FakeLauncher())
     assert bench.output.getvalue().endswith(
