@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.report import describe_verdict
@@ -72,7 +73,9 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
     folder = tmp_path / "remote"
     configs, recording = tiny_alignment.configs, tiny_alignment.recording
     dump = [*REMOTE_DUMP, f"debug.dump_dir={tmp_path / 'dump'}"]
-    with serving(configs, folder, ["trace.level=full"]) as url:
+    baseline = tiny_alignment.folder / "baseline"
+    kinds = yaml.safe_load((baseline / "config.yaml").read_text())["trace"]["kinds"]
+    with serving(configs, folder, ["trace.level=full", f"trace.kinds=[{','.join(kinds)}]"]) as url:
         other = train_there(configs, tmp_path / "other", recording, url, "pg_clip=0.3")
         assert other.returncode == 5
         assert f"the service at {url} is not this run's:\n  - pg_clip: 0.3 here, 0.2 in the service\n" in other.stderr
@@ -86,7 +89,6 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
         "prepared_trajectories",
         "training_metrics",
     ]
-    baseline = tiny_alignment.folder / "baseline"
     compared = run_command(["-m", "mock_scheduler.cli", "compare", str(baseline), str(folder)])
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert compared.stdout.startswith("identical: remote against baseline")
