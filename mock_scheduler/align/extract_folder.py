@@ -47,14 +47,15 @@ default=python3
 python="$(command -v "${{PYTHON:-$default}}")"
 case "$python" in /*) ;; *) python="$PWD/$python" ;; esac
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
-if ! PYTHONPATH="$root" "$python" -c 'import typer, torch, mock_scheduler.cli, pipelines' 2>/dev/null; then
-  echo "error: $python cannot import mock_scheduler and pipelines with what they need; start this from the root of a" \\
-    "checkout with its .venv, or set MOCK_SCHEDULER_ROOT and PYTHON" >&2
-  exit 5
-fi
 export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
-exec "$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
-  --output-dir {output} --overwrite "$@"
+code=0
+"$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
+  --output-dir {output} --overwrite "$@" || code=$?
+if [[ "$code" == 1 ]] && ! "$python" -c "import torch, mock_scheduler.cli, pipelines" 2>/dev/null; then
+  echo "error: $python could not run it; start this from the root of a checkout with its .venv, or set PYTHON" >&2
+  code=5  # 1 is a verdict's
+fi
+exit "$code"
 """
 
 

@@ -474,7 +474,7 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
     alignment.write()
     folder = extract(alignment)
     (tmp_path / "checkout").mkdir()
-    write_python(tmp_path / "checkout", 'echo "$PWD|$PYTHONPATH|$*"; exit 1')
+    write_python(tmp_path / "checkout", '[[ "$1" == -c ]] || { echo "$PWD|$PYTHONPATH|$*"; exit 1; }')
     done = subprocess.run(
         ["bash", str(folder / "reproduce.sh"), "--json", "x"],
         cwd=tmp_path / "checkout",
@@ -488,6 +488,22 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
         f"{folder}|{tmp_path / 'checkout'}|-m mock_scheduler.cli align config --config-path . --recording recording "
         "--output-dir output --overwrite --json x\n"
     )
+
+
+def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignment: Alignment, tmp_path: Path) -> None:
+    """Python ends with 1 where a module is missing, which is the code of ``diverged``."""
+    alignment.write()
+    folder = extract(alignment)
+    python = write_python(tmp_path, "exit 1")
+    done = subprocess.run(
+        ["bash", str(folder / "reproduce.sh")],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert done.stderr.startswith(f"error: {python} could not run it; start this from the root of a checkout")
 
 
 def test_the_check_reads_the_verdict_that_the_script_leaves(
