@@ -24,7 +24,7 @@ from mock_scheduler.align.localise import localise
 from mock_scheduler.align.localise_runs import full_overrides
 from mock_scheduler.align.plan import ConfigLoader
 from mock_scheduler.align.planned import AlignPlan, PlannedRun
-from mock_scheduler.align.proof_bounds import EXACT, WideBounds
+from mock_scheduler.align.proof_bounds import WideBounds
 from mock_scheduler.align.proof_runs import (
     derive_run,
     describe_order_limits,
@@ -35,7 +35,7 @@ from mock_scheduler.align.proof_runs import (
 )
 from mock_scheduler.align.run_store import RunStore
 from mock_scheduler.align.runs import judge_runs
-from mock_scheduler.compare.bounds import Bounds, StatedBounds
+from mock_scheduler.compare.bounds import EXACT, Bounds, StatedBounds
 from mock_scheduler.compare.consequence import find_consequence
 from mock_scheduler.compare.finished_run import RunFailure
 from mock_scheduler.compare.noise.building import measure_noise

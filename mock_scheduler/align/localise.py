@@ -45,9 +45,8 @@ from mock_scheduler.align.localise_text import (
     said_pass,
 )
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.compare.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds import EXACT, Bounds
 from mock_scheduler.compare.divergences import Divergence
-from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.proofs import Localisation
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorComparison
@@ -55,7 +54,6 @@ from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.run_files import TRACE_FOLDER
-from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
 
 MAX_GRAFTS = 6
@@ -107,36 +105,6 @@ def localise(
         command=compare_command(stage.full, origin.key.step),
         seconds=time.perf_counter() - started_s,
     )
-
-
-class _Exact:
-    """Nothing but equal bits is within these, so that whatever differs is looked at."""
-
-    @property
-    def source(self) -> BoundsSource:
-        return "stated"
-
-    @property
-    def noise(self) -> NoiseBounds | None:
-        return None
-
-    def tensor(self, key: TraceKey) -> TensorBound:
-        return TensorBound(relative=0.0)
-
-    def metric(self, step: int, name: str) -> MetricBound:
-        return MetricBound()
-
-    def level(self) -> str:
-        return "equal bits"
-
-    def describe(self) -> str:
-        return "All bits are equal."
-
-    def advice(self) -> str:
-        return ""
-
-
-_EXACT: Bounds = _Exact()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +186,7 @@ class _Search:
         selection = Selection(
             steps=StepRanges.of([stage.step]), kinds=frozenset({item.key.kind}), patterns=(item.key.name,)
         )
-        again = compare_trace_folders(*stage.full, bounds=self.bounds or _EXACT, selection=selection)
+        again = compare_trace_folders(*stage.full, bounds=self.bounds or EXACT, selection=selection)
         found = [other for other in find_differing(again, is_exact=self.bounds is None) if other.key == item.key]
         return found[0] if found else item
 
@@ -268,7 +236,7 @@ class _Search:
 
     def _compare(self, folders: tuple[Path, Path], step: int | None) -> TensorComparison:
         selection = Selection(steps=None if step is None else StepRanges.of([step]))
-        return compare_trace_folders(*folders, bounds=self.bounds or _EXACT, selection=selection)
+        return compare_trace_folders(*folders, bounds=self.bounds or EXACT, selection=selection)
 
     def _run_both(self, stage: str, overrides: list[list[str]]) -> tuple[Path, Path]:
         reference = self._run(self.reference, overrides[0], f"{stage}-reference")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from mock_scheduler.align.localise_decisions import Differing, GraftWalk, PassName, pass_of
 from mock_scheduler.compare.proofs import GraftedModule
@@ -218,12 +219,12 @@ def _describe_equal(origin: Differing, differing: Sequence[Differing], compariso
 
 def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
     """Whether a tensor is of the origin's pass or one before it, of the origin's step and update."""
-    order = list(_ORDER)
-    place = (key.update, order.index(pass_of(key)))
-    return key.step == origin.step and place <= (origin.update, order.index(pass_of(origin)))
+    place = (key.update, _ORDER.index(pass_of(key)))
+    return key.step == origin.step and place <= (origin.update, _ORDER.index(pass_of(origin)))
 
 
-_ORDER: tuple[PassName, ...] = ("start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update")
+#: In the order of a step.
+_ORDER: tuple[PassName, ...] = get_args(PassName)
 
 
 def _count_before(comparison: TensorComparison, key: TraceKey) -> int:

@@ -1,4 +1,4 @@
-"""Bounds that proofs hold runs to: equality to the last bit, and measured noise carried over to float64."""
+"""What noise that was measured in a precision leaves of a difference in float64."""
 
 from __future__ import annotations
 
@@ -7,50 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mock_scheduler.compare.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
 from mock_scheduler.trace.entries import TraceKey
 
 if TYPE_CHECKING:
     from mock_scheduler.compare.noise.measured import NoiseBounds
-
-#: Unit roundoff by precision: half the spacing of its numbers at 1.
-UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
-
-
-class _Exact:
-    """Whatever differs in one bit is beyond these."""
-
-    @property
-    def source(self) -> BoundsSource:
-        """``stated``."""
-        return "stated"
-
-    @property
-    def noise(self) -> NoiseBounds | None:
-        """None is allowed."""
-        return None
-
-    def tensor(self, key: TraceKey) -> TensorBound:
-        """0."""
-        return TensorBound(relative=0.0)
-
-    def metric(self, step: int, name: str) -> MetricBound:
-        """0."""
-        return MetricBound()
-
-    def level(self) -> str:
-        """``the last bit``."""
-        return "the last bit"
-
-    def describe(self) -> str:
-        """In a sentence."""
-        return "Everything equal to the last bit."
-
-    def advice(self) -> str:
-        """Nothing decides more."""
-        return ""
-
-
-EXACT: Bounds = _Exact()
 
 
 def shrinking_factor(precision: str) -> float:

@@ -85,8 +85,14 @@ class Bounds(Protocol):
         """How bounds that decide more would be had; empty where these are measured."""
 
 
-class _Unbounded:
-    """Nothing is beyond these: for measuring how far two runs are apart."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SameForAll:
+    """One bound of every tensor and one of every metric, and how they are called."""
+
+    tensors: TensorBound
+    metrics: MetricBound
+    name: str
+    text: str
 
     @property
     def source(self) -> BoundsSource:
@@ -97,22 +103,35 @@ class _Unbounded:
         return None
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        return TensorBound(relative=math.inf)
+        return self.tensors
 
     def metric(self, step: int, name: str) -> MetricBound:
-        return MetricBound(absolute=math.inf)
+        return self.metrics
 
     def level(self) -> str:
-        return "no bound"
+        return self.name
 
     def describe(self) -> str:
-        return "Nothing is bounded."
+        return self.text
 
     def advice(self) -> str:
         return ""
 
 
-UNBOUNDED: Bounds = _Unbounded()
+#: Nothing is beyond these: for measuring how far two runs are apart.
+UNBOUNDED: Bounds = _SameForAll(
+    tensors=TensorBound(relative=math.inf),
+    metrics=MetricBound(absolute=math.inf),
+    name="no bound",
+    text="Nothing is bounded.",
+)
+#: Whatever differs in one bit is beyond these.
+EXACT: Bounds = _SameForAll(
+    tensors=TensorBound(relative=0.0),
+    metrics=MetricBound(),
+    name="the last bit",
+    text="Everything equal to the last bit.",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 from mock_scheduler.config.base import ConfigSection, NonNegativeInt
 from mock_scheduler.config.layout import ParallelConfig
 
+#: u by precision: half the distance from 1 to the next larger number.
+UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
 
 class OrderConfig(ConfigSection):
     """In which order sums are made.

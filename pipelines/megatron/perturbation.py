@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from mock_scheduler.config.proofs import PerturbationConfig
-
-#: u: half the distance from 1 to the next larger number.
-UNIT_ROUNDOFFS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+from mock_scheduler.config.proofs import UNIT_ROUNDOFFS, PerturbationConfig
+from mock_scheduler.tensor_bytes import dtype_name
 
 # Odd constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit integers.
 _WEYL, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -64,7 +62,7 @@ class Perturbation:
         return (wide + wide * noise * self._size(output.dtype)).to(output.dtype)
 
     def _size(self, dtype: torch.dtype) -> float:
-        return self.unit_roundoffs * UNIT_ROUNDOFFS[dtype]
+        return self.unit_roundoffs * UNIT_ROUNDOFFS[dtype_name(dtype)]
 
     def _token_noise(self, tokens: torch.Tensor, positions: torch.Tensor, num_channels: int) -> torch.Tensor:
         """float64 ``[b, s, h]`` of mean 0 and variance 1, nearly normal: the sum of four 16-bit fields of a hash.

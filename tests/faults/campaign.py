@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from mock_scheduler.align.proof_bounds import EXACT
+from mock_scheduler.compare.bounds import EXACT
 from mock_scheduler.compare.divergences import describe_divergence
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds

@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.align.proof_bounds import EXACT
-from mock_scheduler.compare.bounds import UNBOUNDED
+from mock_scheduler.compare.bounds import EXACT, UNBOUNDED
 from mock_scheduler.compare.divergences import Divergence, find_divergences
 from mock_scheduler.compare.noise.judging import judge_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds

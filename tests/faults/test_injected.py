@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.proof_bounds import EXACT
+from mock_scheduler.compare.bounds import EXACT
 from mock_scheduler.compare.divergences import describe_divergence, find_divergences
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Verdict, decide

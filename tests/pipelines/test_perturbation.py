@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipelines.megatron.perturbation import UNIT_ROUNDOFFS, Perturbation
+from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
+from mock_scheduler.tensor_bytes import dtype_name
+from pipelines.megatron.perturbation import Perturbation
 
 NAME = "decoder.layers.0.mlp.linear_fc1.weight"
 MOVE = Perturbation(seed=1, unit_roundoffs=1.0)
@@ -17,7 +19,7 @@ def test_a_weight_moves_by_one_rounding_that_survives_being_stored(dtype: torch.
     generator = torch.Generator().manual_seed(3)
     full = torch.randn(400, 400, generator=generator)
     moved = MOVE.of_weight(NAME, full, dtype).to(dtype).double()
-    off = (moved - full.to(dtype).double()) / full.to(dtype).double() / UNIT_ROUNDOFFS[dtype]
+    off = (moved - full.to(dtype).double()) / full.to(dtype).double() / UNIT_ROUNDOFFS[dtype_name(dtype)]
     assert 0.95 < float(off.square().mean().sqrt()) < 1.35
     assert abs(float(off.mean())) < 0.05
     assert float((off == 0).double().mean()) < 0.6

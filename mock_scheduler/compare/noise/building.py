@@ -18,6 +18,7 @@ from mock_scheduler.compare.noise.measured import NoiseBounds, TensorNoise
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders, find_dtypes, find_epsilon
+from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
@@ -86,7 +87,8 @@ def digest_of(run_dir: Path) -> str:
 
 def _find_unit(trace_dir: Path) -> float:
     """Unit roundoff of what accumulates: of float64 where parameters or gradients are, else of float32."""
-    return 2.0**-53 if torch.float64 in find_dtypes(trace_dir, ("initial", "parameter", "gradient")) else 2.0**-24
+    is_wide = torch.float64 in find_dtypes(trace_dir, ("initial", "parameter", "gradient"))
+    return UNIT_ROUNDOFFS["float64" if is_wide else "float32"]
 
 
 def _header(path: Path) -> Iterator[bytes]:
