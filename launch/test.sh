@@ -27,7 +27,8 @@ if [[ ${#selection[@]} -eq 0 ]]; then
 fi
 workers=()
 if [[ ${#selection[@]} -eq 0 && ${#marker[@]} -eq 0 ]]; then
-    workers=(--numprocesses auto --maxprocesses 8 --dist loadfile)
+    # In the order of the files, so that those that start processes do not all come last.
+    workers=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1  # the workers fill the cores
 fi
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ _RANK_VARIABLES = frozenset(
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 # torchrun gives its ranks this long before it kills them itself (torch 2.13, elastic multiprocessing: 30 s).
 _GRACE_S = 40.0
+_WATCH_S = 1.0
 #: Processes that are waited for, by any thread.
 _RUNNING: set[subprocess.Popen[bytes]] = set()
 
@@ -177,20 +178,27 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     return {**_QUIET, **threads, **inherited, **plan.env}
 
 
-def run_plan(plan: LaunchPlan, *, log_path: Path | None = None, cwd: Path | None = None) -> int:
+def run_plan(
+    plan: LaunchPlan,
+    *,
+    log_path: Path | None = None,
+    cwd: Path | None = None,
+    watch: Callable[[], None] | None = None,
+) -> int:
     """Carry the plan out and return its exit code; stdout and stderr go to ``log_path``, or where this process's go.
 
-    A run that a signal ended has the code 128 + the signal's number; one that ended with Python's own 1 has 70. On
-    Ctrl-C, SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
+    ``watch`` is called about once a second while the run goes on, by this thread; what it raises ends the run. A run
+    that a signal ended has the code 128 + the signal's number; one that ended with Python's own 1 has 70. On Ctrl-C,
+    SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
     """
     if log_path is None:
-        return _run(plan, log=None, cwd=cwd)
+        return _run(plan, log=None, cwd=cwd, watch=watch)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return _run(plan, log=log, cwd=cwd)
+        return _run(plan, log=log, cwd=cwd, watch=watch)
 
 
-def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
+def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, watch: Callable[[], None] | None) -> int:
     # Signals reach the main thread alone; what other threads started it ends with ``end_running``.
     is_main = threading.current_thread() is threading.main_thread()
     with ending_signals_as_interrupt() if is_main else nullcontext():
@@ -204,8 +212,8 @@ def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
         )
         _RUNNING.add(process)
         try:
-            code = process.wait()
-        except KeyboardInterrupt:
+            code = process.wait() if watch is None else _wait_watching(process, watch)
+        except BaseException:
             _end_group(process)
             raise
         finally:
@@ -214,6 +222,14 @@ def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None) -> int:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)
     return meant_exit_code(code)
+
+
+def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) -> int:
+    while True:
+        try:
+            return process.wait(timeout=_WATCH_S)
+        except subprocess.TimeoutExpired:
+            watch()
 
 
 def end_running() -> None:

@@ -161,12 +161,6 @@ def load_status(output_dir: Path) -> RunStatus | None:
         raise OSError(f"{path} is no status of a session's run: {error}") from error
 
 
-def read_status(output_dir: Path) -> float | None:
-    """The seconds that a run of a session took; ``None`` where it has not ended, or not begun."""
-    status = load_status(output_dir)
-    return None if status is None else status.elapsed_s
-
-
 def find_running(plan_path: Path) -> Path | None:
     """The ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
     for run in read_plan(plan_path):

@@ -5,7 +5,9 @@ Contract: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+import shlex
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,6 +30,19 @@ def format_bytes(size_bytes: float) -> str:
 def shorten(text: str, width: int) -> str:
     """The text, cut to ``width`` characters with an ellipsis where it is longer."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """A command line for a POSIX shell, as ``shlex.join`` gives it, but with the quotes that a person reads best.
+
+    A word with single quotes in it stands in double ones where nothing in it means anything there.
+    """
+    return " ".join(map(_quote_word, words))
+
+
+def _quote_word(word: str) -> str:
+    is_plain = not any(character in word for character in '"$`!') and not re.search(r"\\(\\|\n|$)", word)
+    return f'"{word}"' if "'" in word and is_plain else shlex.quote(word)
 
 
 def list_some(items: Collection[str], limit: int, separator: str = "; ") -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+
 import pytest
 
-from mock_scheduler.text import bullet_list, count_of, format_bytes, list_some, shorten
+from mock_scheduler.text import bullet_list, count_of, format_bytes, join_words, list_some, shorten
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,28 @@ def test_problems_stand_on_lines_of_their_own() -> None:
     assert bullet_list(["a", "b", "c"], 2) == "\n  - a\n  - b\n  - and 1 more"
     assert bullet_list([str(number) for number in range(21)]).endswith("\n  - 19\n  - and 1 more")
     assert bullet_list([str(number) for number in range(21)], limit=None).endswith("\n  - 19\n  - 20")
+
+
+@pytest.mark.parametrize(
+    ("word", "quoted"),
+    [
+        ("max_steps=2", "max_steps=2"),
+        ("a b", "'a b'"),
+        ("trace.kinds=[score]", "'trace.kinds=[score]'"),
+        ("align.baseline=['seed=7']", "\"align.baseline=['seed=7']\""),
+        ("x='it\\'s'", "\"x='it\\'s'\""),
+        ("it's $HOME", "'it'\"'\"'s $HOME'"),
+        ("it's ${x}", "'it'\"'\"'s ${x}'"),
+        ("it's `date`", "'it'\"'\"'s `date`'"),
+        ("it's!", "'it'\"'\"'s!'"),
+        ("it's \\\\", "'it'\"'\"'s \\\\'"),
+        ("it's \\", "'it'\"'\"'s \\'"),
+        ("'a\"b'", "''\"'\"'a\"b'\"'\"''"),
+    ],
+)
+def test_a_word_has_the_quotes_that_read_best_and_the_shell_reads_it_back(word: str, quoted: str) -> None:
+    """Overrides with quotes in them were printed as '...'"'"'...', which nobody reads."""
+    assert join_words(["run", word]) == f"run {quoted}"
+    assert shlex.split(quoted) == [word]
+    printed = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True, check=True)
+    assert printed.stdout == word

@@ -5,9 +5,9 @@
 
 - ``format_version`` and ``elapsed_s``, the seconds that the run took;
 - ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration
-  without folders and the ``align`` section), ``entry``, ``code.*`` (versions of packages, and the SHA-256 of every
-  source file of the project and of the entry's package), ``machine.*`` (what decides the last bits), ``environ.*`` and,
-  where it replays, ``recording``;
+  without folders and the ``align`` section), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256
+  of every source file of the project and of the entry's package), ``machine.*`` (what decides the last bits),
+  ``environ.*`` and, where it replays, ``recording``;
 - ``files``: what it left, by path: size and a SHA-256, of safetensors files that of the header, which has every
   tensor's own digest. A run that records has the recording among them.
 
@@ -31,7 +31,7 @@ from mock_scheduler.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN
 from mock_scheduler.text import list_some
 
 FINGERPRINT_FILE = "fingerprint.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _FOLDER_KEYS = ("output_dir", "exp_name", "checkpoint_config.output_dir", "rollout_mock.dump_dir")
 _RECORDING_PREFIX = "recording/"
@@ -72,15 +72,15 @@ class NotReusable:
 def compute_fingerprint(
     run: PlannedRun,
     *,
-    code: Mapping[str, str],
+    code: Mapping[str, JSON],
     machine: Mapping[str, str],
     environ: Mapping[str, str],
     recording: str | None,
 ) -> Fingerprint:
     """The fingerprint of a planned run.
 
-    ``code``: of its sources; ``machine``: where it runs; ``environ``: settings that it is started with; ``recording``:
-    the digest of what it replays, ``None`` where it records.
+    ``code``: of its sources, by file where there are several; ``machine``: where it runs; ``environ``: settings that it
+    is started with; ``recording``: the digest of what it replays, ``None`` where it records.
     """
     config = run.config.model_dump(mode="json", exclude={"align"})
     leaves = {f"config.{key}": value for key, value in iterate_leaves(config) if key not in _FOLDER_KEYS}
@@ -159,14 +159,16 @@ def digest_recording(recording_dir: Path) -> str:
     return compute_json_digest(_describe_folder(recording_dir, ""))
 
 
-def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> str:
-    """SHA-256 (hex) of every Python file below the folders, by its path there, and of further files by their names."""
-    digest = hashlib.sha256()
-    found = [(str(path.relative_to(folder.parent)), path) for folder in folders for path in folder.rglob("*.py")]
-    for name, path in sorted([*found, *((path.name, path) for path in files)]):
-        digest.update(f"{name}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
+    """SHA-256 (hex) of every Python file below the folders, by its path there, and of further files by their names.
+
+    Of files with one name all digests, in the order of folders.
+    """
+    found = [(path.relative_to(folder.parent).as_posix(), path) for folder in folders for path in folder.rglob("*.py")]
+    digests: dict[str, list[str]] = {}
+    for name, path in [*found, *((path.name, path) for path in files)]:
+        digests.setdefault(name, []).append(hashlib.sha256(path.read_bytes()).hexdigest())
+    return {name: " ".join(digests[name]) for name in sorted(digests)}
 
 
 def _find_obstacle(run: PlannedRun) -> str:
@@ -181,10 +183,21 @@ def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) ->
     changes = []
     for key in dict.fromkeys([*stored, *wanted]):
         if key not in stored or key not in wanted or stored[key] != wanted[key]:
+            files = [keys.get(key) for keys in (stored, wanted)]
+            if isinstance(files[0], dict) and isinstance(files[1], dict):
+                changes.append(f"{key} has changed: {_name_files(files[0], files[1])}")
+                continue
             before, now = (_show(keys, key) for keys in (stored, wanted))
             is_digest = all(re.fullmatch("[0-9a-f]{64}", text) for text in (before, now))
             changes.append(f"{key} has changed" if is_digest else f"{key} was {before} and is {now}")
     return changes
+
+
+def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
+    """The files of which two sets of digests differ: a few, and how many more."""
+    names = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
+    states = {name: " (new)" if name not in stored else " (gone)" if name not in wanted else "" for name in names}
+    return list_some([f"{name}{states[name]}" for name in names], _NUM_NAMED, ", ")
 
 
 def _show(keys: Mapping[str, JSON], key: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,8 +19,10 @@ from mock_scheduler.compare.consequence import consequence_kinds
 from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
 from mock_scheduler.report.alignment_page import write_alignment_page
+from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
@@ -75,7 +76,7 @@ def run_align(
     )
     plan = order_reductions(plan, load=load)
     open_folder(plan.output_dir, fresh=options.overwrite)
-    result_path = plan.output_dir / ALIGN_FILE
+    reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
     runner = AlignmentRunner(
         plan=plan,
         config_name=config_name,
@@ -87,22 +88,43 @@ def run_align(
             share=plan.baseline.config.align.share_processes,
             at_once=plan.baseline.config.align.at_once,
         ),
-        save=partial(save_result, path=result_path),
+        save=reports.save,
         console=console,
     )
     result = runner.run()
     files = {
         "page": plan.output_dir / PAGE_FILE,
-        "result": result_path,
+        "result": reports.result_path,
         "recording": plan.recording_dir,
         "runs": plan.output_dir / "{name}" / LOG_FILE,
     }
-    _write_reports(result, options, files=files)
+    view = reports.view_of(result)
+    _write_reports(result, view, options, files=files)
     if options.is_ci:
-        console.print(alignment_summary(result), highlight=False, markup=False, soft_wrap=True)
+        console.print(alignment_summary(view, files=files), highlight=False, markup=False, soft_wrap=True)
     else:
-        print_report(result, console, files=files)
+        print_report(view, console, files=files)
     return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reports:
+    """Saves the result so far. What all reports say of the last one is built once: traces are read for it."""
+
+    result_path: Path
+    _last: tuple[AlignmentResult, AlignmentView] | None = None
+
+    def save(self, result: AlignmentResult) -> None:
+        """Write it to ``result_path``; until it has ended without what is read from folders."""
+        view = build_view(result, is_full=result.times is not None)
+        self._last = result, view
+        save_result(result, view, self.result_path)
+
+    def view_of(self, result: AlignmentResult) -> AlignmentView:
+        """The view of a result that has ended."""
+        if self._last is not None and self._last[0] is result:
+            return self._last[1]
+        return build_view(result)
 
 
 def _check_writable(options: AlignOptions) -> None:
@@ -115,12 +137,14 @@ def _check_writable(options: AlignOptions) -> None:
             raise ConfigError(f"{name}: {path} cannot be written")
 
 
-def _write_reports(result: AlignmentResult, options: AlignOptions, *, files: dict[str, Path]) -> None:
+def _write_reports(
+    result: AlignmentResult, view: AlignmentView, options: AlignOptions, *, files: dict[str, Path]
+) -> None:
     for path in (files["page"], options.html_path):
         if path is not None:
-            write_alignment_page(result, path)
+            write_alignment_page(view, path)
     if options.json_path is not None:
-        save_result(result, options.json_path)
+        save_result(result, view, options.json_path)
     if options.is_ci:
         files["junit"] = result.output_dir / JUNIT_FILE
-        write_junit(result, files["junit"])
+        write_junit(view, files["junit"])

@@ -7,44 +7,55 @@ out in their order; those that a failure of the processes kept from running are 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from rich.console import Console
 from rich.markup import escape
 
+from mock_scheduler.align.following import Follower, OnDone, Outcome, read_completed
 from mock_scheduler.align.planned import PlannedRun, RunGroup, group_runs
-from mock_scheduler.compare.finished_run import RunFailure, load_failure
+from mock_scheduler.compare.finished_run import RunFailure
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
 from mock_scheduler.processes import ending_signals_as_interrupt
-from mock_scheduler.run_files import ERROR_FILE
-from mock_scheduler.session_files import SessionRun, load_status, read_status
+from mock_scheduler.session_files import SessionRun, load_status
 from mock_scheduler.text import count_of
 
-#: Starts the processes of a group's runs, and gives the exit code of each that they came to, by its name.
-LaunchRuns = Callable[[Sequence[PlannedRun]], Mapping[str, int]]
+__all__ = [
+    "LaunchRuns",
+    "MakeLaunch",
+    "OnDone",
+    "Outcome",
+    "execute_run",
+    "execute_runs",
+    "failed_run_error",
+    "make_process_launch",
+]
+
+#: Called now and then while processes go on, by the thread that waits for them.
+Watch = Callable[[], None]
+#: Starts the processes of a group's runs, and gives the exit code of each that they came to, by its name; while several
+#: share processes, ``Watch`` may tell of those that have ended already.
+LaunchRuns = Callable[[Sequence[PlannedRun], Watch], Mapping[str, int]]
 #: Given a config's name and folder, what starts its runs.
 MakeLaunch = Callable[[str, Path], LaunchRuns]
-#: Seconds that a run took, or how it failed.
-Outcome = float | RunFailure
-#: Is told how a run ended.
-OnDone = Callable[[PlannedRun, Outcome], None]
 
 #: In the folder of the first run of several that share processes: which they are, and what the processes print.
 SESSION_PLAN, SESSION_LOG = "session_plan.json", "session.log"
-_NUM_LOG_LINES = 15
 
 
 def make_process_launch(config_name: str, config_path: Path) -> LaunchRuns:
     """Runs as processes, through the launcher; their terminal output goes to each run's log."""
 
-    def launch(runs: Sequence[PlannedRun]) -> dict[str, int]:
+    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
         if len(runs) > 1:
-            return _launch_session(runs, config_name=config_name, config_path=config_path)
+            return _launch_session(runs, config_name=config_name, config_path=config_path, watch=watch)
         (run,) = runs
         plan = plan_launch(
             run.config,
@@ -70,38 +81,28 @@ def execute_runs(
 ) -> dict[str, Outcome]:
     """Carry runs out, in groups that share processes; by name, the seconds that each took, or how it failed.
 
-    ``at_once``: groups that go at a time. ``on_done`` is told of every run when its group has ended, and of those that
-    had ended before an interrupt. ``console`` shows what is going and how it ended. Raises ``AlignmentError`` where an
-    ``error.json`` cannot be read.
+    ``at_once``: groups that go at a time. ``on_done`` is told of every run as soon as it has ended, by the thread that
+    called this and while others go on, also of those that had ended before an interrupt. ``console`` shows what is
+    going and how it ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
     """
     groups = group_runs(runs, share=share)
     outcomes: dict[str, Outcome] = {}
 
-    def take(group: RunGroup, found: Mapping[str, Outcome]) -> None:
-        outcomes.update(found)
-        for run in group.runs:
-            if run.name in found:
-                on_done(run, found[run.name])
+    def take(run: PlannedRun, outcome: Outcome) -> None:
+        on_done(run, outcome)
+        outcomes[run.name] = outcome
 
     try:
         if at_once == 1 or len(groups) == 1:
             for group in groups:
-                with console.status(", ".join(escape(run.name) for run in group.runs)):
-                    found = _execute_group(group, launch=launch, console=console)
-                take(group, found)
-            return outcomes
-        with ThreadPoolExecutor(max_workers=at_once) as executor, ending_signals_as_interrupt():
-            going = {executor.submit(_execute_group, group, launch=launch, console=console): group for group in groups}
-            try:
-                for future in as_completed(going):
-                    take(going[future], future.result())
-            except BaseException:
-                executor.shutdown(wait=False, cancel_futures=True)
-                end_running()
-                raise
+                _execute_alone(group, launch=launch, console=console, on_done=take)
+        else:
+            _execute_at_once(groups, launch=launch, console=console, on_done=take, at_once=at_once)
     except KeyboardInterrupt:
-        for group in groups:
-            take(group, _read_ended([run for run in group.runs if run.name not in outcomes]))
+        ended = read_completed([run for run in runs if run.name not in outcomes])
+        for run in runs:
+            if run.name in ended:
+                take(run, ended[run.name])
         raise
     return outcomes
 
@@ -125,56 +126,91 @@ def failed_run_error(what: str, run: PlannedRun, failure: RunFailure, *, consequ
     return error
 
 
-def _execute_group(group: RunGroup, *, launch: LaunchRuns, console: Console) -> dict[str, Outcome]:
+def _execute_alone(group: RunGroup, *, launch: LaunchRuns, console: Console, on_done: OnDone) -> None:
+    """A group beside no other, in this thread."""
+    with console.status(", ".join(escape(run.name) for run in group.runs)) as status:
+
+        def take(run: PlannedRun, outcome: Outcome) -> None:
+            # Whoever is told may show a status of its own.
+            status.stop()
+            on_done(run, outcome)
+            status.start()
+
+        _execute_group(group, launch=launch, console=console, on_done=take)
+
+
+def _execute_at_once(
+    groups: Sequence[RunGroup], *, launch: LaunchRuns, console: Console, on_done: OnDone, at_once: int
+) -> None:
+    """Groups in threads of their own, which tell this one how runs ended."""
+    news: SimpleQueue[tuple[PlannedRun, Outcome] | Future[None]] = SimpleQueue()
+    is_over = threading.Event()
+    with ThreadPoolExecutor(max_workers=at_once) as executor, ending_signals_as_interrupt():
+        try:
+            for group in groups:
+                future = executor.submit(
+                    _execute_group,
+                    group,
+                    launch=launch,
+                    console=console,
+                    on_done=lambda run, outcome: news.put((run, outcome)),
+                    is_over=is_over,
+                )
+                future.add_done_callback(news.put)
+            num_going = len(groups)
+            while num_going:
+                item = news.get()
+                if isinstance(item, Future):
+                    item.result()
+                    num_going -= 1
+                else:
+                    on_done(*item)
+        except BaseException:
+            is_over.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+            end_running()
+            raise
+
+
+def _execute_group(
+    group: RunGroup,
+    *,
+    launch: LaunchRuns,
+    console: Console,
+    on_done: OnDone,
+    is_over: threading.Event | None = None,
+) -> None:
+    """``is_over`` is set where whoever waits has given up, so that nothing may be started any more."""
+
+    def tell(run: PlannedRun, outcome: Outcome) -> None:
+        if is_over is None or not is_over.is_set():
+            console.print(_describe_outcome(run, outcome, is_alone=len(group.runs) == 1))
+            on_done(run, outcome)
+
     for run in group.runs:
         run.output_dir.mkdir(parents=True, exist_ok=True)
     console.print(_describe_group(group))
-    outcomes = _launch(group.runs, launch=launch)
+    told = _launch(group.runs, launch=launch, on_done=tell)
     for run in group.runs:
-        if run.name not in outcomes:
+        if is_over is not None and is_over.is_set():
+            return
+        if run.name not in told:
             # What it had begun to write would be refused.
             shutil.rmtree(run.output_dir)
             run.output_dir.mkdir()
-            outcomes |= _launch([run], launch=launch)
-    for run in group.runs:
-        console.print(_describe_outcome(run, outcomes[run.name], is_alone=len(group.runs) == 1))
-    return outcomes
+            _launch([run], launch=launch, on_done=tell)
 
 
-def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns) -> dict[str, Outcome]:
-    """The outcome of each run that the processes came to."""
+def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns, on_done: OnDone) -> set[str]:
+    """Start processes and wait for them; the names of the runs that they came to, of each of which was told."""
+    follower = Follower(runs=runs, on_done=on_done, started_s=time.time())
     started_s = time.perf_counter()
-    codes = launch(runs)
-    elapsed_s = time.perf_counter() - started_s
-    return _read_outcomes([run for run in runs if run.name in codes], codes, elapsed_s=elapsed_s)
+    codes = launch(runs, follower.look)
+    follower.finish(codes, elapsed_s=time.perf_counter() - started_s)
+    return follower.told
 
 
-def _read_outcomes(runs: Sequence[PlannedRun], codes: Mapping[str, int], *, elapsed_s: float) -> dict[str, Outcome]:
-    """Of runs that ended; what starting their processes took is shared out among them."""
-    stated = {run.name: read_status(run.output_dir) for run in runs}
-    known_s = [seconds for seconds in stated.values() if seconds is not None]
-    shared_s = max(elapsed_s - sum(known_s), 0.0) / max(len(runs), 1)
-    outcomes: dict[str, Outcome] = {}
-    for run in runs:
-        seconds = stated[run.name]
-        if codes[run.name] != 0:
-            outcomes[run.name] = load_failure(run.output_dir) or _describe_end(run, codes[run.name])
-        else:
-            outcomes[run.name] = shared_s + (seconds or 0.0)
-    return outcomes
-
-
-def _read_ended(runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
-    """Of runs whose processes were interrupted, those that had completed."""
-    statuses = [(run.name, load_status(run.output_dir)) for run in runs]
-    return {
-        name: status.elapsed_s
-        for name, status in statuses
-        if status is not None and status.elapsed_s is not None and status.exit_code == 0
-    }
-
-
-def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path: Path) -> dict[str, int]:
+def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path: Path, watch: Watch) -> dict[str, int]:
     """Start all in one set of processes; those that it did not come to are left out."""
     session = [
         SessionRun(
@@ -188,7 +224,7 @@ def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path
     ]
     folder = runs[0].output_dir
     plan = plan_session(session, plan_path=folder / SESSION_PLAN, python=runs[0].python)
-    run_plan(_with_environment(plan, runs[0]), log_path=folder / SESSION_LOG)
+    run_plan(_with_environment(plan, runs[0]), log_path=folder / SESSION_LOG, watch=watch)
     statuses = {run.name: load_status(run.output_dir) for run in runs}
     return {
         name: status.exit_code
@@ -217,10 +253,3 @@ def _describe_outcome(run: PlannedRun, outcome: Outcome, *, is_alone: bool) -> s
     if isinstance(outcome, RunFailure):
         return f"  {name}[red]failed[/red] with exit code {outcome.exit_code}"
     return f"  {name}done in {outcome:.1f} s"
-
-
-def _describe_end(run: PlannedRun, exit_code: int) -> RunFailure:
-    """The last lines of the log of a run that wrote no error down."""
-    lines = run.log_path.read_text(errors="replace").splitlines() if run.log_path.is_file() else []
-    tail = "\n".join(lines[-_NUM_LOG_LINES:]) or "(it wrote nothing)"
-    return RunFailure(exit_code=exit_code, message=f"no {ERROR_FILE}; the last lines of its output:\n{tail}")

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.comparison_bounds import resolve_bounds
-from mock_scheduler.align.inputs import OpenedInput, check_page_path, find_trace, open_inputs
+from mock_scheduler.align.inputs import OpenedInput, check_page_path, check_steps, find_trace, open_inputs
 from mock_scheduler.align.runs import judge_runs
 from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.recordings import judge_recordings
 from mock_scheduler.compare.replicas import check_replicas
-from mock_scheduler.compare.results import ComparisonResult
+from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.verdict import Alignment, decide
@@ -61,11 +61,13 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
     """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
 
     Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds, a bound or
-    the noise is none, or the page no file, ``AlignmentError`` where a run is not completed or has no trace,
-    ``TraceError`` or ``RecordingError`` where a file cannot be read. ``console``: ``None`` is this terminal.
+    the noise is none, the page no file, or none of the chosen steps there, ``AlignmentError`` where a run is not
+    completed or has no trace, ``TraceError`` or ``RecordingError`` where a file cannot be read. ``console``: ``None``
+    is this terminal.
     """
     check_page_path(options.html_path)
     opened = open_inputs((baseline, candidate))
+    check_steps([item.side for item in opened], options.selection.steps)
     bounds = resolve_bounds(opened, options.tolerance, options.noise)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
     with show_progress(f"comparing {sizes}") as on_key:
@@ -109,6 +111,7 @@ def run_replicas(
         raise ConfigError(
             f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
         )
+    check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
     with open_trace(trace_dir) as reader, show_progress("checking copies") as on_key:
         if verify:
             reader.verify()

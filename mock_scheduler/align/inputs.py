@@ -7,24 +7,31 @@ Contract: reads headers and small files only; what is wrong with either side is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from mock_scheduler.align.folder import ALIGN_MARKER
+from mock_scheduler.align.planned import BASELINE_NAME
 from mock_scheduler.align.stored_config import StoredConfig, load_stored_config
 from mock_scheduler.compare.finished_run import load_summary
+from mock_scheduler.compare.metrics import load_metrics
 from mock_scheduler.compare.results import ComparedInput, InputKind
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.traces import trace_level
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
-from mock_scheduler.recording.paths import MANIFEST_NAME
+from mock_scheduler.recording.paths import MANIFEST_NAME, format_present
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.text import list_some
 from mock_scheduler.trace.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
+
+_NUM_RUNS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +43,9 @@ class OpenedInput:
 
 
 def find_kind(path: Path) -> InputKind:
-    """What lies at a path. Raises ``ConfigError`` where it is nothing that can be compared."""
+    """What lies at a path. Raises ``ConfigError`` where it is nothing that can be compared, or not there."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist")
     if path.is_file():
         if path.suffix == ".jsonl":
             return "metrics"
@@ -49,10 +58,23 @@ def find_kind(path: Path) -> InputKind:
         return "trace"
     if (path / METRICS_FILE).is_file():
         return "metrics"
+    if ALIGN_MARKER.is_in(path):
+        raise ConfigError(_describe_alignment(path))
     raise ConfigError(
         f"{path} is nothing that can be compared: it is no run's output_dir ({CONFIG_FILE}), no trace (step_000000/), "
         f"no metrics ({METRICS_FILE}) and no recording ({MANIFEST_NAME})"
     )
+
+
+def _describe_alignment(folder: Path) -> str:
+    """What to give in the place of the whole folder of an alignment: its finished runs, then those of its proofs."""
+    found = sorted(path.parent for level in ("*", "*/*") for path in folder.glob(f"{level}/{RUN_FILE}"))
+    runs = sorted(found, key=lambda path: (len(path.parts), path.name != BASELINE_NAME))
+    what = f"{folder} is the folder of an alignment, and no run itself"
+    if not runs:
+        return f"{what}; there is no finished run in it"
+    names = list_some([str(path.relative_to(folder)) for path in runs], _NUM_RUNS, ", ")
+    return f"{what}; give one of the runs in it, as {runs[-1 if len(runs) == 1 else 1]}: {names}"
 
 
 def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
@@ -79,6 +101,30 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
     return opened[0], opened[1]
 
 
+def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> None:
+    """Raise ``ConfigError`` where none of the chosen steps is on any side, with those that are; ``None``: all are."""
+    if steps is None:
+        return
+    present = [_find_present(side) for side in sides]
+    if any(step in steps for found in present for listed in found.values() for step in listed):
+        return
+    listed = "; ".join(f"{side.name} has {format_present(found)}" for side, found in zip(sides, present, strict=True))
+    raise ConfigError(f"--steps {steps}: there is no such step; {listed}")
+
+
+def _find_present(side: ComparedInput) -> dict[str, list[int]]:
+    """The steps of a side: of a recording by folder, of anything else all as ``steps``; none where it has none."""
+    if side.kind == "recording":
+        return {folder: list(steps) for folder, steps in RecordingReader(str(side.path)).steps().items()}
+    if side.kind == "metrics":
+        return {"steps": sorted(load_metrics(side.path))}
+    folder = side.path / TRACE_FOLDER if side.kind == "run" else side.path
+    steps = {step for step, _ in find_steps(folder)}
+    if side.kind == "run" and (side.path / METRICS_FILE).is_file():
+        steps |= load_metrics(side.path / METRICS_FILE).keys()
+    return {"steps": sorted(steps)} if steps else {}
+
+
 def find_trace(path: Path) -> Path:
     """The trace folder of a run, or the path itself where it is one; raises ``ConfigError`` for anything else."""
     kind = find_kind(path)
@@ -91,13 +137,24 @@ def find_trace(path: Path) -> Path:
 
 
 def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
-    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` for a bound that is none."""
-    try:
-        return ToleranceConfig.model_validate({**base.model_dump(), **_parse_bounds(stated)})
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` that lists every one that is no bound."""
+    values: dict[str, float] = {}
+    problems = []
+    for text in (part for item in stated for part in item.split(",") if part.strip()):
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not value:
+            problems.append(f"{text!r} has no value")
+        elif name not in ToleranceConfig.model_fields:
+            nearest = get_close_matches(name, ToleranceConfig.model_fields, n=1, cutoff=0.5)
+            problems.append(f"there is no bound {name!r}{f', nearest is {nearest[0]}' if nearest else ''}")
+        elif (number := _parse_number(value)) is None:
+            problems.append(f"{name} is {value!r}, expected a finite number from 0 on")
+        else:
+            values[name] = number
+    if problems:
         names = ", ".join(ToleranceConfig.model_fields)
-        raise ConfigError(f"--tolerance: {problems}; bounds are {names}, as in activation=1e-5") from error
+        raise ConfigError(f"--tolerance: {'; '.join(problems)}; bounds are {names}, as in activation=1e-5")
+    return ToleranceConfig.model_validate({**base.model_dump(), **values})
 
 
 def parse_selection(*, steps: StepRanges | None, kinds: Sequence[str] = (), patterns: Sequence[str] = ()) -> Selection:
@@ -163,14 +220,13 @@ def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
     return f"{found}, which cannot be compared with each other; {advice}"
 
 
-def _parse_bounds(stated: Sequence[str]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for text in (part for item in stated for part in item.split(",") if part):
-        name, equals, value = text.partition("=")
-        if not equals or not value:
-            raise ConfigError(f"--tolerance: {text!r} is no bound; write it as activation=1e-5")
-        values[name.strip()] = value.strip()
-    return values
+def _parse_number(text: str) -> float | None:
+    """A bound's value; ``None`` where it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None
 
 
 def check_page_path(path: Path | None) -> None:

@@ -20,21 +20,34 @@ PLAIN_OPTION = "plain"
 def expand_candidates(
     align: AlignConfig, parallel: ParallelConfig, *, reserved: Collection[str] = ()
 ) -> tuple[CandidateConfig, ...]:
-    """All candidates in order: ``align.candidates``, then the matrix layout by layout, each with every option.
+    """All candidates in order, as ``list_candidates``; raises ``ConfigError`` with all that is wrong with them."""
+    candidates, problems = list_candidates(align, parallel, reserved=reserved)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return candidates
+
+
+def list_candidates(
+    align: AlignConfig, parallel: ParallelConfig, *, reserved: Collection[str] = ()
+) -> tuple[tuple[CandidateConfig, ...], list[str]]:
+    """All candidates in order, and what is wrong with them.
+
+    First ``align.candidates``, then the matrix layout by layout, each with every option.
 
     ``parallel``: the baseline's layout; a candidate of the matrix overrides what its own differs in. ``reserved``:
-    names that no candidate may have. Raises ``ConfigError`` with every unknown layout, doubled or reserved name,
-    exclusion that matches nothing and product that is empty.
+    names that no candidate may have. Problems are every unknown layout, doubled or reserved name, exclusion that
+    matches nothing and product that is empty.
     """
     problems: list[str] = []
     product = list(_expand_matrix(align.matrix, parallel, problems))
     candidates = (*align.candidates, *product)
     problems += _name_problems([candidate.name for candidate in candidates], reserved)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if not candidates:
-        raise ConfigError("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
-    return candidates
+    if not candidates and not problems:
+        problems.append(
+            "there is no candidate: align.candidates and align.matrix are empty; give either, such as "
+            "align.candidates: [{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
+        )
+    return candidates, problems
 
 
 def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
@@ -73,7 +86,8 @@ def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: lis
             if not any(fnmatchcase(name, glob) for name in names)
         ]
     if names and len(excluded) == len(names):
-        problems.append(f"align.matrix: all of its {len(names)} candidates are excluded")
+        which = "its one candidate is" if len(names) == 1 else f"all of its {len(names)} candidates are"
+        problems.append(f"align.matrix: {which} excluded")
     for name, (layout, option) in names.items():
         if name not in excluded:
             yield CandidateConfig(name=name, overrides=[*layouts[layout], *options[option]])

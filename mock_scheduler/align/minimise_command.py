@@ -7,7 +7,6 @@ candidate whose run fails, or that is no longer diverged, counts as one that doe
 from __future__ import annotations
 
 import io
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from mock_scheduler.files import load_json_object, save_json
 from mock_scheduler.launcher import DEFAULT_ENTRY
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.run_files import ALIGN_FILE
-from mock_scheduler.text import count_of
+from mock_scheduler.text import count_of, join_words
 
 MINIMISE_FILE = "minimise.json"
 MINIMISE_MARKER = FolderMarker(
@@ -251,7 +250,7 @@ class _Trial:
         overrides = self._with_shared(reduction)
         only = only_candidate(self.load, overrides, reduction.candidate)
         words = ["mock-scheduler", "align", self.config_name, *overrides, *only]
-        return shlex.join([*words, "--config-path", str(self.config_path)])
+        return join_words([*words, "--config-path", str(self.config_path)])
 
     def print_result(self, minimum: Minimum, path: Path) -> None:
         """Say what is left."""

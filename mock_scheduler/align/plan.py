@@ -7,14 +7,15 @@ itself (mode, recording, trace, folders, proofs) nobody else may set: an overrid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.align.changes import find_changes
 from mock_scheduler.align.interpreters import Interpreter, InterpreterReader, describe_versions
-from mock_scheduler.align.matrix import expand_candidates
+from mock_scheduler.align.matrix import list_candidates
 from mock_scheduler.align.overrides import (
     check_free,
     format_override,
@@ -22,8 +23,8 @@ from mock_scheduler.align.overrides import (
     override_keys,
     quote_override,
 )
-from mock_scheduler.align.planned import PROOFS_NAME, AlignPlan, PlannedRun
-from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.align.planned import BASELINE_NAME, PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.config.loading import ConfigLoader, build_loader
 from mock_scheduler.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
@@ -46,7 +47,6 @@ __all__ = [
     "quote_override",
 ]
 
-BASELINE_NAME = "baseline"
 RECORDING_NAME = "recording"
 #: What else lies in an alignment's folder beside its candidates.
 RESERVED_NAMES = (
@@ -57,8 +57,6 @@ RESERVED_NAMES = (
     *(Path(ALIGN_FILE).with_suffix(suffix).name for suffix in (".html", ".junit.xml")),
 )
 
-#: Makes a checked configuration out of overrides; raises ``ConfigError``.
-ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
 #: Finds the interpreter of a candidate; ``None`` is this process's own. Raises ``ConfigError``.
 ReadInterpreter = Callable[[str | None], Interpreter]
 
@@ -93,12 +91,15 @@ def plan_alignment(
     ``load`` makes a checked configuration out of overrides. ``output_dir``: ``None`` means ``align.output_dir``, or
     ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well; its contract is checked by
     the runs. ``trace_kinds``: what must be traced beside the configuration's own ``trace.kinds``.
-    Raises ``ConfigError`` for missing, doubled or impossible candidates, naming them all, and for a recording that is
-    not there or has too few steps.
+    Raises ``ConfigError`` with all that is wrong: missing, doubled or impossible candidates, a recording that is not
+    there or has too few steps, and keys that an alignment sets itself.
     """
     config = load(overrides)
-    check_free("the command line", overrides, _SET_BY_ALIGN)
-    check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
+    problems: list[str] = []
+    with _noting(problems):
+        check_free("the command line", overrides, _SET_BY_ALIGN)
+    with _noting(problems):
+        check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
     planner = _Planner(
         load=load,
@@ -109,34 +110,37 @@ def plan_alignment(
     )
     shared = (*overrides, *config.align.baseline)
     of_baseline = load(shared) if config.align.baseline else config
-    _check_proof_keys(of_baseline)
-    candidates = expand_candidates(of_baseline.align, of_baseline.parallel, reserved=RESERVED_NAMES)
+    with _noting(problems):
+        _check_proof_keys(of_baseline, told=override_keys(shared))
+    candidates, of_list = list_candidates(of_baseline.align, of_baseline.parallel, reserved=RESERVED_NAMES)
+    problems += of_list
     if recording_dir is not None:
-        _check_recording(recording_dir, of_baseline)
-    baseline = planner.plan(
-        CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
-        shared,
-        exp_name=of_baseline.exp_name,
-        mode="dump" if recording_dir is None else "mock",
-    )
+        with _noting(problems):
+            _check_recording(recording_dir, of_baseline)
+    try:
+        baseline = planner.plan(
+            CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
+            shared,
+            exp_name=of_baseline.exp_name,
+            mode="dump" if recording_dir is None else "mock",
+        )
+    except (ConfigError, DeterminismError) as error:  # each candidate would say the same
+        if not problems:
+            raise
+        raise ConfigError("\n".join((*problems, str(error)))) from error
+    planned, of_candidates = _plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)
+    if of_candidates:
+        raise ConfigError("\n".join(("nothing was run:", *problems, *of_candidates)))
+    if problems:
+        raise ConfigError("\n".join(problems))
     return AlignPlan(
         output_dir=root,
         recording_dir=planner.recording_dir,
         tolerance=baseline.config.align.tolerance or ToleranceConfig(),
         baseline=baseline,
-        candidates=tuple(_plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)),
+        candidates=tuple(planned),
         is_recorded=recording_dir is not None,
     )
-
-
-def build_loader(config_name: str, config_path: Path) -> ConfigLoader:
-    """What loads one configuration under any overrides."""
-
-    def load(overrides: Sequence[str]) -> PipelineConfig:
-        source = ConfigSource(config_name=config_name, config_path=str(config_path), overrides=tuple(overrides))
-        return source.load()
-
-    return load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +207,8 @@ def _plan_candidates(
     baseline: PlannedRun,
     *,
     listed: PipelineConfig,
-) -> list[PlannedRun]:
+) -> tuple[list[PlannedRun], list[str]]:
+    """Those that can be run, and why the others cannot."""
     of_list = {candidate.name for candidate in listed.align.candidates}
     planned, problems = [], []
     for candidate in candidates:
@@ -222,13 +227,23 @@ def _plan_candidates(
                 version_changes=describe_versions(baseline.versions, run.versions),
             )
         )
-    if problems:
-        raise ConfigError("nothing was run:\n" + "\n".join(problems))
-    return planned
+    return planned, problems
 
 
-def _check_proof_keys(config: PipelineConfig) -> None:
-    """Refuse a configuration that is part of a proof itself; alignment adds runs that are."""
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Add what the block raises to the problems."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def _check_proof_keys(config: PipelineConfig, *, told: Collection[str]) -> None:
+    """Refuse a configuration that is part of a proof itself; alignment adds runs that are.
+
+    ``told``: keys of overrides, which are refused where they stand.
+    """
     found = [
         format_override(key, str(value))
         for key, value in (
@@ -236,7 +251,7 @@ def _check_proof_keys(config: PipelineConfig) -> None:
             ("perturbation.seed", config.perturbation.seed),
             ("graft.trace_dir", config.graft.trace_dir),
         )
-        if value is not None
+        if value is not None and not any(f"{key}.".startswith(f"{name}.") for name in told)
     ]
     if found:
         raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")

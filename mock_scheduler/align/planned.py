@@ -15,6 +15,8 @@ from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
 from mock_scheduler.launcher import DEFAULT_ENTRY
 from mock_scheduler.run_files import LOG_FILE
 
+#: Name and folder of the run that candidates are compared with.
+BASELINE_NAME = "baseline"
 #: Folder of the further runs that proofs need.
 PROOFS_NAME = "proofs"
 

@@ -33,6 +33,7 @@ from mock_scheduler.align.overrides import find_module
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
+from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.files import remove_leftovers, rename_away
 
@@ -72,7 +73,7 @@ class RunCache:
     recording_dir: Path
     environ: Mapping[str, str] | None = None
     machine: Mapping[str, str] = field(default_factory=lambda: read_machine())
-    _codes: dict[tuple[object, ...], dict[str, str]] = field(default_factory=dict)
+    _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
 
     def find(self, run: PlannedRun) -> Reusable | NotReusable:
         """Whether the run's folder holds the same run, finished and unchanged, or why not."""
@@ -105,7 +106,7 @@ class RunCache:
             recording=None if is_recorder else digest_recording(self.recording_dir),
         )
 
-    def _code(self, run: PlannedRun) -> dict[str, str]:
+    def _code(self, run: PlannedRun) -> dict[str, JSON]:
         key = (run.sources, run.entry)
         if key not in self._codes:
             self._codes[key] = {
@@ -140,9 +141,9 @@ def _is_per_node(name: str) -> bool:
     return setting is not None and setting.per_node
 
 
-def _digest_entry(run: PlannedRun) -> str:
-    """Of the entry's file, or of its whole package where that is none of the project's; what it imports from elsewhere
-    is not known.
+def _digest_entry(run: PlannedRun) -> JSON:
+    """Digests of the entry's file, or of its whole package where that is none of the project's; what it imports from
+    elsewhere is not known.
     """
     path = find_module(run.entry)
     top = run.entry.partition(".")[0]

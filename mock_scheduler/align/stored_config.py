@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.config.proofs import PerturbationConfig
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
@@ -95,5 +96,5 @@ def _checked(section: type[_Section], name: str, value: object, problems: list[s
     try:
         return section.model_validate(value or {})
     except ValidationError as error:
-        problems.extend(f"{'.'.join([name, *map(str, item['loc'])])}: {item['msg']}" for item in error.errors())
+        problems.extend(f"{key}: {text}" for key, text in validation_problems(error, section, section=name))
         return section()

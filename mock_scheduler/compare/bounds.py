@@ -41,6 +41,11 @@ class TensorBound:
     is_estimate: bool = False
     fraction: float = 0.0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing may differ."""
+        return not (self.relative or self.absolute or self.has_rounding or self.fraction)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricBound:

@@ -84,14 +84,20 @@ def _describe_update(found: Consequence) -> str:
     first = known[0]
     text = (
         f"the policy's updates point where the baseline's do to a cosine of {_cosine(first[0])} in the first and "
-        f"{_cosine(cosine)} at worst (step {step}, update {update}, {ratio:.4g} times as long)"
+        f"{_cosine(cosine)} at worst (step {step}, update {update}, {_length(ratio)})"
     )
     if len(known) == 1:
         text = (
             f"the policy's one update points where the baseline's does to a cosine of {_cosine(cosine)} "
-            f"({ratio:.4g} times as long)"
+            f"({_length(ratio)})"
         )
     return f"{text}; {still}" if still else text
+
+
+def _length(ratio: float) -> str:
+    """``0.5 times as long``; ``just as long`` where four digits do not tell them apart."""
+    text = f"{ratio:.4g}"
+    return "just as long" if text == "1" else f"{text} times as long"
 
 
 def _cosine(value: float) -> str:

@@ -1,5 +1,7 @@
 """The direction of whole parameter updates in two runs: cosine and ratio of lengths, for each update of a step.
 
+Parameters without gradient, which rules of their own move (``decisions``), have no say: their steps do not follow from
+the loss, and are often larger than all others together.
 Contract: in float64, one tensor at a time and in chunks, so that memory is a few times the largest tensor as stored.
 Sums over chunks and names are in a fixed order.
 """
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mock_scheduler.compare.blocks import split_chunks
+from mock_scheduler.compare.decisions import find_without_gradient
 from mock_scheduler.compare.pairs import TracePair
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import MergedTensor
@@ -23,7 +26,8 @@ _CRITIC = "critic."
 class UpdateDirection:
     """One update of the policy in both runs.
 
-    cosine: of the two changes of all parameters, nan where either is 0. ratio: ‖candidate's‖ / ‖baseline's‖.
+    cosine: of the two changes of all parameters that have gradients, nan where either is 0. ratio: ‖candidate's‖ /
+    ‖baseline's‖.
     """
 
     step: int
@@ -68,6 +72,8 @@ class UpdateDirections:
     def add_step(self, traces: TracePair, step: int) -> None:
         """All updates of a step that both runs traced. Raises ``TraceError`` where a tensor cannot be read."""
         ours, theirs = (reader.keys(step) for reader in traces.readers)
+        by_rule = find_without_gradient(ours) & find_without_gradient(theirs)
+        ours, theirs = (frozenset(key for key in keys if key.name not in by_rule) for keys in (ours, theirs))
         updated = sorted((key for key in ours & theirs if _is_policy(key, "parameter")), key=_order)
         sums = {key.update: _Sums() for key in updated}
         self.left_out |= {key.name for key in ours ^ theirs if _is_policy(key, "parameter")}

@@ -1,11 +1,14 @@
 """Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
 
-Metrics are means over a step's updates, so they are placed with the last one, between its gradients and its parameters.
+Once rounding has turned a decision (``decisions``), the two runs go on from parameters that are a whole step apart, of
+which no bound was measured: what is beyond its bound in the updates behind it is beyond an estimate only. Metrics are
+means over a step's updates, so they are placed with the last one, between its gradients and its parameters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import DifferenceKind, Finding
@@ -37,7 +40,8 @@ class Divergence:
     ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
     another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
     ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
-    ``is_selection``: as of a ``Finding``. ``is_estimate``: its bound was extrapolated.
+    ``is_selection``: as of a ``Finding``. ``is_estimate``: its bound was extrapolated, or rounding turned a decision in
+    an update before.
     """
 
     step: int
@@ -57,9 +61,12 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     found: list[Divergence] = []
     last_update: dict[int, int] = {}
     if tensors is not None:
-        found += [_from_finding(finding) for finding in tensors.findings]
         residuals = {item.key: item.residual for item in tensors.exceeding}
-        found += [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
+        conflicts = [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
+        # Copies that differ say why a tensor is wrong, unless one is NaN, which its finding says better.
+        found += [item for item in conflicts if item.value is not None and math.isfinite(item.value)]
+        found += [_from_finding(finding) for finding in tensors.findings]
+        found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
         found += [_from_tensor(difference) for difference in tensors.exceeding]
         found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
         for difference in tensors.differences:
@@ -71,14 +78,26 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     keys = {_trace_key(item) for item in found} - {None}
     position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
+    def time(item: Divergence) -> tuple[int, int]:
+        if item.update is not None:
+            return item.step, item.update
+        return item.step, 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
+
+    flipped = () if tensors is None else tensors.flipped_decisions
+    if flipped:
+        first = min((item.key.step, item.key.update) for item in flipped)
+        found = [replace(item, is_estimate=True) if _is_amount(item) and time(item) > first else item for item in found]
+
     def place(item: Divergence) -> tuple[int, int, int, int, str]:
-        update = item.update
-        if update is None:
-            update = 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
         key = _trace_key(item)
-        return item.step, update, _PHASES[item.kind], position[key] if key is not None else 0, item.name
+        return *time(item), _PHASES[item.kind], position[key] if key is not None else 0, item.name
 
     return sorted(found, key=place)
+
+
+def _is_amount(item: Divergence) -> bool:
+    """Whether it is by how much two runs differ that is beyond a bound, and no contradiction within one of them."""
+    return item.value is not None and (item.kind == "metric" or item.difference is not None)
 
 
 def describe_divergence(first: Divergence, tensors: TensorComparison | None) -> str:

@@ -9,6 +9,7 @@ rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,12 +18,14 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.locality import find_localities, parameter_dims
 from mock_scheduler.compare.pairs import TensorPair, TracePair, all_of, pair_up
 from mock_scheduler.compare.parts import classify_parts
+from mock_scheduler.compare.permutations import find_holders
+from mock_scheduler.compare.ratios import CommonScale, find_common_scale
 from mock_scheduler.compare.residual import classify_residual
 from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.trace.entries import DimName, TraceKey
-from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
+from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
 from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
 #: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
@@ -43,13 +46,16 @@ def explain_differences(
     ``differences``: in execution order. ``alignments``: of the tokens, by step. ``conflicts``: copies of the candidate
     that are not equal. Raises ``TraceError``.
     """
-    chosen = _choose(differences)
-    return [
-        _explain(item, traces, alignments[item.key.step], [each for each in conflicts if each.key == item.key])
-        if position in chosen
-        else item
-        for position, item in enumerate(differences)
-    ]
+    explained = list(differences)
+    for position in sorted(_choose(differences)):
+        item = differences[position]
+        key = item.key
+        own = [each for each in conflicts if each.key == key]
+        common = None
+        if PHASES[key.kind] in (Phase.BACKWARD, Phase.GRADIENT):
+            common = find_common_scale(differences, step=key.step, update=key.update)
+        explained[position] = _explain(item, traces, alignments[key.step], own, common)
+    return explained
 
 
 def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
@@ -76,7 +82,11 @@ def _choose(differences: Sequence[TensorDifference]) -> frozenset[int]:
 
 
 def _explain(
-    difference: TensorDifference, traces: TracePair, tokens: TokenAlignment, conflicts: Sequence[ReplicaConflict]
+    difference: TensorDifference,
+    traces: TracePair,
+    tokens: TokenAlignment,
+    conflicts: Sequence[ReplicaConflict],
+    common: CommonScale | None,
 ) -> TensorDifference:
     key = difference.key
     pair = _read_pair(key, traces, tokens)
@@ -93,7 +103,8 @@ def _explain(
     if pair.baseline.dtype != pair.candidate.dtype:
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
-        residual = _classify(key, pair, traces, is_change=before is not None)
+        bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
+        residual = _classify(key, pair, traces, is_change=before is not None, bound=bound, common=common)
         if residual is not None:
             hint = ", as another learning rate makes it" if what and residual.kind == "ratio" else ""
             residual = replace(residual, text=f"{what}{residual.text}{hint}")
@@ -110,7 +121,9 @@ def _explain(
     return replace(difference, residual=residual, localities=localities)
 
 
-def _classify(key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool) -> Residual | None:
+def _classify(
+    key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool, bound: float, common: CommonScale | None
+) -> Residual | None:
     if is_choice(key):  # numbers of experts are names: ratios and distances of them mean nothing
         return None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
@@ -124,7 +137,10 @@ def _classify(key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: 
         # Adam's step does not follow the size of gradients, so no number of the layout makes a step larger.
         layout={} if is_change else layout_numbers(traces.readers, key),
         previous=previous,
-        dims=pair.dims,
+        dims=dims_of(pair),
+        holders=find_holders(key, traces.readers[1]),
+        bound=bound,
+        common=common,
     )
 
 

@@ -18,7 +18,7 @@ from mock_scheduler.compare.bounds import Bounds, MetricBound
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.errors import TraceError
-from mock_scheduler.text import shorten
+from mock_scheduler.text import count_of, shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
@@ -241,7 +241,7 @@ def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, s
         if missing:
             message = (
                 f"metric {name} was logged by the {present} but not by the {absent} at {len(missing)} of "
-                f"{len(steps)} steps, first at step {missing[0]}"
+                f"{count_of(len(steps), 'step')}, first at step {missing[0]}"
             )
             findings.append(_finding(missing[0], name, message))
     return findings

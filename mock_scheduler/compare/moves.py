@@ -8,12 +8,13 @@ only where rows that moved differ by much more than by noise, since noise alone 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mock_scheduler.compare.differences import Residual
+from mock_scheduler.compare.permutations import Holders, describe_order
 from mock_scheduler.trace.entries import DimName
 
 _MOST_ELEMENTS = 1 << 20
@@ -36,13 +37,15 @@ def find_move(
     degrees: Sequence[int],
     dims: tuple[DimName, ...],
     enough: float,
+    holders: Mapping[int, Holders] | None = None,
 ) -> Residual | None:
     """A shift by up to three, or a permutation, that explains at least ``enough`` of the difference.
 
     degrees: numbers of pieces that a dimension may be split into. dims: what each dimension counts, or empty.
+    holders: by dimension, what the candidate's ranks hold.
     """
     sides = [
-        _Rows.read(baseline, candidate, present, dim=dim, noun=_noun(dims, dim))
+        _Rows.read(baseline, candidate, present, dim=dim, noun=_noun(dims, dim), holders=(holders or {}).get(dim))
         for dim in range(baseline.dim())
         if baseline.shape[dim] > 1
     ]
@@ -69,6 +72,7 @@ class _Rows:
     square: float
     noun: str
     seen: str
+    holders: Holders | None
 
     @classmethod
     def read(
@@ -79,6 +83,7 @@ class _Rows:
         *,
         dim: int,
         noun: str,
+        holders: Holders | None,
     ) -> _Rows:
         """The rows along ``dim``."""
         mine, other = (_thin(side, dim).double() for side in (baseline, candidate))
@@ -90,7 +95,7 @@ class _Rows:
         )
         mine, other = (side.where(there & side.isfinite(), 0.0) for side in (mine, other))
         square = float((mine - other).square().sum())
-        return cls(baseline=mine, candidate=other, present=there, square=square, noun=noun, seen=seen)
+        return cls(baseline=mine, candidate=other, present=there, square=square, noun=noun, seen=seen, holders=holders)
 
 
 def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -138,7 +143,7 @@ def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
     if best is None:
         return None
     count = int((best[1] != torch.arange(best[1].numel())).sum())
-    text = _describe_order(best[1], rows.noun) + rows.seen
+    text = describe_order(best[1], rows.noun, rows.holders) + rows.seen
     return Residual(kind="permutation", value=float(count), explained=best[0], text=text)
 
 
@@ -200,24 +205,3 @@ def _match_nearly(rows: _Rows) -> torch.Tensor:
     order = torch.empty(rows.baseline.shape[0], dtype=torch.int64)
     order[(rows.candidate @ weights).argsort()] = (rows.baseline @ weights).argsort()
     return order
-
-
-def _describe_order(order: torch.Tensor, noun: str) -> str:
-    num_rows = order.numel()
-    if torch.equal(order, torch.arange(num_rows).flip(0)):
-        return f"candidate has the {noun} of the baseline reversed"
-    moved = (order != torch.arange(num_rows)).nonzero().squeeze(1)
-    first, second = moved.tensor_split(2)
-    if torch.equal(order[moved], torch.cat([second, first])) and _is_run(first) and _is_run(second):
-        blocks = " and ".join(_describe_run(block) for block in (first, second))
-        return f"candidate has {noun} {blocks} of the baseline exchanged"
-    return f"candidate has {moved.numel():,} of {num_rows:,} {noun} of the baseline in another order"
-
-
-def _is_run(places: torch.Tensor) -> bool:
-    return int(places[-1] - places[0]) == places.numel() - 1
-
-
-def _describe_run(places: torch.Tensor) -> str:
-    first, last = int(places[0]), int(places[-1])
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"

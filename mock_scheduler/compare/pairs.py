@@ -58,8 +58,11 @@ class TracePair:
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     def merge(self, key: TraceKey) -> tuple[MergedTensor, MergedTensor]:
-        """The whole tensor of both; each reader is only ever used by one thread at a time. Raises ``TraceError``."""
-        theirs = self._executor.submit(self.readers[1].merge, key)
+        """The whole tensor of both; each reader is only ever used by one thread at a time. Raises ``TraceError``.
+
+        The candidate may lack tokens, which is a difference; a baseline that does is no reference, which is an error.
+        """
+        theirs = self._executor.submit(self.readers[1].merge, key, may_lack_tokens=True)
         try:
             ours = self.readers[0].merge(key)
         finally:
@@ -172,6 +175,13 @@ def finding(key: TraceKey, message: str) -> Finding:
     """A finding on one tensor; ``message`` goes on from its name."""
     return Finding(
         kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()} {message}"
+    )
+
+
+def lacks_tokens(key: TraceKey, missing: str) -> Finding:
+    """A finding on tokens that a run which wrote all of its trace did not train on; ``missing``: as it was merged."""
+    return Finding(
+        kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()}: {missing}"
     )
 
 

@@ -99,7 +99,8 @@ def describe_smallest(metrics: MetricComparison | None, tensors: TensorCompariso
     num_without_size = 0
     for kind in tensors.kinds if tensors is not None else ():
         assert tensors is not None
-        bounds = [item.tolerance for item in tensors.differences if item.key.kind == kind and item.is_judged]
+        judged = [item for item in tensors.differences if item.key.kind == kind and item.is_judged]
+        bounds = [item.tolerance for item in judged if not item.num_decisions]  # their bound is a number of elements
         finite = [bound for bound in bounds if math.isfinite(bound)]
         num_without_size += len(bounds) - len(finite)
         if finite:

@@ -24,8 +24,8 @@ class SketchSource(LedgerSource, Protocol):
     def keys(self, step: int) -> frozenset[TraceKey]:
         """Every tensor of a step."""
 
-    def sketch(self, key: TraceKey) -> MergedSketch:
-        """Of a whole tensor."""
+    def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
+        """Of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
 
 
 class FullAsSketches:
@@ -44,9 +44,9 @@ class FullAsSketches:
         """The traced steps, ascending."""
         return self._reader.steps
 
-    def sketch(self, key: TraceKey) -> MergedSketch:
+    def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """The sketch of the merged tensor; replicas that disagree are found by the merge."""
-        merged = self._reader.merge(key)
+        merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
         return MergedSketch(
             sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),
             dtype=merged.tensor.dtype,
@@ -54,4 +54,5 @@ class FullAsSketches:
             conflicts=(),
             dims=merged.dims,
             is_masked=self._reader.is_masked(key),
+            missing=merged.missing,
         )

@@ -21,7 +21,7 @@ from mock_scheduler.compare.found import SIDES, Found, find_missing_steps, in_or
 from mock_scheduler.compare.judging import ROUNDING_UNITS, relate
 from mock_scheduler.compare.ledgers import compare_ledgers
 from mock_scheduler.compare.order import order_keys
-from mock_scheduler.compare.pairs import finding
+from mock_scheduler.compare.pairs import finding, lacks_tokens
 from mock_scheduler.compare.routing import is_by_slot, is_choice, routed_part
 from mock_scheduler.compare.selection import EVERYTHING, Absence, Selection, explain_absence
 from mock_scheduler.compare.sketch_sources import SketchSource
@@ -154,12 +154,16 @@ class _SketchStep:
             if is_reported:
                 self._found.absences.append(self._explain(key, present.index(False)))
             return None
-        ours, theirs = self._sides[0].sketch(key), self._sides[1].sketch(key)
+        ours, theirs = self._sides[0].sketch(key), self._sides[1].sketch(key, may_lack_tokens=True)
         for name, side in zip(SIDES, (ours, theirs), strict=True):
             for conflict in side.conflicts:
                 self._found.findings.append(
                     finding(key, f"has copies in the {name} that differ: {conflict.describe()}")
                 )
+        if theirs.missing:
+            if is_reported:
+                self._found.findings.append(lacks_tokens(key, theirs.missing))
+            return None
         if ours.dims[:1] == ("token",) and not self._has_same_rows:
             return None
         problems = _find_problems(ours, theirs)

@@ -2,16 +2,19 @@
 
 - An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. At a later first step it is
   judged as any tensor of the forward pass is. Of steps that follow others it is the last parameter once more.
+- What an update did to a parameter without gradient may be *decisions* (``decisions``).
 - A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 
 from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.decisions import judge_decisions, read_decisions
 from mock_scheduler.compare.figures import compute_figures
 from mock_scheduler.compare.found import SIDES
 from mock_scheduler.compare.judging import Pair, compare_updates, find_significant, is_bit_equal
@@ -33,6 +36,12 @@ class Measures(Protocol):
     def add(self, difference: TensorDifference, pair: TensorPair) -> None:
         """Keep a difference."""
 
+    def describe_initial(self, pair: TensorPair) -> str:
+        """What an initial parameter looks like that differs, in words; empty where that is nothing."""
+
+    def find_moved_experts(self, pair: TensorPair) -> Collection[int] | None:
+        """Of one number for each expert, those that other tokens chose in its update; ``None`` where not known."""
+
 
 def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
     """The kinds that must be read to compare the selected ones."""
@@ -45,10 +54,11 @@ def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
 
 
 class StateWalk:
-    """Compares the tensors of one name, given one after another."""
+    """Compares the tensors of one name, given one after another; ``has_gradient``: whether one moves it."""
 
-    def __init__(self, step: Measures, *, bounds: Bounds, is_first: bool) -> None:
+    def __init__(self, step: Measures, *, bounds: Bounds, is_first: bool, has_gradient: bool) -> None:
         self._step = step
+        self._has_gradient = has_gradient
         self._bounds = bounds
         self._is_first = is_first
         self._gradient: TensorPair | None = None
@@ -83,7 +93,9 @@ class StateWalk:
             return ""
         if pair.is_equal:
             return ""
-        return "differs: both runs must start from the same weights, to the last bit"
+        looks_like = self._step.describe_initial(pair)
+        text = f"{looks_like}; " if looks_like else ""
+        return f"differs: {text}both runs must start from the same weights, to the last bit"
 
     def _compare_update(self, before: TensorPair, after: TensorPair, gradient: TensorPair | None) -> TensorDifference:
         pairs = [before, after, *([gradient] if gradient is not None else [])]
@@ -93,7 +105,7 @@ class StateWalk:
         if present is not None and present is not after.present:
             figures = compute_figures(after.baseline, after.candidate, present=present)
         bound = self._bounds.tensor(after.key)
-        return compare_updates(
+        difference = compare_updates(
             after.key,
             before=old,
             after=new,
@@ -103,6 +115,13 @@ class StateWalk:
             figures=figures,
             is_same_before=before.is_equal or None,
         )
+        if self._has_gradient or difference.bit_equal or bound.is_exact:
+            return difference
+        decisions = read_decisions(old, new)
+        if decisions is None:
+            return difference
+        moved = self._step.find_moved_experts(after)
+        return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
 
     def _check_weight(self, pair: TensorPair) -> str:
         if self._parameter is None:

@@ -8,16 +8,18 @@ their order is compared without the tokens that rounding sent elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
 
 from mock_scheduler.compare.bounds import Bounds, TensorBound
+from mock_scheduler.compare.decisions import find_moved_experts, find_without_gradient
 from mock_scheduler.compare.differences import Locality
-from mock_scheduler.compare.explanation import boundaries_of, dims_of
+from mock_scheduler.compare.explanation import NUM_FIRST, boundaries_of, dims_of
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.found import SIDES, Found
+from mock_scheduler.compare.initial import describe_initial
 from mock_scheduler.compare.judging import (
     measure,
     rounding_unit,
@@ -33,6 +35,7 @@ from mock_scheduler.compare.pairs import (
     describe_dtypes,
     describe_other_presence,
     finding,
+    lacks_tokens,
     locate,
     pair_up,
 )
@@ -73,6 +76,9 @@ class StepWalk:
         self.tokens = align_tokens(self._footers[0].rows, self._footers[1].rows)
         self._flipped: dict[tuple[int, str], torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
+        self._moved_experts: dict[tuple[int, str], frozenset[int]] = {}
+        self._without_gradient = find_without_gradient(keys[0]) & find_without_gradient(keys[1])
+        self._num_initial = 0
         self._squares: dict[_PoolKey, tuple[float, int]] = {}
         self._unrounded: list[tuple[int, TensorBound, float, _PoolKey]] = []
         found.findings += find_row_differences(step, *self._footers)
@@ -105,7 +111,10 @@ class StepWalk:
             return None
         problems = [describe_dtypes(paired)]
         presence = describe_other_presence(paired)
-        if any(self._is_partial) and presence:
+        if merged[1].missing:
+            if is_reported:
+                self._found.findings.append(lacks_tokens(key, merged[1].missing))
+        elif any(self._is_partial) and presence:
             self._found.notes[f"{key.describe()} {presence}, as some ranks wrote no trace"] = None
         else:
             problems.append(presence)
@@ -130,6 +139,16 @@ class StepWalk:
             self._unrounded.append((len(self._found.differences), bound, unit, pool))
         localities = self._find_places(pair, bound) if not difference.bit_equal else ()
         self.add(replace(difference, num_flipped_tokens=num_flipped_tokens, localities=localities), pair)
+
+    def describe_initial(self, pair: TensorPair) -> str:
+        """As ``state.Measures`` has it, of the first few."""
+        self._num_initial += 1
+        return describe_initial(pair, self._traces) if self._num_initial <= NUM_FIRST else ""
+
+    def find_moved_experts(self, pair: TensorPair) -> Collection[int] | None:
+        """As ``state.Measures`` has it."""
+        key = pair.key
+        return self._moved_experts.get((key.update, routed_part(key.name))) if pair.dims == ("expert",) else None
 
     def _find_places(self, pair: TensorPair, bound: TensorBound) -> tuple[Locality, ...]:
         """Places that differ by more than their own noise, of a tensor that does not; empty where it is not known."""
@@ -174,6 +193,9 @@ class StepWalk:
             return
         if is_choice(key):
             self._find_flips(pair)
+            if pair.baseline.dim() == 2:
+                moved_experts = find_moved_experts(pair.baseline, pair.candidate)
+                self._moved_experts[key.update, routed_part(key.name)] = moved_experts
             if not pair.is_equal and pair.baseline.dim() == 2:
                 moved = (pair.baseline != pair.candidate).any(1)
                 self._moved[key.update] = self._moved.get(key.update, False) | moved
@@ -196,7 +218,8 @@ class StepWalk:
             self._flipped[choice.key.update, routed_part(choice.key.name)] = is_flipped
 
     def _walk_state(self, keys: list[TraceKey]) -> None:
-        walk = StateWalk(self, bounds=self._bounds, is_first=self._is_first)
+        has_gradient = keys[0].name not in self._without_gradient
+        walk = StateWalk(self, bounds=self._bounds, is_first=self._is_first, has_gradient=has_gradient)
         for key in keys:
             is_reported = self._selection.has_kind(key.kind)
             pair = self.pair(key, is_reported=is_reported)

@@ -35,6 +35,8 @@ class TensorDifference:
     ``num_elements``: that were compared. ``num_excluded``: of these, elements of a parameter that had no say.
     ``num_absent``: elements of the canonical tensor that were not compared, being masked out or on one side only.
     ``num_flipped_tokens``: tokens left out because rounding chose other experts for them.
+    ``num_decisions``: elements of an update that was judged as ``decisions`` says, 0 of any other;
+    ``num_flipped_decisions``: of these, those that are not the baseline's.
     ``is_zero``: the baseline's gradient or change is 0.
     ``is_within_ulp``: no element is further than ``bounds.NUM_ULPS`` units in the last place.
     ``figures``: of the compared elements; ``None`` where their bits are equal, and at level ``sketch``.
@@ -56,6 +58,8 @@ class TensorDifference:
     num_excluded: int = 0
     num_absent: int = 0
     num_flipped_tokens: int = 0
+    num_decisions: int = 0
+    num_flipped_decisions: int = 0
     is_zero: bool = False
     is_within_ulp: bool = False
     figures: Figures | None = None
@@ -187,6 +191,11 @@ class TensorComparison:
     def exceeding(self) -> tuple[TensorDifference, ...]:
         """Tensors beyond their tolerance, in execution order."""
         return tuple(difference for difference in self.differences if difference.exceeds)
+
+    @property
+    def flipped_decisions(self) -> tuple[TensorDifference, ...]:
+        """Updates within their bound of which elements decided differently, in execution order."""
+        return tuple(item for item in self.differences if item.num_flipped_decisions and not item.exceeds)
 
     @property
     def undecided(self) -> tuple[TensorDifference, ...]:

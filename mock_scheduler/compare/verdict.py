@@ -31,7 +31,7 @@ from mock_scheduler.compare.sentence import (
     describe_worst,
     name_kind,
 )
-from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.text import count_of
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
@@ -264,6 +264,8 @@ class _Evidence:
         parts = [f"{count_of(len(missing), 'tensor')} not compared, not being shown by both runs"] if missing else []
         flips = sum(item.num_flipped for item in self.tensors.flips)
         parts += [f"rounding chose other experts for {count_of(flips, 'token')}"] if flips else []
+        turned = self.tensors.flipped_decisions
+        parts += [_describe_turned(turned)] if turned else []
         hidden = first_hidden_step(self.tensors)
         if hidden is not None:
             parts.append(f"from step {hidden} on nothing can be judged: differences there are noise, whatever they are")
@@ -318,6 +320,11 @@ def _describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
             "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
             "fewer steps"
         )
+    turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]
+    if turned:
+        parts.append(
+            f"{_describe_turned(turned)} before: what follows goes on from other values, of which no bound was measured"
+        )
     earlier = [item for item in tensors.flips if (item.key.step, item.key.update) <= (first.step, first.update or 0)]
     if earlier:
         num_flipped = sum(item.num_flipped for item in earlier)
@@ -326,6 +333,12 @@ def _describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
             f"{earlier[0].key.name}: what these compute afterwards differs at its full size"
         )
     return parts
+
+
+def _describe_turned(turned: Sequence[TensorDifference]) -> str:
+    """``rounding turned 1 of 4 decisions, first in parameter of … at step 0, update 0``."""
+    flipped, total = sum(item.num_flipped_decisions for item in turned), sum(item.num_decisions for item in turned)
+    return f"rounding turned {flipped} of {count_of(total, 'decision')}, first in {turned[0].key.describe()}"
 
 
 def _no_bound(bounds: Bounds) -> str:
@@ -346,6 +359,8 @@ def _describe_idle(tensors: TensorComparison, bounds: Bounds) -> str:
             "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on "
             "rollouts whose rewards differ within a group, or with an entropy or KL term"
         )
+    names = {item.key.name for item in gradients}
+    changes = [item for item in changes if not names or item.key.name in names]  # what no gradient moves moves anyway
     if changes and all(item.is_zero for item in changes):
         return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
     if bounds.source != "stated" and gradients and not any(item.is_judged for item in gradients):

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import argparse
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
-from hydra.types import RunMode
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     GrammarParseError,
     InterpolationKeyError,
     InterpolationResolutionError,
-    OmegaConfBaseException,
 )
 from pydantic import ValidationError
 
+from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects import resolve_dialects
-from mock_scheduler.config.number_traps import SourceFile, find_number_traps, may_have_traps
+from mock_scheduler.config.number_traps import find_number_traps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.config.sweeps import describe_sweep
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import bullet_list
 
 DEFAULT_CONFIG_PATH = "configs"
+#: Makes a checked configuration out of overrides ``a.b=c``; raises ``ConfigError``.
+ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,16 +86,29 @@ def load_config(
     written (``number_traps``). AReaL's and verl's sections for recording become ``rollout_mock``
     (``dialects``). Raises ConfigError.
     """
-    folder = Path(config_path).absolute()
-    name = config_name.removesuffix(".yaml")
-    _check_file_exists(folder, name)
-    parsed = _parse_overrides(overrides)
-    origin = f"configuration '{name}' ({folder / name}.yaml)"
-    composed, files = _compose(folder, name, [_as_hydra_override(override, folder) for override in parsed], origin)
-    problems = [*_interpolation_problems(composed), *find_number_traps(files, parsed, composed)]
-    if problems:
-        raise_problems(origin, problems, source_of=_source_of(parsed))
-    return _check(composed, origin, parsed)
+    return build_loader(config_name, config_path, reads_once=False)(overrides)
+
+
+def build_loader(
+    config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool = True
+) -> ConfigLoader:
+    """What does ``load_config`` for one configuration under any overrides.
+
+    reads_once: read its files once for all of them, where they only set values.
+    """
+    folder, name = Path(config_path).absolute(), config_name.removesuffix(".yaml")
+    composer = Composer(folder, name, reads_once=reads_once)
+
+    def load(overrides: Sequence[str]) -> PipelineConfig:
+        _check_file_exists(folder, name)
+        parsed = parse_overrides(overrides)
+        composed, files = composer.compose(parsed)
+        problems = [*_interpolation_problems(composed), *find_number_traps(files, parsed, composed)]
+        if problems:
+            raise_problems(composer.origin, problems, source_of=_source_of(parsed))
+        return _check(composed, composer.origin, parsed)
+
+    return load
 
 
 def _check(composed: DictConfig, origin: str, overrides: Sequence[Override]) -> PipelineConfig:
@@ -143,51 +149,6 @@ def _check_file_exists(folder: Path, name: str) -> None:
     nearest = get_close_matches(name, present, n=1, cutoff=0.5)
     hint = f"; nearest: {nearest[0]}" if nearest else ""
     raise ConfigError(f"no configuration '{name}' in {folder}{hint}; there are: {', '.join(present) or 'none'}")
-
-
-def _parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    parser = OverridesParser.create()
-    parsed, problems = [], []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            problems.append(f"{text!r}: {str(error).splitlines()[0]}")
-            continue
-        parsed.append(override)
-        if override.is_sweep_override():
-            problems.append(f"{text!r}: {describe_sweep(text, override)}")
-    if problems:
-        raise ConfigError(
-            f"overrides that cannot be read:{bullet_list(problems, limit=None)}\n"
-            "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
-        )
-    return parsed
-
-
-def _as_hydra_override(override: Override, folder: Path) -> str:
-    """Hydra changes only keys that the YAML has; ours may set every key of the schema, hence its ``++``."""
-    text = override.input_line
-    assert text is not None  # Hydra's parser keeps the line of every override that it reads
-    is_group = override.package is not None or (folder / override.key_or_group).is_dir()
-    return text if is_group or override.type is not OverrideType.CHANGE else f"++{text}"
-
-
-def _compose(folder: Path, name: str, overrides: list[str], origin: str) -> tuple[DictConfig, list[SourceFile]]:
-    """The composed configuration, and where that matters the files that it is of, in the order in which they count."""
-    try:
-        # Hydra only warns of a defaults list without _self_, whose order it then guesses.
-        with warnings.catch_warnings(), initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            warnings.simplefilter("error", UserWarning)
-            composed = compose(config_name=name, overrides=overrides)
-            if not may_have_traps(composed):
-                return composed, []
-            defaults = GlobalHydra.instance().config_loader().compute_defaults_list(name, overrides, RunMode.RUN)
-    # OmegaConf lets a ValueError of Python out where a key of a list is no number.
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning, ValueError) as error:
-        raise ConfigError(f"{origin} cannot be composed: {error}") from error
-    places = [(folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
-    return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:

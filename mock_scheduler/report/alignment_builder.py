@@ -38,14 +38,15 @@ from mock_scheduler.report.alignment_tokens import open_if_there
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView, ProofView, TensorLine
 from mock_scheduler.report.alignment_words import (
     complete_ladder,
+    describe_proof,
     describe_proved_by,
+    describe_reason,
     describe_smallest_error,
     write_headline,
 )
 from mock_scheduler.report.comparison_view import (
     describe_details,
     describe_equal_metrics,
-    describe_rest,
     format_bound,
     format_relative,
     tensors_to_show,
@@ -143,9 +144,11 @@ class _Sizes:
 
 
 def _headline(counts: Sequence[tuple[Verdict, int]], num_candidates: int) -> str:
-    """``3 of 5 candidates pass: 1 diverged, 1 incomparable, 2 rounding, 1 identical``."""
+    """``3 of 5 candidates pass: 1 diverged, 1 incomparable, 2 rounding, 1 identical``; of one that it does, or not."""
     passing = sum(count for verdict, count in counts if verdict.exit_code == 0)
     listed = ", ".join(f"{count} {verdict.value}" for verdict, count in counts)
+    if num_candidates == 1:
+        return f"the one candidate {'passes' if passing else 'does not pass'}: {listed}"
     which = "all" if passing == num_candidates else "none" if not passing else str(passing)
     return f"{which} of {count_of(num_candidates, 'candidate')} pass{'es' if passing == 1 else ''}: {listed}"
 
@@ -186,13 +189,14 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         exit_code=int(alignment.verdict.exit_code),
         tone=_TONES.get(alignment.verdict, "warn"),
         headline=write_headline(candidate),
-        reason=describe_rest(alignment) if alignment.sentence else alignment.reason,
+        reason=describe_reason(candidate),
         first_divergence=alignment.sentence or "",
         proved_by=describe_proved_by(candidate),
         smallest_error=describe_smallest_error(candidate),
         proofs=tuple(
             ProofView(
-                name=proof.name, outcome=proof.outcome, text=proof.text, num_compared=proof.num_compared,
+                name=proof.name, outcome=proof.outcome, text=describe_proof(proof, alignment),
+                num_compared=proof.num_compared,
                 num_equal=proof.num_equal, seconds=proof.seconds,
             )
             for proof in complete_ladder(candidate)

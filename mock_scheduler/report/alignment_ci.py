@@ -9,27 +9,28 @@ have are replaced.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.files import written_aside
-from mock_scheduler.report.alignment_builder import build_view
-from mock_scheduler.report.alignment_folders import load_recording_facts, load_run_facts
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.text import list_some
 
 _NUM_NAMES = 12
+_FILES = {"page": "page", "result": "result", "junit": "JUnit XML"}
 _FAILURES = (Verdict.DIVERGED, Verdict.SUSPECT)
 _ERRORS = (Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def alignment_summary(result: AlignmentResult) -> str:
-    """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do."""
-    view = build_view(result, is_full=False)
+def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
+    """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do.
+
+    ``files``: what lies where, of which page, result and JUnit XML are said.
+    """
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:
         if not candidate.passes:
@@ -38,12 +39,13 @@ def alignment_summary(result: AlignmentResult) -> str:
         names = [item.name for item in view.candidates if item.verdict is verdict and item.passes]
         if names:
             lines.append(f"  {verdict.value}: {list_some(names, _NUM_NAMES, ', ')}")
+    lines += [f"{label:<10}{files[what]}" for what, label in _FILES.items() if what in files]
     return "\n".join(lines)
 
 
-def write_junit(result: AlignmentResult, path: Path) -> None:
+def write_junit(view: AlignmentView, path: Path) -> None:
     """Write the result as JUnit XML to ``path``, whole or not at all; raises ``AlignmentError`` where it cannot."""
-    suite = _test_suite(build_view(result, is_full=False), _properties(result))
+    suite = _test_suite(view, _properties(view))
     ElementTree.indent(suite)
     try:
         with written_aside(path) as aside:
@@ -100,13 +102,11 @@ def _details(candidate: CandidateView) -> str:
     return "\n".join(dict.fromkeys(filter(None, lines)))
 
 
-def _properties(result: AlignmentResult) -> dict[str, str]:
+def _properties(view: AlignmentView) -> dict[str, str]:
     """The configuration's name and the versions of the baseline; of each candidate, those that are not the same."""
-    recording, baseline = load_recording_facts(result.recording_dir), load_run_facts(result.baseline.output_dir)
-    packages = baseline.packages or recording.packages
-    versions = {f"version.{name}": version for name, version in packages.items() if version != "absent"}
-    others = {f"versions.{item.name}": "; ".join(item.versions) for item in result.candidates if item.versions}
-    return {"config": result.config_name, "baseline.layout": result.baseline.layout, **versions, **others}
+    versions = {f"version.{name}": version for name, version in view.packages if version != "absent"}
+    others = {f"versions.{item.name}": "; ".join(item.versions) for item in view.candidates if item.versions}
+    return {"config": view.config_name, "baseline.layout": view.baseline_layout, **versions, **others}
 
 
 def _seconds(candidate: CandidateView) -> float:

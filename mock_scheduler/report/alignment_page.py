@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.report import alignment_style, page_assets
-from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_figures import bar_table
 from mock_scheduler.report.alignment_sections import candidate_html, chip_legend, chips, verdict_word
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
@@ -37,12 +35,12 @@ _READING = (
 )
 
 
-def write_alignment_page(result: AlignmentResult, path: Path) -> None:
+def write_alignment_page(view: AlignmentView, path: Path) -> None:
     """Write the page to ``path``, whole or not at all; folders are made.
 
-    Metrics, traces, recording and run folders are read again. Raises ``AlignmentError`` where it cannot be written.
+    Raises ``AlignmentError`` where it cannot be written.
     """
-    write_document(render_alignment_page(build_view(result)), path, AlignmentError)
+    write_document(render_alignment_page(view), path, AlignmentError)
 
 
 def render_alignment_page(view: AlignmentView) -> str:
@@ -115,7 +113,7 @@ def _matrix_section(view: AlignmentView) -> str:
     )
     return (
         '<section><h2>Matrix of candidates</h2><p class="note">Layouts by options; under each verdict, the'
-        " largest difference in shares of its own bound.</p>"
+        " largest difference from the baseline in shares of its own bound.</p>"
         '<div class="scroll"><table class="matrix"><thead><tr><th scope="col">layout</th>'
         f"{head}</tr></thead><tbody>{rows}</tbody></table></div>{also}</section>"
     )

@@ -83,7 +83,7 @@ def _verdict_part(candidate: CandidateView) -> str:
     if candidate.worst is not None:
         worst = candidate.worst
         where = f"{worst.kind} of {worst.name} at step {worst.step}, update {worst.update}"
-        rows.append(("worst difference", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"))
+        rows.append(("worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"))
     rows += [("in its order", candidate.emulated), ("other versions", ", ".join(candidate.versions))]
     rows += [("metrics", candidate.metrics), ("run", candidate.run_dir), ("its output", candidate.log_path)]
     sentence = candidate.first_divergence if candidate.first_divergence != candidate.headline else ""

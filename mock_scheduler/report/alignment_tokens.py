@@ -139,7 +139,7 @@ def _has_tokens(reader: TraceReader, key: TraceKey) -> bool:
 
 def _token_differences(baseline: TraceReader, candidate: TraceReader, key: TraceKey) -> torch.Tensor:
     """float64 ``[T]``: the largest |a - b| of each of the baseline's tokens; NaN where a side has no value."""
-    sides = [reader.merge(key) for reader in (baseline, candidate)]
+    sides = [baseline.merge(key), candidate.merge(key, may_lack_tokens=True)]
     aligned = align_tokens(*(reader.footer(key.step).rows for reader in (baseline, candidate)))
     values, known = [], []
     for side in sides:

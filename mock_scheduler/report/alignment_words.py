@@ -12,7 +12,7 @@ from mock_scheduler.compare.proofs import PROOF_NAMES, Outcome, Proof, ProofName
 from mock_scheduler.compare.results import CandidateResult
 from mock_scheduler.compare.sentence import name_kinds
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
-from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.report.alignment_heat import describe_ratio
 from mock_scheduler.report.comparison_view import worst_judged
 from mock_scheduler.text import count_of
@@ -45,6 +45,7 @@ _NOT_TRIED: Mapping[Verdict, str] = {
     Verdict.INCOMPARABLE: "nothing could be compared",
     Verdict.UNVERIFIED: "the runs are not shown to be deterministic",
 }
+_FIRST, _AGAINST = "first divergence: ", "against the baseline: "
 _PASSES = (Verdict.IDENTICAL, Verdict.EMULATED, Verdict.ROUNDING)
 
 
@@ -53,6 +54,22 @@ def complete_ladder(candidate: CandidateResult) -> tuple[Proof, ...]:
     by_name = {proof.name: proof for proof in candidate.proofs}
     reason = _NOT_TRIED.get(candidate.alignment.verdict, "not needed, or not asked for")
     return tuple(by_name.get(name) or Proof(name=name, outcome="not tried", text=reason) for name in PROOF_NAMES)
+
+
+def describe_proof(proof: Proof, alignment: Alignment) -> str:
+    """What a proof found, without the sentence of the first divergence, which stands before it."""
+    return proof.text.replace(f"{_FIRST}{alignment.sentence}; ", "", 1) if alignment.sentence else proof.text
+
+
+def describe_reason(candidate: CandidateResult) -> str:
+    """What a verdict rests on beside its sentence and its proofs, which stand beside it; empty where nothing else."""
+    alignment = candidate.alignment
+    rest = alignment.reason
+    for proof in sorted(candidate.proofs, key=lambda proof: -len(proof.text)):
+        rest = rest.replace(f"{_AGAINST}{proof.text}", "").replace(proof.text, "") if proof.text else rest
+    if alignment.sentence:
+        rest = rest.removeprefix(_FIRST).replace(f"{_FIRST}{alignment.sentence}", "").replace(alignment.sentence, "", 1)
+    return "; ".join(part for part in rest.split("; ") if part)
 
 
 def describe_proved_by(candidate: CandidateResult) -> str:

@@ -225,6 +225,9 @@ def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
     if difference.num_flipped_tokens:
         tokens = count_of(difference.num_flipped_tokens, "token")
         rows.append(("left out", f"{tokens} for which rounding chose other experts"))
+    if difference.num_flipped_decisions:
+        decisions = count_of(difference.num_decisions, "decision")
+        rows.append(("turned", f"{difference.num_flipped_decisions} of {decisions}, up, down or unmoved"))
     if difference.num_excluded:
         share = difference.num_excluded / max(difference.num_elements, 1)
         elements = count_of(difference.num_excluded, "element")

@@ -32,18 +32,20 @@ from mock_scheduler.compare.results import AlignmentResult, CandidateResult, Com
 from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.files import save_json
-from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_json import alignment_to_json, bounded, bounds_to_json, conflict_to_json
-from mock_scheduler.report.alignment_view import CandidateView
+from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.recording_diff import differences_to_json
 
 FORMAT_VERSION = 2
 
 
-def save_result(result: AlignmentResult, path: Path) -> None:
-    """Write ``result`` to ``path``, whole or not at all; raises ``AlignmentError`` where it cannot."""
-    _save(result_to_json(result), path)
+def save_result(result: AlignmentResult, view: AlignmentView, path: Path) -> None:
+    """Write ``result``, and ``view`` of it, to ``path``, whole or not at all.
+
+    Raises ``AlignmentError`` where it cannot.
+    """
+    _save(result_to_json(result, view), path)
 
 
 def save_comparison(result: ComparisonResult, path: Path) -> None:
@@ -56,9 +58,8 @@ def save_replicas(result: ReplicaResult, path: Path) -> None:
     _save(replicas_to_json(result), path)
 
 
-def result_to_json(result: AlignmentResult) -> dict[str, JSON]:
+def result_to_json(result: AlignmentResult, view: AlignmentView) -> dict[str, JSON]:
     """The whole alignment run as JSON values."""
-    view = build_view(result, is_full=result.times is not None)
     report = dataclass_to_json(replace(view, candidates=()))
     del report["candidates"]
     return {

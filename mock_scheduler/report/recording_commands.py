@@ -7,7 +7,7 @@ instead) and returns the exit code.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -65,12 +65,17 @@ def run_diff(
     json_path: str | None,
     console: Console | None = None,
 ) -> int:
-    """Compare two recordings: 0 where they are equal, 1 where not, 3 where they have no step in common."""
+    """Compare two recordings: 0 where they are equal, 1 where not, 3 where they have no step in common.
+
+    Raises ``StepNotFoundError`` where neither has any of the chosen steps.
+    """
     if os.path.realpath(dump_dirs[0]) == os.path.realpath(dump_dirs[1]):
         raise ConfigError(f"{dump_dirs[0]} and {dump_dirs[1]} are the same recording: it would be compared with itself")
     readers = RecordingReader(dump_dirs[0]), RecordingReader(dump_dirs[1])
+    chosen = parse_steps(steps)
+    _check_recorded(readers, chosen)
     with show_progress("comparing steps") as on_step:
-        differences = compare_recordings(readers, parse_steps(steps), limit=limit, on_step=on_step)
+        differences = compare_recordings(readers, chosen, limit=limit, on_step=on_step)
     if json_path != "-":
         print_differences(differences, console or build_console())
     _write_json(differences_to_json(differences), json_path)
@@ -122,6 +127,17 @@ def _find_place(reader: RecordingReader, folder: str, step: int) -> StepPlace:
     raise StepNotFoundError(
         f"{reader.dump_dir} holds no {folder} step {step}; steps present: {format_present(present)}"
     )
+
+
+def _check_recorded(readers: Sequence[RecordingReader], steps: StepRanges | None) -> None:
+    """Raise ``StepNotFoundError`` where none of the chosen steps is in any recording, with those that are."""
+    present = [reader.steps() for reader in readers]
+    if steps is None or any(step in steps for found in present for listed in found.values() for step in listed):
+        return
+    listed = "; ".join(
+        f"{reader.dump_dir} has {format_present(found)}" for reader, found in zip(readers, present, strict=True)
+    )
+    raise StepNotFoundError(f"--steps {steps}: there is no such step; {listed}")
 
 
 def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:

@@ -15,9 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import Verdict
-from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.alignment_words import LEGEND, PROOF_MARKS
 from mock_scheduler.report.text import print_labelled, print_wrapped
@@ -49,12 +47,11 @@ def build_console() -> Console:
     return console if is_width_known else Console(width=_PLAIN_WIDTH)
 
 
-def print_report(result: AlignmentResult, console: Console, *, files: Mapping[str, Path]) -> None:
+def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, Path]) -> None:
     """Print the verdicts, details of candidates that do not pass, the legend and where the files are.
 
     ``files``: what lies where; ``result``, where it is among them, is the JSON file that holds all of the result.
     """
-    view = build_view(result, is_full=False)
     more = f", all in {files['result']}" if "result" in files else ""
     console.print()
     print_wrapped(console, Text(f"Alignment of {view.config_name}: {view.headline}", style="bold"))
@@ -73,7 +70,7 @@ def print_report(result: AlignmentResult, console: Console, *, files: Mapping[st
 def _print_table(view: AlignmentView, console: Console) -> None:
     """One line of columns for each candidate, and beneath it the verdict in words."""
     widths = _widths(console.width)
-    headers = ("candidate", "verdict", "proved by", "worst difference", "seconds")
+    headers = ("candidate", "verdict", "proved by", "worst against baseline", "seconds")
     _print_row(_chosen([(header, "dim") for header in headers], widths), widths, console)
     seconds = f"{view.baseline_seconds[0][1]:,.1f}"
     _print_row(_chosen([("baseline", "bold"), ("", ""), ("", ""), ("", ""), (seconds, "")], widths), widths, console)

@@ -24,7 +24,7 @@ STEP_KINDS: frozenset[TraceKind] = frozenset({"initial", "input", "score", "adva
 
 #: What is under each kind.
 DESCRIPTIONS: Mapping[TraceKind, str] = {
-    "initial": "parameters before the step's first update, in the precision in which they are updated",
+    "initial": "parameters and buffers before the first update, in the precision in which parameters are updated",
     "input": "tokens, response mask and recorded log-probabilities",
     "score": "what the models say before the first update: old and reference log-probabilities, values",
     "advantage": "advantages and returns",
@@ -37,7 +37,7 @@ DESCRIPTIONS: Mapping[TraceKind, str] = {
     "gradient": "main gradients after the reduction, before clipping",
     "gradient_norm": "the norm of all main gradients, before clipping",
     "optimizer": "the optimizer's moments after the update",
-    "parameter": "parameters after the update, in the precision in which they are updated",
+    "parameter": "parameters and buffers after the update, in the precision in which parameters are updated",
     "weight": "what a model in less than float32 computes with",
 }
 

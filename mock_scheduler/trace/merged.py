@@ -66,7 +66,8 @@ class MergedTensor:
     """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
 
     ``present``: bool, where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
-    ``None`` where every element is there. ``dims``: what each dimension counts; empty where nobody said.
+    ``None`` where every element is there. ``missing``: tokens that the run should have and no rank holds, in words;
+    empty where there are none. ``dims``: what each dimension counts; empty where nobody said.
     ``content``: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present
     at the same elements; ``None`` where pieces overlap.
     """
@@ -74,6 +75,7 @@ class MergedTensor:
     tensor: torch.Tensor
     conflicts: tuple[ReplicaConflict, ...]
     present: torch.Tensor | None = None
+    missing: str = ""
     dims: tuple[DimName, ...] = ()
     content: tuple[object, ...] | None = None
 

@@ -37,8 +37,8 @@ def merge_pieces(
     """The whole tensor. pieces: at least one, by ascending rank. load: gives a piece's stored elements, checked.
     memory: where the tensor lies, unless one piece holds all of it.
 
-    Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or something is
-    missing, or there, against the expectation.
+    Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or an element is
+    missing, or a token there, against the expectation. Whole tokens that are missing are told of in the result.
     """
     _check_agreement(key, pieces, expectation)
     dims = pieces[0].record.dims
@@ -49,13 +49,15 @@ def merge_pieces(
         coverage = count_cells(pieces[0].spec.global_shape, [family[0][0].spec for family in families])
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
-            present = check_present(key, pieces, held, expectation)
+            present, missing = check_present(key, pieces, held, expectation)
             values = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
             content = tuple(map(_content, groups))
-            return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, dims=dims, content=content)
+            return MergedTensor(
+                tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, content=content
+            )
     values, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
-    present = check_present(key, pieces, None if bool(held.all()) else held, expectation)
-    return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, dims=dims)
+    present, missing = check_present(key, pieces, None if bool(held.all()) else held, expectation)
+    return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims)
 
 
 def _content(group: _Group) -> tuple[object, ...]:

@@ -114,7 +114,9 @@ class TraceReader:
         found = {piece.place.global_rank: piece.place for piece in self.pieces(key) if holds_element(piece.spec, index)}
         return tuple(found.values())
 
-    def merge(self, key: TraceKey, *, ranks: Collection[int] | None = None) -> MergedTensor:
+    def merge(
+        self, key: TraceKey, *, ranks: Collection[int] | None = None, may_lack_tokens: bool = False
+    ) -> MergedTensor:
         """The whole tensor from all ranks' pieces, and the replicas that disagree.
 
         A tensor that one piece holds entirely is a view of the mapped file; writing to it changes no file.
@@ -122,6 +124,7 @@ class TraceReader:
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Of a token tensor, where the trace says which rows an update has, a token of another row is an error, and
         (unless it is masked) one of these rows that no rank holds.
+        ``may_lack_tokens``: of a run that is judged, the latter is no error but what it did: ``missing`` says it.
         ``ranks``: put together what these global ranks hold, and nothing else; what they do not hold is absent.
         """
         pieces, rows = self.pieces(key), self.footer(key.step).rows
@@ -133,7 +136,10 @@ class TraceReader:
             expectation = Expectation(is_complete=False, rows=rows, tokens=None)
         if not pieces:
             raise TraceError(f"none of global ranks {sorted(ranks or ())} wrote the {key.describe()}")
-        return merge_pieces(key, pieces, self._load, expectation, self._memory)
+        merged = merge_pieces(key, pieces, self._load, expectation, self._memory)
+        if merged.missing and not may_lack_tokens:
+            raise TraceError(f"{key.describe()}: {merged.missing}")
+        return merged
 
     def verify(self) -> int:
         """Read every byte and check it against its SHA-256; the number of bytes.

@@ -65,7 +65,7 @@ class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
     ``sketch.num_elements`` is less than the shape says for a token tensor of which some tokens are not trained on, and
-    in a trace that not all ranks wrote.
+    in a trace that not all ranks wrote. ``missing``: as of ``MergedTensor``.
     """
 
     sketch: Sketch
@@ -74,6 +74,7 @@ class MergedSketch:
     conflicts: tuple[SketchConflict, ...]
     dims: tuple[DimName, ...] = ()
     is_masked: bool = False
+    missing: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -142,19 +143,22 @@ class SketchReader:
         """The ranks that hold elements of a tensor, by global rank."""
         return tuple(place for place, stored in self._stored(key) if stored.part)
 
-    def sketch(self, key: TraceKey) -> MergedSketch:
+    def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """The sketch of the whole tensor, and the replicas that disagree.
 
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or what they hold overlaps
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
-        tensor that is not masked, these are the elements of the update's rows.
+        tensor that is not masked, these are the elements of the update's rows. ``may_lack_tokens``: of a run that is
+        judged, tokens that no rank holds are no error but what it did: ``missing`` says it.
         """
         stored = self._stored(key)
         _check_agreement(key, stored)
         first = stored[0][1]
         parts = _parts(stored)
         num_elements = count_union([rectangle for part in parts for rectangle in part.elements])
-        self._check_complete(key, first, stored, num_elements)
+        missing = self._describe_missing(key, first, stored, num_elements)
+        if missing and not (may_lack_tokens and first.dims[:1] == ("token",) and num_elements):
+            raise TraceError(f"{key.describe()}: {missing}")
         whole, conflicts = _merge(key, parts, num_elements) if parts else (first.sketch, [])
         return MergedSketch(
             sketch=whole,
@@ -163,6 +167,7 @@ class SketchReader:
             conflicts=tuple(conflicts),
             dims=first.dims,
             is_masked=first.is_masked,
+            missing=missing,
         )
 
     def _stored(self, key: TraceKey) -> list[tuple[RankPlace, StoredSketch]]:
@@ -171,17 +176,17 @@ class SketchReader:
             raise TraceError(f"no rank wrote the {key.describe()}")
         return found
 
-    def _check_complete(
+    def _describe_missing(
         self, key: TraceKey, first: StoredSketch, stored: Sequence[tuple[RankPlace, StoredSketch]], num_elements: int
-    ) -> None:
+    ) -> str:
+        """Elements that no rank holds, in words; empty where all are held, or some may be lacking."""
         expected = _count_expected(key, first, self.footer(key.step))
         is_exact = self.is_complete(key.step) and not first.is_masked
-        if num_elements > expected or (is_exact and num_elements < expected):
-            ranks = ", ".join(str(place.global_rank) for place, _ in stored)
-            raise TraceError(
-                f"{key.describe()}: {num_elements} elements are held, where there are {expected}; parts come from "
-                f"global rank {ranks}"
-            )
+        ranks = ", ".join(str(place.global_rank) for place, _ in stored)
+        text = f"{num_elements} elements are held, where there are {expected}; parts come from global rank {ranks}"
+        if num_elements > expected:
+            raise TraceError(f"{key.describe()}: {text}")
+        return text if is_exact and num_elements < expected else ""
 
 
 def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:

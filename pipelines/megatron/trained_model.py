@@ -28,7 +28,14 @@ from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
 from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.runtime import Runtime
-from pipelines.megatron.weights import LocalParameter, ModelShape, iterate_parameters, load_initial_weights
+from pipelines.megatron.weights import (
+    LocalBuffer,
+    LocalParameter,
+    ModelShape,
+    iterate_parameters,
+    iterate_state_buffers,
+    load_initial_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +111,10 @@ class TrainedModel:
     def parameters(self) -> Iterator[LocalParameter]:
         """Every parameter of this rank with its canonical name and shard."""
         return iterate_parameters(self.chunks, self.shape, self.runtime)
+
+    def state_buffers(self) -> Iterator[LocalBuffer]:
+        """Every buffer of this rank that belongs to the model's state, with its canonical name and shard."""
+        return iterate_state_buffers(self.chunks, self.shape, self.runtime)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before an update."""

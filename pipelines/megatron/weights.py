@@ -1,4 +1,4 @@
-"""Where each parameter of this rank lies in the whole model, and the canonical initial weights.
+"""Where each parameter and buffer of this rank lies in the whole model, and the canonical initial weights.
 
 Initial weights are made by canonical name and full shape, then cut: no layout changes a single bit of them. Values
 come from NumPy's Philox generator keyed by the name, so they do not depend on the order of construction, on any
@@ -38,6 +38,14 @@ class LocalParameter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LocalBuffer:
+    """One buffer of this rank and its place in the whole model."""
+
+    spec: ShardSpec
+    buffer: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """What decides names and global shapes besides the parameters themselves.
 
@@ -58,16 +66,39 @@ def iterate_parameters(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime
 ) -> Iterator[LocalParameter]:
     """Every parameter of this rank with its canonical name and shard, in the order of the chunks and of each model."""
-    tied = not shape.has_value_head and not shape.model.untie_embeddings_and_output_weights
-    num_experts = (shape.model.num_moe_experts or 0) // runtime.ep_size
     for index, chunk in enumerate(chunks):
-        offset = layers_of_chunk(shape.model.num_layers, runtime, index).start
         for local_name, parameter in unwrapped(chunk).named_parameters():
-            name = canonical_parameter_name(
-                local_name, layer_offset=offset, expert_offset=runtime.ep_rank * num_experts, tied_output=tied
-            )
+            name = _canonical_name(local_name, index, shape, runtime)
             spec = _parameter_spec(name, parameter, shape, runtime)
             yield LocalParameter(spec=replace(spec, name=shape.prefix + name), parameter=parameter)
+
+
+def iterate_state_buffers(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime
+) -> Iterator[LocalBuffer]:
+    """Every buffer of this rank that is state of the model, as the bias of experts is: persistent, of floats.
+
+    That is what a checkpoint holds beside parameters. Megatron (0.16.1) splits none of them: each rank has the whole.
+    """
+    for index, chunk in enumerate(chunks):
+        for path, module in unwrapped(chunk).named_modules():
+            for own_name, buffer in module.named_buffers(recurse=False):
+                # torch tells it in no other way that changes nothing: Megatron's ``state_dict`` may convert a buffer.
+                if own_name in module._non_persistent_buffers_set or not buffer.is_floating_point():
+                    continue
+                name = _canonical_name(f"{path}.{own_name}" if path else own_name, index, shape, runtime)
+                yield LocalBuffer(spec=whole(shape.prefix + name, tuple(buffer.shape)), buffer=buffer)
+
+
+def _canonical_name(local_name: str, chunk_index: int, shape: ModelShape, runtime: Runtime) -> str:
+    """Of a parameter or buffer of this rank's chunk, without the model's prefix."""
+    num_experts = (shape.model.num_moe_experts or 0) // runtime.ep_size
+    return canonical_parameter_name(
+        local_name,
+        layer_offset=layers_of_chunk(shape.model.num_layers, runtime, chunk_index).start,
+        expert_offset=runtime.ep_rank * num_experts,
+        tied_output=not shape.has_value_head and not shape.model.untie_embeddings_and_output_weights,
+    )
 
 
 def _parameter_spec(name: str, parameter: torch.nn.Parameter, shape: ModelShape, runtime: Runtime) -> ShardSpec:

@@ -12,11 +12,15 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
+from mock_scheduler.align import command
 from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.execution import LaunchRuns
 from mock_scheduler.align.plan import PlannedRun, quote_override
+from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.report.alignment_builder import build_view
+from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
@@ -69,7 +73,7 @@ class FakeLauncher:
     def make(self, config_name: str, config_path: Path) -> LaunchRuns:
         return self.launch
 
-    def launch(self, runs: Sequence[PlannedRun]) -> dict[str, int]:
+    def launch(self, runs: Sequence[PlannedRun], watch: Callable[[], None]) -> dict[str, int]:
         self.started += runs
         return {run.name: self.behave.get(run.name, write_results)(run) for run in runs}
 
@@ -85,13 +89,18 @@ class Bench:
         (self.folder / "lake.yaml").write_text(text)
 
     def align(
-        self, launcher: FakeLauncher, *overrides: str, overwrite: bool = False, json_path: Path | None = None
+        self,
+        launcher: FakeLauncher,
+        *overrides: str,
+        overwrite: bool = False,
+        json_path: Path | None = None,
+        is_ci: bool = False,
     ) -> int:
         return run_align(
             config_name="lake",
             config_path=self.folder,
             overrides=overrides,
-            options=AlignOptions(overwrite=overwrite, json_path=json_path),
+            options=AlignOptions(overwrite=overwrite, json_path=json_path, is_ci=is_ci),
             make_launch=launcher.make,
             console=Console(file=self.output, width=100),
         )
@@ -230,7 +239,10 @@ def test_no_candidate_is_an_error(bench: Bench) -> None:
     bench.write("exp_name: lake\n")
     with pytest.raises(ConfigError) as caught:
         bench.align(FakeLauncher())
-    assert str(caught.value) == ("align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}")
+    assert str(caught.value) == (
+        "there is no candidate: align.candidates and align.matrix are empty; give either, such as "
+        "align.candidates: [{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,4 +324,30 @@ def test_the_report_says_where_result_recording_and_logs_are(bench: Bench) -> No
         f"\nresult       {bench.root}/align.json"
         f"\nrecording    {bench.root}/recording"
         f"\nruns         {bench.root}/{{name}}/run.log\n"
+    )
+
+
+def test_what_is_read_from_folders_for_page_and_json_is_read_once(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of page, JSON and terminal read traces and recording anew, for seconds, when all runs had ended."""
+    built: list[bool] = []
+
+    def count(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
+        built.append(is_full)
+        return build_view(result, is_full=is_full)
+
+    monkeypatch.setattr(command, "build_view", count)
+    bench.align(FakeLauncher(), json_path=tmp_path / "copy.json")
+    assert built[-1]
+    assert built.count(True) == 1
+
+
+def test_the_summary_for_ci_says_where_its_files_are(bench: Bench) -> None:
+    bench.align(FakeLauncher(), is_ci=True)
+    assert bench.output.getvalue().endswith(
+        "\nalignment of lake: all of 2 candidates pass: 2 identical (exit code 0)\n  identical: same, tp2\n"
+        f"page      {bench.root}/align.html\n"
+        f"result    {bench.root}/align.json\n"
+        f"JUnit XML {bench.root}/align.junit.xml\n"
     )

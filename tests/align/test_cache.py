@@ -1,5 +1,6 @@
 """Fingerprints of runs: what they are of, and what keeps a finished run from being taken again."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,14 @@ from mock_scheduler.align.cache import (
     save_fingerprint,
 )
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.digests import seal
+from mock_scheduler.digests import JSON, seal
 from tests.align.finished_runs import finish, plan_run
 from tests.recording.recordings import record
 
 MACHINE = {"processor": "A", "cpu_capability": "AVX2"}
 
 
-def fingerprint_of(run: PlannedRun, *, machine: str = "A", sources: str = "s", threads: str = "1") -> Fingerprint:
+def fingerprint_of(run: PlannedRun, *, machine: str = "A", sources: JSON = "s", threads: str = "1") -> Fingerprint:
     return compute_fingerprint(
         run,
         code={"sources": sources},
@@ -104,6 +105,19 @@ def test_digests_are_not_spelled_out(run: PlannedRun) -> None:
     assert reason_of(run, fingerprint_of(run, sources="b" * 64)) == "code.sources has changed"
 
 
+def test_sources_that_have_changed_are_named(run: PlannedRun) -> None:
+    """Only ``code.sources has changed`` was said, of hundreds of files."""
+    before: dict[str, JSON] = {f"pipelines/{name}.py": "1" for name in "abcdef"}
+    save_fingerprint(run.output_dir, fingerprint_of(run, sources=before), elapsed_s=1.0)
+    now = {**before, "pipelines/b.py": "2"}
+    assert reason_of(run, fingerprint_of(run, sources=now)) == "code.sources has changed: pipelines/b.py"
+    del now["pipelines/c.py"]
+    now |= {"pipelines/c2.py": "1", "pipelines/e.py": "2", "pipelines/f.py": "2"}
+    assert reason_of(run, fingerprint_of(run, sources=now)) == (
+        "code.sources has changed: pipelines/b.py, pipelines/c.py (gone), pipelines/c2.py (new), and 2 more"
+    )
+
+
 def edit(path: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / path).write_bytes(content) and None
 
@@ -163,8 +177,8 @@ def test_an_edited_or_newer_fingerprint_is_never_taken(run: PlannedRun) -> None:
     path.write_text(json.dumps(document))
     assert reason_of(run) == "fingerprint.json does not match its digest"
     del document["digest"]
-    path.write_text(json.dumps(seal({**document, "format_version": 2})))
-    assert reason_of(run) == "fingerprint.json is of version 2, expected 1"
+    path.write_text(json.dumps(seal({**document, "format_version": 3})))
+    assert reason_of(run) == "fingerprint.json is of version 3, expected 2"
 
 
 def test_hidden_files_and_logs_do_not_count(run: PlannedRun) -> None:
@@ -218,10 +232,13 @@ def test_sources_are_told_by_their_paths_and_content(tmp_path: Path) -> None:
     (package / "a.py").write_text("1")
     (package / "sub" / "b.py").write_text("2")
     (package / "notes.txt").write_text("3")
-    before = digest_sources([package])
-    (package / "notes.txt").write_text("4")
-    assert digest_sources([package]) == before
-    (package / "sub" / "b.py").rename(package / "b.py")
-    moved = digest_sources([package])
-    (package / "b.py").write_text("5")
-    assert len({before, moved, digest_sources([package]), digest_sources([package], [tmp_path / "package/a.py"])}) == 4
+    one, two = (hashlib.sha256(text).hexdigest() for text in (b"1", b"2"))
+    assert digest_sources([package]) == {"package/a.py": one, "package/sub/b.py": two}
+    other = tmp_path / "other" / "package"
+    other.mkdir(parents=True)
+    (other / "a.py").write_text("2")
+    assert digest_sources([package, other], [package / "a.py"]) == {
+        "a.py": one,
+        "package/a.py": f"{one} {two}",
+        "package/sub/b.py": two,
+    }

@@ -60,7 +60,7 @@ class Bench:
     started: list[PlannedRun] = field(default_factory=list)
     output: io.StringIO = field(default_factory=io.StringIO)
 
-    def launch(self, runs: Sequence[PlannedRun]) -> dict[str, int]:
+    def launch(self, runs: Sequence[PlannedRun], watch: Callable[[], None]) -> dict[str, int]:
         self.started += runs
         return {run.name: self.behave.get(run.name, write_replay)(run) for run in runs}
 

@@ -54,7 +54,7 @@ def replay(folder: Path, overrides: Sequence[str], *, output: str) -> tuple[Mapp
     return metrics, load_json_object(folder / output / "run.json")
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.all), 1])
 def test_a_cut_recording_is_replayed_by_both_sides(alignment: Path, tmp_path: Path, step: int) -> None:
     """Its contract is kept, its weights are found (of step 1 a checkpoint of other batch sizes), and it trains."""
     folder = tmp_path / "small"

@@ -16,6 +16,7 @@ from mock_scheduler.align.inputs import parse_selection
 from mock_scheduler.align.plan import PlannedRun
 from mock_scheduler.compare.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError
 from tests.align.test_align import CONFIG, NORM, write_results
 
@@ -123,6 +124,8 @@ def test_a_run_that_has_not_completed_is_refused(runs: Runs) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(runs: Runs) -> None:
     base = runs.make("base")
+    assert runs.refused(ConfigError, base, runs.folder / "typo") == f"{runs.folder}/typo does not exist"
+    (runs.folder / "typo").mkdir()
     assert runs.refused(ConfigError, base, runs.folder / "typo") == (
         f"{runs.folder}/typo is nothing that can be compared: it is no run's output_dir (config.yaml), no trace "
         "(step_000000/), no metrics (metrics.jsonl) and no recording (recording.json)"
@@ -136,9 +139,37 @@ def test_what_is_wrong_with_either_folder_is_said_at_once(runs: Runs) -> None:
     assert text.splitlines() == [
         f"{base} has no trace, without which gradients and parameters cannot be compared: run it again with "
         "trace.level=full (it had trace.level=full)",
-        f"{runs.folder}/typo is nothing that can be compared: it is no run's output_dir (config.yaml), no trace "
-        "(step_000000/), no metrics (metrics.jsonl) and no recording (recording.json)",
+        f"{runs.folder}/typo does not exist",
     ]
+
+
+def test_the_folder_of_an_alignment_is_told_with_the_runs_in_it(runs: Runs) -> None:
+    """It was called nothing that can be compared, with the names of files that it need not have."""
+    base, folder = runs.make("base"), runs.folder / "align"
+    (folder / "proofs").mkdir(parents=True)
+    (folder / "align.json").write_text("{}")
+    what = f"{folder} is the folder of an alignment, and no run itself"
+    assert runs.refused(ConfigError, folder, base) == f"{what}; there is no finished run in it"
+    for name in ("proofs/noise-0", "dp2", "baseline"):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text("{}")
+    (folder / "going").mkdir()
+    assert runs.refused(ConfigError, folder, base) == (
+        f"{what}; give one of the runs in it, as {folder}/dp2: baseline, dp2, proofs/noise-0"
+    )
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(runs: Runs) -> None:
+    base, new = runs.make("base"), runs.make("new")
+    (new / "trace" / "step_000001").rename(new / "trace" / "step_000004")
+    (new / "metrics.jsonl").unlink()
+    options = CompareOptions(selection=parse_selection(steps=StepRanges.parse("7")))
+    with pytest.raises(ConfigError) as caught:
+        run_compare(base, new, options)
+    assert str(caught.value) == "--steps 7: there is no such step; base has steps 0-1; new has steps 0, 4"
+    with pytest.raises(ConfigError) as caught:
+        run_replicas(new, options.selection)
+    assert str(caught.value) == f"--steps 7: there is no such step; {new} has steps 0, 4"
 
 
 def test_a_run_is_not_compared_with_itself(runs: Runs) -> None:
@@ -186,7 +217,7 @@ def test_what_is_wrong_in_a_stored_configuration_is_listed(runs: Runs) -> None:
         "\n  - precision is None, expected a text"
         "\n  - trace is ['full'], expected keys"
         "\n  - trace.level is None, expected a text"
-        "\n  - align.tolerance.gradient: Input should be greater than or equal to 0"
+        "\n  - align.tolerance.gradient: is -1, should be greater than or equal to 0"
     )
 
 
@@ -199,19 +230,24 @@ def test_a_bound_on_the_command_line_goes_over_the_candidates(runs: Runs) -> Non
 @pytest.mark.parametrize(
     ("bound", "message"),
     [
-        ("gradient", "--tolerance: 'gradient' is no bound; write it as activation=1e-5"),
-        (
-            "gradiant=1",
-            "--tolerance: gradiant: Extra inputs are not permitted; bounds are metric, metric_floor, activation, "
-            "gradient, update, as in activation=1e-5",
-        ),
+        ("gradient", "'gradient' has no value"),
+        ("gradient=", "'gradient=' has no value"),
+        ("gradients=1", "there is no bound 'gradients', nearest is gradient"),
+        ("x=1", "there is no bound 'x'"),
+        ("gradient=small", "gradient is 'small', expected a finite number from 0 on"),
+        ("gradient=-1", "gradient is '-1', expected a finite number from 0 on"),
+        ("gradient=inf", "gradient is 'inf', expected a finite number from 0 on"),
+        ("gradient=nan", "gradient is 'nan', expected a finite number from 0 on"),
+        ("x=1, update", "there is no bound 'x'; ' update' has no value"),
     ],
 )
 def test_a_bound_that_is_none_is_refused(runs: Runs, bound: str, message: str) -> None:
     base, new = runs.make("base"), runs.make("new")
     with pytest.raises(ConfigError) as caught:
         run_compare(base, new, CompareOptions(tolerance=(bound,)))
-    assert str(caught.value) == message
+    assert str(caught.value) == (
+        f"--tolerance: {message}; bounds are metric, metric_floor, activation, gradient, update, as in activation=1e-5"
+    )
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:

@@ -90,6 +90,7 @@ def test_every_problem_of_a_matrix_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("matrix", "problem"),
     [
+        ({"layouts": ["tp2"], "exclude": ["*"]}, "align.matrix: its one candidate is excluded"),
         ({"layouts": ["tp2", "pp2"], "exclude": ["*"]}, "align.matrix: all of its 2 candidates are excluded"),
         (
             {"options": {"packing": ["x=1"]}},
@@ -103,7 +104,10 @@ def test_a_product_that_is_empty_is_an_error_beside_a_list_too(matrix: dict[str,
 
 
 def test_no_candidate_at_all_is_an_error() -> None:
-    assert problems_of() == ["align.candidates is empty: name at least one, such as {name: tp2, overrides: [...]}"]
+    assert problems_of() == [
+        "there is no candidate: align.candidates and align.matrix are empty; give either, such as align.candidates: "
+        "[{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
+    ]
 
 
 def test_a_layout_text_has_every_degree() -> None:

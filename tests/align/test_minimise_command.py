@@ -159,6 +159,7 @@ def test_the_command_that_is_given_shows_the_reduced_case(reduced: Bench) -> Non
     case = Case(baseline=plan.baseline.config, candidate=candidate.config, num_candidates=1, folder=plan.output_dir)
     assert has_planted_fault(case) is Verdict.DIVERGED
     assert (case.baseline.exp_name, case.baseline.max_steps, case.baseline.seed) == ("it's-baseline", 2, 7)
+    assert '"\'"' not in reduced.result["command"]
     assert reduced.output.getvalue().endswith(f"see it with  {reduced.result['command']}\n")
 
 

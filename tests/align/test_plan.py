@@ -239,3 +239,33 @@ def test_runs_share_processes_where_size_environment_interpreter_and_width_are_e
 
 def test_runs_that_must_not_share_stay_alone(runs: list[PlannedRun]) -> None:
     assert [len(group.runs) for group in group_runs(runs, share=False)] == [1] * len(runs)
+
+
+def test_all_that_keeps_an_alignment_from_being_planned_is_said_at_once(tmp_path: Path) -> None:
+    """A name that was there twice hid every other problem, each of which then took one more start to be found."""
+    text = (
+        "  candidates:\n"
+        "    - {name: tp2, overrides: [parallel.tensor_model_parallel_size=2]}\n"
+        "    - {name: tp2, overrides: [rollout_mock.mode=dump]}\n"
+        "    - {name: gone, entry: no_such_module}\n"
+        "  matrix: {layouts: [xp2]}\n"
+        "order: {emulate: {data_parallel_size: 2}}\n"
+    )
+    lines = refusal(tmp_path, text, "trace.level=off", "perturbation.seed=1", recording=tmp_path / "none").splitlines()
+    assert lines[:3] == [
+        "nothing was run:",
+        "an alignment run sets trace.level, perturbation.seed itself; remove it from the command line",
+        "an alignment sets these in runs of its own; take order.emulate='tp1 pp1 dp2' out",
+    ]
+    rest = "\n".join(lines[3:])
+    places = [
+        rest.index(part)
+        for part in (
+            "align.matrix.layouts: 'xp2' ",
+            "align.candidates: more than one is named 'tp2'",
+            "the recording to replay cannot be used: ",
+            "candidate 'tp2': an alignment run sets rollout_mock.mode itself; remove it from its overrides",
+            "candidate 'gone': entry: there is no Python module 'no_such_module' in ",
+        )
+    ]
+    assert places == sorted(places)

@@ -88,9 +88,11 @@ def test_code_of_the_project_and_of_the_entry_is_part_of_a_run(tmp_path: Path, m
     open_cache(tmp_path).keep(run, elapsed_s=1.0)
     assert isinstance(open_cache(tmp_path).find(run), Reusable)
     (kernels / "part.py").write_text("3")
-    assert open_cache(tmp_path).find(run) == NotReusable(reason="code.entry has changed")
+    assert open_cache(tmp_path).find(run) == NotReusable(reason="code.entry has changed: kernels/part.py")
     (package / "run.py").write_text("4")
-    assert open_cache(tmp_path).find(run) == NotReusable(reason="code.entry has changed; code.sources has changed")
+    assert open_cache(tmp_path).find(run) == NotReusable(
+        reason="code.entry has changed: kernels/part.py; code.sources has changed: pipelines/run.py"
+    )
 
 
 def test_one_file_as_an_entry_is_part_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,7 @@ def test_one_file_as_an_entry_is_part_of_a_run(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "another.py").write_text("2")
     assert isinstance(open_cache(tmp_path).find(run), Reusable)
     (tmp_path / "patch_it.py").write_text("2")
-    assert open_cache(tmp_path).find(run) == NotReusable(reason="code.entry has changed")
+    assert open_cache(tmp_path).find(run) == NotReusable(reason="code.entry has changed: patch_it.py")
 
 
 def test_settings_are_those_that_processes_share(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mock_scheduler.align.inputs import parse_selection
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import TraceError
+from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.files import save_rank_trace
 from mock_scheduler.trace.kinds import TraceKind
@@ -186,10 +186,9 @@ def test_an_activation_of_nothing_but_rounding_is_held_to_the_size_of_its_kind(t
 @pytest.mark.parametrize(
     ("steps", "kinds", "patterns", "chosen"),
     [
-        ("7-9", (), (), "steps 7-9"),
         (None, ("logits",), (), "kinds logits"),
         (None, (), ("decoder.layers.99.*",), "names decoder.layers.99.*"),
-        ("7", ("gradient",), ("x",), "steps 7, kinds gradient, names x"),
+        ("0", ("gradient",), ("x",), "steps 0, kinds gradient, names x"),
     ],
 )
 def test_a_choice_of_nothing_is_no_comparison_and_is_named(
@@ -212,9 +211,9 @@ def test_metrics_of_two_folders_are_compared_and_a_choice_of_no_step_is_named(tm
     assert code == 1
     assert "pg_loss from step 1 on: relative difference up to 0.333, |a-b| 3.33e+03 times its bound of 0.00015" in text
     assert compare(sides[0], sides[1] / "metrics.jsonl", selection=parse_selection(steps=StepRanges.parse("0")))[0] == 0
-    code, text = compare(*sides, selection=parse_selection(steps=StepRanges.parse("5")))
-    assert code == 3
-    assert "nothing was compared: neither side has anything of the chosen steps 5" in text
+    with pytest.raises(ConfigError) as caught:
+        compare(*sides, selection=parse_selection(steps=StepRanges.parse("5")))
+    assert str(caught.value) == "--steps 5: there is no such step; a has steps 0-1; b has steps 0-1"
 
 
 @pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 0), ("nan", 0.5, 1), (0.5, "nan", 1)])

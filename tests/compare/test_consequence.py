@@ -120,7 +120,7 @@ def test_equal_runs_have_no_consequence(tmp_path: Path) -> None:
     assert found.text == (
         "None of 6 response tokens (each counted in every update) changes its clip state, of which the baseline clips "
         f"3; the KL from the rollout policy stays {mean_k3(RATIOS):.4g}; advantages are equal. The policy's one update "
-        "points where the baseline's does to a cosine of 1 (1 times as long); log-probabilities of trainer and rollout "
+        "points where the baseline's does to a cosine of 1 (just as long); log-probabilities of trainer and rollout "
         "stay as far apart as they were (0 in the median, 0 in 99 % and 0 at most, token_mult_prob_error 1)."
     )
 
@@ -183,7 +183,7 @@ def test_the_update_is_compared_as_a_whole_over_all_parameters(tmp_path: Path) -
     assert found.updates == ((0, 0), (0, 1))
     assert found.update_cosine == pytest.approx((-0.28, 1.0))
     assert found.update_ratio == pytest.approx((1.0, 2.0))
-    assert "a cosine of -0.2800 in the first and -0.2800 at worst (step 0, update 0, 1 times as long)" in found.text
+    assert "a cosine of -0.2800 in the first and -0.2800 at worst (step 0, update 0, just as long)" in found.text
 
 
 def test_an_optimizer_that_stands_still_has_no_direction(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_was_not_traced_is_named_with_the_trace_to_take(tmp_path: Path) -> 
     entries = [*parameters("initial", BEFORE), *parameters("parameter", {"w": (3.0, 0.0), "b": (4.0,)})]
     found = consequence(tmp_path, entries, entries)
     assert found.text == (
-        "The policy's one update points where the baseline's does to a cosine of 1 (1 times as long). Not computed: "
+        "The policy's one update points where the baseline's does to a cosine of 1 (just as long). Not computed: "
         "clip states, KL, advantages, the gap to the rollout's log-probabilities; run both with trace.level=full "
         "trace.kinds=[initial,input,score,advantage,output,loss,parameter]."
     )

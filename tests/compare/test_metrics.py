@@ -58,8 +58,8 @@ def test_what_is_missing_on_either_side_is_found_and_named() -> None:
     assert [finding.message for finding in comparison.findings] == [
         "step 1 was logged by the baseline but not by the candidate",
         "step 2 was logged by the candidate but not by the baseline",
-        "metric b was logged by the baseline but not by the candidate at 1 of 1 steps, first at step 0",
-        "metric c was logged by the candidate but not by the baseline at 1 of 1 steps, first at step 0",
+        "metric b was logged by the baseline but not by the candidate at 1 of 1 step, first at step 0",
+        "metric c was logged by the candidate but not by the baseline at 1 of 1 step, first at step 0",
     ]
 
 

@@ -213,7 +213,7 @@ def swap(tensor: torch.Tensor, first: slice, second: slice) -> torch.Tensor:
         ("halves", 64, "candidate has rows 0 to 31 and 32 to 63 of the baseline exchanged"),
         ("pieces", 32, "candidate has rows 16 to 31 and 48 to 63 of the baseline exchanged"),
         ("two", 2, "candidate has rows 5 and 60 of the baseline exchanged"),
-        ("gated", 62, "candidate has 62 of 64 rows of the baseline in another order"),
+        ("gated", 62, "candidate has rows of the baseline interleaved, one of each of its 2 parts in turn"),
         ("any", 63, "candidate has 63 of 64 rows of the baseline in another order"),
     ],
 )

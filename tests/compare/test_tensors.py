@@ -225,7 +225,8 @@ def test_runs_that_start_from_other_weights_are_found(tmp_path: Path) -> None:
     write_trace(tmp_path / "b", {**BF16_STEP, "initial": torch.tensor([2.0**-30])})
     (finding,) = compare(tmp_path).findings
     assert finding.message == (
-        "parameter of w before step 0 differs: both runs must start from the same weights, to the last bit"
+        "parameter of w before step 0 differs: baseline is zero, candidate is not; both runs must start from the same "
+        "weights, to the last bit"
     )
 
 

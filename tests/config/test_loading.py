@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,19 @@ def test_unreadable_overrides_are_all_named(tmp_path: Path) -> None:
         "  - 'c': missing EQUAL at '<EOF>'\n"
         "Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'."
     )
+
+
+def test_an_unreadable_list_or_object_is_refused_with_how_to_quote_it(tmp_path: Path) -> None:
+    override = "align.candidates=[{name: tp2, overrides: [parallel.tensor_model_parallel_size=2]}]"
+    *_, hint, example = error_of(tmp_path, "exp_name: x\n", override).splitlines()
+    assert hint == (
+        "Within a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "
+        "override, as in"
+    )
+    (word,) = shlex.split(example)
+    assert example == f'  "{word}"'
+    (candidate,) = load_config("run", config_path=tmp_path, overrides=[word]).align.candidates
+    assert (candidate.name, candidate.overrides) == ("tp2", ["parallel.tensor_model_parallel_size=2"])
 
 
 def test_defaults_list_without_self_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import MergedTensor, open_trace
 from tests.dist.conftest import launch
-from tests.dist.emulation_cases import EmulationCase
+from tests.dist.emulation_cases import EMULATED_MODELS, EmulationCase
 from tests.dist.emulation_worker import METRICS_FILE
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
@@ -138,6 +138,28 @@ def test_a_fault_below_the_noise_of_bfloat16_is_found(short: Path, fault: str, n
     gradients = [item for item in found if item.startswith("gradient of ")]
     assert gradients
     assert "metric grad_norm of step 0" in found
+
+
+def test_the_bias_of_experts_is_traced_as_state_that_its_counts_move(short: Path) -> None:
+    """Float32, held alike by both ranks: up by its rate where fewer tokens than the mean chose an expert, else down."""
+    rate = EMULATED_MODELS["moe"]["moe_router_bias_update_rate"]
+    router = "decoder.layers.1.mlp.router"
+    with open_trace(short / "layout" / WITH_EXPERTS) as reader:
+        key = TraceKey(step=0, update=0, kind="initial", name=f"{router}.expert_bias")
+        expected = reader.merge(key).tensor
+        assert (expected.tolist(), expected.dtype) == ([0.0] * 4, torch.float32)
+        for step, update in ((step, update) for step in reader.steps for update in range(2)):
+            key = TraceKey(step=step, update=update, kind="router", name=f"{router}.chosen_experts")
+            choice = reader.merge(key)
+            chosen = choice.tensor if choice.present is None else choice.tensor[choice.present.reshape(-1)]
+            counts = torch.bincount(chosen.flatten(), minlength=4).float()
+            expected = expected + torch.sign(counts.mean() - counts) * rate
+            key = TraceKey(step=step, update=update, kind="parameter", name=f"{router}.expert_bias")
+            merged = reader.merge(key)
+            assert torch.equal(merged.tensor, expected)
+            assert merged.conflicts == ()
+            assert [piece.place.global_rank for piece in reader.pieces(key)] == [0, 1]
+    assert expected.any()
 
 
 def test_the_emulated_order_is_the_reference_but_for_rounding(short: Path) -> None:

@@ -31,7 +31,6 @@ from tests.faults.judging import (
     describe_place,
     is_called,
     is_placed,
-    judge_refused,
     run_proofs,
 )
 from tests.faults.runs import run_jobs, silent_groups, without_allowance
@@ -168,11 +167,10 @@ class Campaign:
         )
         if error:
             return judgement
-        evidence = self._evidence(part)
         try:
-            return self._judge_evidence(judgement, part, fault, evidence)
+            return self._judge_evidence(judgement, part, fault, self._evidence(part))
         except TraceError as refused:
-            return judge_refused(judgement, str(refused), fault)
+            return replace(judgement, sentence=str(refused), error=str(refused))
 
     def _judge_evidence(self, judgement: Judgement, part: Part, fault: Fault | None, evidence: Evidence) -> Judgement:
         if fault is None and evidence.exact is not None:

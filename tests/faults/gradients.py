@@ -48,7 +48,6 @@ def _left_out(name: str) -> Injector:
 norms_not_summed = _left_out("_allreduce_non_tensor_model_parallel_grads")
 tied_not_summed = _left_out("_allreduce_word_embedding_grads")
 tokens_not_summed = without_all_reduce(_finalize, lambda tensor: tensor.numel() == 1)
-expert_counts_not_summed = without_all_reduce(moe_utils, lambda tensor: not tensor.requires_grad)
 
 
 def _sum_norms_over_dp(fired: Fired, reduce: Callable[..., None]) -> Callable[..., None]:
@@ -84,6 +83,22 @@ def _move_bias_the_other_way(fired: Fired, update: Callable[..., torch.Tensor]) 
     return other_way
 
 
+def _move_bias_by_own_tokens(fired: Fired, update: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Counts where another sign comes of it, or where there is nobody to add the counts to."""
+    alone = without_all_reduce(moe_utils, lambda tensor: not tensor.requires_grad)
+
+    def by_own_tokens(counts: torch.Tensor, bias: torch.Tensor, rate: float) -> torch.Tensor:
+        right = update(counts.clone(), bias, rate)
+        with alone(Fired()):
+            moved = update(counts, bias, rate)
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        fired.count += int(group.size() == 1 or not torch.equal(moved, right))
+        return moved
+
+    return by_own_tokens
+
+
+expert_counts_not_summed = replacing(_finalize, "get_updated_expert_bias", _move_bias_by_own_tokens)
 expert_bias_reversed = replacing(_finalize, "get_updated_expert_bias", _move_bias_the_other_way)
 
 
@@ -146,6 +161,17 @@ def _count_twice(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> Non
 
 
 weight_gradient_twice = on_data_parallel(_count_twice)
+
+
+def _enlarge(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> None:
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+        if name.endswith("layers.1.mlp.linear_fc2.weight"):
+            fired.count += 1
+            parameter.register_hook(lambda gradient: gradient * (1.0 + 0.01 * (tp_size() - 1)))
+
+
+one_gradient_enlarged = on_data_parallel(_enlarge)
+"""1 % for each further tp rank."""
 
 
 def _accumulating(harm: Callable[[torch.nn.Parameter], None]) -> Injector:

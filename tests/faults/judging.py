@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -12,7 +11,7 @@ from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.trace.kinds import PHASES
 from mock_scheduler.trace.kinds import Phase as TracePhase
 from tests.faults.evidence import OWN_PROOFS, PROOFS, Evidence, Finding
-from tests.faults.fault import Expected, Fault, Phase, Precision
+from tests.faults.fault import Expected, Phase, Precision
 
 Score = Literal["whole", "half", "missed"]
 
@@ -78,35 +77,9 @@ def describe_place(first: Divergence | None) -> str:
 
 def is_placed(first: Divergence | None, expected: Expected) -> bool:
     """Whether the first divergence is where the fault is."""
-    return first is not None and _matches(expected, _phase_of(first), first.update or 0, first.name)
-
-
-def _matches(expected: Expected, phase: Phase | None, update: int, name: str) -> bool:
-    if (phase, update) != (expected.phase, expected.update):
+    if first is None or (_phase_of(first), first.update or 0) != (expected.phase, expected.update):
         return False
-    return any(fnmatchcase(name, pattern) for pattern in expected.names)
-
-
-def judge_refused(judgement: Judgement, message: str, fault: Fault | None) -> Judgement:
-    """Of a candidate whose trace contradicts itself, as where no rank holds a token: no baseline is needed for that.
-
-    message: of the ``TraceError``, which begins with the tensor, its step and its update.
-    """
-    named = re.search(r"(?P<kind>\w+) of (?P<name>\S+) at step \d+, update (?P<update>\d+)", message)
-    place, placed = "", False
-    if named is not None and named["kind"] in PHASES:
-        phase = _PHASES[PHASES[named["kind"]]]  # type: ignore[index]
-        place = f"{phase}, update {named['update']}, {named['name']}"
-        placed = fault is not None and _matches(fault.expected, phase, int(named["update"]), named["name"])
-    findings = {name: Finding(outcome="not available", text="the trace contradicts itself") for name in PROOFS}
-    return replace(
-        judgement,
-        findings={**findings, "replicas": Finding(outcome="found", text=message)},
-        place=place,
-        sentence=message,
-        is_placed=placed,
-        is_called=fault is not None and is_called(message, fault.expected),
-    )
+    return any(fnmatchcase(first.name, pattern) for pattern in expected.names)
 
 
 def is_called(text: str, expected: Expected) -> bool:

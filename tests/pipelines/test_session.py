@@ -22,7 +22,6 @@ from mock_scheduler.session_files import (
     SessionRun,
     load_status,
     read_plan,
-    read_status,
     write_plan,
     write_status,
 )
@@ -233,11 +232,11 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     configs = write_tiny_config(tmp_path)
     run = session_run(configs, tmp_path, "one", ("exp_name='a b'",))
     write_status(run.output_dir, RunStatus(started_s=1.0, elapsed_s=2.5, exit_code=0))
-    assert read_status(run.output_dir) == 2.5
+    assert load_status(run.output_dir) == RunStatus(started_s=1.0, elapsed_s=2.5, exit_code=0)
     plan = plan_session([run], python="python")
     path = tmp_path / "session.json"
     assert read_plan(path) == (run,)
-    assert read_status(run.output_dir) is None  # of an earlier session
+    assert load_status(run.output_dir) is None  # of an earlier session
     assert plan.argv == ("python", "-m", "pipelines.session", str(path))
     assert plan.env["RANK"] == "0"
     assert (plan.env["DETERMINISTIC_MODE"], plan.world_size, plan.output_dir) == ("1", 1, path)

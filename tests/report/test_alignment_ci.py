@@ -11,6 +11,7 @@ import pytest
 from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import Verdict, failed_run
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
 from tests.report.alignments import COMMAND, EVIL, SENTENCE, make_result
 
@@ -21,12 +22,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> AlignmentResult:
 
 
 def read(result: AlignmentResult, path: Path) -> ElementTree.Element:
-    write_junit(result, path)
+    write_junit(build_view(result), path)
     return ElementTree.parse(path).getroot()
 
 
 def test_the_summary_names_every_candidate_and_the_reason_of_those_that_do_not_pass(result: AlignmentResult) -> None:
-    assert alignment_summary(result) == (
+    files = {name: Path(f"/out/{name}") for name in ("page", "result", "recording", "runs", "junit")}
+    assert alignment_summary(build_view(result, is_full=False), files=files) == (
         "alignment of lake: 3 of 7 candidates pass: 1 diverged, 1 suspect, 1 incomparable, 1 unverified, 1 rounding, "
         "1 identical (emulated), 1 identical (exit code 1)\n"
         f"  tp2.clip: diverged: {SENTENCE}\n"
@@ -35,14 +37,17 @@ def test_the_summary_names_every_candidate_and_the_reason_of_those_that_do_not_p
         "  loose: unverified: DETERMINISTIC_MODE is not 1\n"
         "  rounding: dp2.plain\n"
         "  identical (emulated): tp2.plain\n"
-        "  identical: pp2.plain"
+        "  identical: pp2.plain\n"
+        "page      /out/page\n"
+        "result    /out/result\n"
+        "JUnit XML /out/junit"
     )
 
 
 def test_all_that_pass_are_two_lines(result: AlignmentResult) -> None:
     passing = replace(result, candidates=result.candidates[2:3])
-    assert alignment_summary(passing) == (
-        "alignment of lake: all of 1 candidate passes: 1 identical (exit code 0)\n  identical: pp2.plain"
+    assert alignment_summary(build_view(passing, is_full=False), files={}) == (
+        "alignment of lake: the one candidate passes: 1 identical (exit code 0)\n  identical: pp2.plain"
     )
 
 
@@ -110,5 +115,5 @@ def test_characters_that_xml_does_not_have_are_replaced(result: AlignmentResult,
 def test_a_file_that_cannot_be_written_is_named(result: AlignmentResult, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(AlignmentError) as caught:
-        write_junit(result, tmp_path / "file" / "junit.xml")
+        write_junit(build_view(result), tmp_path / "file" / "junit.xml")
     assert str(caught.value).startswith(f"{tmp_path / 'file' / 'junit.xml'} cannot be written")

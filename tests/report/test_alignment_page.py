@@ -149,12 +149,12 @@ def test_a_hundred_candidates_stay_below_a_few_megabytes(result: AlignmentResult
 
 def test_a_page_is_written_whole_and_one_that_cannot_be_is_named(result: AlignmentResult, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "align.html"
-    write_alignment_page(result, path)
+    write_alignment_page(build_view(result), path)
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [item.name for item in path.parent.iterdir()] == ["align.html"]
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(AlignmentError) as caught:
-        write_alignment_page(result, tmp_path / "file" / "align.html")
+        write_alignment_page(build_view(result), tmp_path / "file" / "align.html")
     assert str(caught.value).startswith(f"{tmp_path / 'file' / 'align.html'} cannot be written")
 
 

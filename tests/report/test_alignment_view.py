@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.compare.proofs import Proof
 from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.report.alignment_builder import build_view, split_name
@@ -247,3 +248,48 @@ def test_an_axis_has_as_many_digits_as_tell_its_ends_apart(view: AlignmentView) 
     assert ">0.500001<" in figure
     assert figure.count("<rect") == 2
     assert 'class="x"' not in figure
+
+
+@pytest.mark.parametrize(
+    ("number", "headline"),
+    [(1, "the one candidate does not pass: 1 diverged"), (2, "the one candidate passes: 1 identical")],
+)
+def test_one_candidate_is_no_set_of_candidates(result: AlignmentResult, number: int, headline: str) -> None:
+    """It was ``none of 1 candidate pass``, and ``all of 1 candidate passes``."""
+    assert build_view(replace(result, candidates=(result.candidates[number],)), is_full=False).headline == headline
+
+
+def test_a_first_divergence_is_told_once(result: AlignmentResult) -> None:
+    """The proof by noise and the reason each repeated the whole paragraph that stands above them."""
+    of_noise = "gradient of w differs by 0.3 (bound 0.01)"
+    rest = "beyond each tensor's noise: 1 of 2 metrics, 3 of 8 tensors"
+    for sentence, reason in (
+        (of_noise, f"first divergence: {of_noise}; {rest}"),
+        (
+            "gradient of v differs by 0.2 (bound 0)",
+            f"not equal to a reference; against the baseline: first divergence: {of_noise}; {rest}; "
+            "first divergence: gradient of v differs by 0.2 (bound 0)",
+        ),
+    ):
+        diverged = result.candidates[1]
+        told = replace(
+            diverged,
+            alignment=replace(diverged.alignment, sentence=sentence, reason=reason),
+            proofs=(
+                Proof(name="emulation", outcome="refuted", text="not equal to a reference"),
+                Proof(name="noise", outcome="refuted", text=f"first divergence: {of_noise}; {rest}"),
+            ),
+        )
+        (view,) = build_view(replace(result, candidates=(told,)), is_full=False).candidates
+        noise = next(proof.text for proof in view.proofs if proof.name == "noise")
+        texts = [view.first_divergence, view.reason, *(proof.text for proof in view.proofs)]
+        assert (view.first_divergence, view.reason) == (sentence, "")
+        assert noise.endswith(rest)
+        assert sum(of_noise in text for text in texts) == 1
+        assert sum(sentence in text for text in texts) == 1
+
+
+def test_a_reason_keeps_what_neither_sentence_nor_proofs_say(result: AlignmentResult) -> None:
+    failed = next(item for item in result.candidates if item.name == "broken")
+    (view,) = build_view(replace(result, candidates=(failed,)), is_full=False).candidates
+    assert view.reason == failed.alignment.reason

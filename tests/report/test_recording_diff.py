@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
+from mock_scheduler.errors import StepNotFoundError
 from mock_scheduler.recording import Contract, ContractField, Rule
 from tests.recording.builders import make_batch
 from tests.report.recordings import (
@@ -126,6 +127,14 @@ def test_recordings_without_a_common_step_cannot_be_compared(tmp_path: Path) -> 
         "A  FOLDER_A\nB  FOLDER_B\nonly in A: train 0\nonly in B: train 2\nnothing to compare: no step is in both\n",
     )
     assert diff(a, b)[0] == 1
+
+
+def test_steps_that_neither_recording_has_are_refused_with_those_that_are(tmp_path: Path) -> None:
+    a = record(tmp_path / "a", {0: make_batch(), 1: make_batch()})
+    b = record(tmp_path / "b", {1: make_batch(seed=1), 2: make_batch()})
+    with pytest.raises(StepNotFoundError) as caught:
+        diff(a, b, steps="7")
+    assert str(caught.value) == f"--steps 7: there is no such step; {a} has train 0-1; {b} has train 1-2"
 
 
 def test_differences_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

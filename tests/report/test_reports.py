@@ -17,6 +17,7 @@ from mock_scheduler.compare.results import AlignmentResult, CandidateResult, Run
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
 from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.json_values import to_json
 from mock_scheduler.report.terminal import build_console, print_report
@@ -96,7 +97,7 @@ FILES = {"result": Path("/runs/align.json"), "recording": Path("/runs/recording"
 
 def render(width: int, result: AlignmentResult | None = None, *, files: Mapping[str, Path] = FILES) -> str:
     output = io.StringIO()
-    print_report(result or make_result(), Console(file=output, width=width), files=files)
+    print_report(build_view(result or make_result(), is_full=False), Console(file=output, width=width), files=files)
     return output.getvalue()
 
 
@@ -146,7 +147,7 @@ def test_verdicts_come_first_one_for_each_candidate() -> None:
     lines = render(100).splitlines()
     assert lines[1] == "Alignment of lake: 1 of 3 candidates passes: 1 diverged, 1 incomparable, 1 identical"
     columns = [" ".join(line.split()) for line in lines[3:]]
-    assert columns[:2] == ["candidate verdict proved by worst difference seconds", "baseline 12.3"]
+    assert columns[:2] == ["candidate verdict proved by worst against baseline seconds", "baseline 12.3"]
     assert "same identical bit-equality – 12.3" in columns
     assert "wrong diverged – ∞ times its bound 12.3" in columns
     assert "broken incomparable – – failed" in columns
@@ -159,7 +160,7 @@ def test_the_report_names_reasons_bounds_and_files() -> None:
         "every bit is equal, in 2 tensors over 1 step would have been found: one changed bit",
         "Each candidate: engines built 0, environments built 0",
         "wrong: diverged",
-        "metric gone was logged by the baseline but not by the candidate at 1 of 1 steps, first at step 0",
+        "metric gone was logged by the baseline but not by the candidate at 1 of 1 step, first at step 0",
         f"gradient of {NAME} at step 0, update 0: inf, bound 1.0e-03",
         "the run failed [exit]",
         "its output /runs/broken/run.log",
@@ -202,7 +203,7 @@ def test_the_report_is_plain_text_without_a_terminal() -> None:
 
 def test_the_json_is_strict_and_keeps_what_json_cannot_say(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "align.json"
-    save_result(make_result(), path)
+    save_result(make_result(), build_view(make_result()), path)
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -219,7 +220,7 @@ def test_the_json_is_strict_and_keeps_what_json_cannot_say(tmp_path: Path) -> No
 
 def test_the_json_has_all_that_the_page_says_once_the_alignment_has_ended(tmp_path: Path) -> None:
     result = alignments.make_result(tmp_path)
-    save_result(result, tmp_path / "align.json")
+    save_result(result, build_view(result), tmp_path / "align.json")
     found = json.loads((tmp_path / "align.json").read_text())
     assert found["times"]["total_s"] == 128.0
     assert found["report"]["headline"].startswith("3 of 7 candidates pass")
@@ -232,7 +233,8 @@ def test_the_json_has_all_that_the_page_says_once_the_alignment_has_ended(tmp_pa
     assert [proof["name"] for proof in diverged["proofs"]] == ["replicas", "noise"]
     assert [len(item["report"]["proofs"]) for item in found["candidates"]] == [5] * 7
     assert found["candidates"][0]["emulated"]["verdict"] == "identical"
-    save_result(replace(result, times=None), tmp_path / "align.json")
+    going = replace(result, times=None)
+    save_result(going, build_view(going, is_full=False), tmp_path / "align.json")
     going = json.loads((tmp_path / "align.json").read_text())
     assert (going["times"], going["candidates"][1]["report"]["sample"]) == (None, None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.merged import ReplicaConflict
@@ -228,6 +229,25 @@ def test_a_dropped_micro_batch_is_an_error_naming_row_and_position(tmp_path: Pat
         "output of new_logprobs at step 0, update 0: 2 of 7 tokens are held by no rank, the first is position 2 of row "
         "train/1/c; pieces come from global rank 0, 1"
     )
+
+
+def test_of_a_run_that_is_judged_tokens_that_no_rank_holds_are_absent_and_told(tmp_path: Path) -> None:
+    tensor = torch.arange(9.0)
+    save_ranks(tmp_path, [[token_piece(tensor, [0, 1, 2])], [token_piece(tensor, [5, 6])]], UPDATES)
+    with open_trace(tmp_path) as reader:
+        merged = reader.merge(LOGPROBS_KEY, may_lack_tokens=True)
+    assert merged.missing == (
+        "2 of 7 tokens are held by no rank, the first is position 2 of row train/1/c; pieces come from global rank 0, 1"
+    )
+    assert merged.present is not None
+    assert merged.present.nonzero().flatten().tolist() == [0, 1, 2, 5, 6]
+
+
+def test_a_shard_that_is_missing_is_an_error_of_a_run_that_is_judged_too(tmp_path: Path) -> None:
+    tensor = torch.ones(9, 4)
+    save_ranks(tmp_path, [[hidden_piece(tensor, range(9), [0, 1])], [hidden_piece(tensor, range(8), [2, 3])]])
+    with open_trace(tmp_path) as reader, pytest.raises(TraceError, match="2 of 36 elements are held by no rank"):
+        reader.merge(HIDDEN_KEY, may_lack_tokens=True)
 
 
 def test_a_row_that_is_not_in_the_update_is_an_error_naming_row_position_and_rank(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:
 
 
 def _relative(difference: TensorDifference) -> float:
-    if difference.size or not difference.distance:
+    if difference.size or not difference.distance or difference.num_decisions:
         return difference.relative
     return math.inf
 

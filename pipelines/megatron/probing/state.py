@@ -1,7 +1,8 @@
 """What a rank holds of a model's gradients, parameters and optimizer state, where it lies, without communication.
 
 Contract: tensors are given as they are, not copied. With the distributed optimizer a rank has reduced, and holds the
-moments of, a flat range of each parameter: its spec says which.
+moments of, a flat range of each parameter: its spec says which. A buffer that is state of the model (persistent, of
+floats, as the bias of experts) is one more parameter, without gradient and moments: rules of its own move it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 
 _VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
-_ROUTER = ".mlp.router.weight"
+_ROUTER = ".mlp.router."
 _NORM = "layernorm"
 
 
@@ -39,13 +40,18 @@ def read_state(model: TrainedModel, kind: TraceKind) -> Iterator[StatePiece]:
     """The pieces of one kind: ``gradient``, ``initial`` or ``parameter``, ``weight``, ``optimizer``.
 
     gradient: main gradients. initial, parameter: in the precision in which parameters are updated, of bfloat16 ones the
-    optimizer's copy. weight: bfloat16 parameters themselves; nothing in other precisions. optimizer: Adam's moments,
-    named ``{parameter}.exp_avg`` and ``{parameter}.exp_avg_sq``; 0 before the first update.
+    optimizer's copy; and buffers, in that precision too. weight: bfloat16 parameters themselves; nothing in other
+    precisions. optimizer: Adam's moments, named ``{parameter}.exp_avg`` and ``{parameter}.exp_avg_sq``; 0 before the
+    first update.
     """
     for local in model.parameters():
-        dims = _dims_of(local, model)
+        dims = _dims_of(local.spec, model)
         for spec, tensor in _READERS[kind](local, model.optimizers):
             yield StatePiece(spec=spec, tensor=tensor.detach(), dims=dims)
+    if kind in ("initial", "parameter"):
+        dtype = torch.promote_types(model.transformer_config.params_dtype, torch.float32)
+        for item in model.state_buffers():
+            yield StatePiece(spec=item.spec, tensor=item.buffer.detach().to(dtype), dims=_dims_of(item.spec, model))
 
 
 def owned_range(optimizer: DistributedOptimizer, local: LocalParameter) -> ShardSpec | None:
@@ -135,15 +141,17 @@ def _is_wide(parameter: torch.Tensor) -> bool:
     return state_dtype(parameter) is parameter.dtype
 
 
-def _dims_of(local: LocalParameter, model: TrainedModel) -> tuple[DimName, ...]:
-    """What the dimensions of a parameter count, by its canonical name."""
-    name = local.spec.name.removeprefix(model.shape.prefix)
-    match len(local.spec.global_shape):
+def _dims_of(spec: ShardSpec, model: TrainedModel) -> tuple[DimName, ...]:
+    """What the dimensions of a parameter or buffer count, by its canonical name."""
+    name = spec.name.removeprefix(model.shape.prefix)
+    match len(spec.global_shape):
+        case 1 if _ROUTER in name:
+            return ("expert",)
         case 1:
             return ("channel",) if _NORM in name else ("row",)
-        case 2 if name in _VOCABULARY and local.spec.global_shape[0] == model.shape.vocab_size:
+        case 2 if name in _VOCABULARY and spec.global_shape[0] == model.shape.vocab_size:
             return ("vocab", "channel")
         case 2:
-            return ("expert", "channel") if name.endswith(_ROUTER) else ("row", "column")
+            return ("expert", "channel") if _ROUTER in name else ("row", "column")
         case _:
             return ()

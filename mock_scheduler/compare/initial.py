@@ -1,0 +1,73 @@
+"""What a parameter looks like that is not the same in both runs before their first step.
+
+It is loaded, not computed, so that beyond what any difference may be it may be another tensor altogether: of another
+layer, or of another expert. Other tensors of its shape are read from the baseline for that, the likeliest first, and
+only where the difference is too large to be anybody's rounding.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+
+from mock_scheduler.compare.explanation import dims_of, layout_numbers
+from mock_scheduler.compare.judging import is_bit_equal
+from mock_scheduler.compare.pairs import TensorPair, TracePair
+from mock_scheduler.compare.permutations import find_holders
+from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.reader import TraceReader
+
+#: ||a - b|| / ||a|| from which on it may be another tensor.
+_OTHER = 0.1
+_MOST_READ = 64
+_FIRST_ELEMENTS = 64
+_NUMBER = re.compile(r"\d+")
+
+
+def describe_initial(pair: TensorPair, traces: TracePair) -> str:
+    """In words, as ``candidate is 2.000 times the baseline``; empty where it looks like nothing.
+
+    ``pair``: of kind ``initial``, not equal, finite. Raises ``TraceError`` where a file is damaged.
+    """
+    key = pair.key
+    if pair.baseline.dtype != pair.candidate.dtype or not pair.baseline.is_floating_point():
+        return ""
+    found = classify_residual(
+        pair.baseline,
+        pair.candidate,
+        present=pair.present,
+        layout=layout_numbers(traces.readers, key),
+        dims=dims_of(pair),
+        holders=find_holders(key, traces.readers[1]),
+    )
+    if found is not None:
+        return found.text
+    if pair.present is not None or pair.sums.figures.relative < _OTHER:
+        return ""
+    other = _find_equal(key, pair.candidate, traces.readers[0])
+    return "" if other is None else f"candidate is the baseline's {other}"
+
+
+def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -> str | None:
+    """The name of another initial parameter of the baseline that has these bits."""
+    form = candidate.dtype, tuple(candidate.shape)
+    others = [
+        other
+        for other in baseline.keys(key.step)
+        if replace(other, name=key.name) == key and other != key and baseline.dtype_and_shape(other) == form
+    ]
+    others.sort(key=lambda other: (_NUMBER.sub("", other.name) != _NUMBER.sub("", key.name), _natural(other.name)))
+    for other in others[:_MOST_READ]:
+        values = baseline.merge(other).tensor
+        few = (side.reshape(-1)[:_FIRST_ELEMENTS] for side in (values, candidate))
+        if is_bit_equal(*few) and is_bit_equal(values, candidate):
+            return other.name
+    return None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
