@@ -10,8 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.alignment import AlignmentRunner
-from mock_scheduler.align.execution import MakeLaunch, make_process_launch
-from mock_scheduler.align.plan import build_loader, plan_alignment
+from mock_scheduler.align.execution import LaunchRuns, MakeLaunch, make_process_launch
+from mock_scheduler.align.folder import ALIGN_MARKER, claim_folder
+from mock_scheduler.align.plan import ConfigLoader, build_loader, plan_alignment
+from mock_scheduler.align.planned import AlignPlan
 from mock_scheduler.align.proof_runs import order_reductions
 from mock_scheduler.align.resume import RunCache, open_folder
 from mock_scheduler.align.run_store import RunStore
@@ -75,14 +77,28 @@ def run_align(
         trace_kinds=consequence_kinds() if wants_consequence else (),
     )
     plan = order_reductions(plan, load=load)
-    open_folder(plan.output_dir, fresh=options.overwrite)
+    with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
+        open_folder(plan.output_dir, fresh=options.overwrite)
+        launch = make_launch(config_name, config_path)
+        return _carry_out(plan, config_name=config_name, load=load, options=options, launch=launch, console=console)
+
+
+def _carry_out(
+    plan: AlignPlan,
+    *,
+    config_name: str,
+    load: ConfigLoader,
+    options: AlignOptions,
+    launch: LaunchRuns,
+    console: Console,
+) -> int:
     reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
     runner = AlignmentRunner(
         plan=plan,
         config_name=config_name,
         load=load,
         store=RunStore(
-            launch=make_launch(config_name, config_path),
+            launch=launch,
             cache=RunCache(recording_dir=plan.recording_dir),
             console=console,
             share=plan.baseline.config.align.share_processes,

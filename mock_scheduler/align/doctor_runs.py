@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mock_scheduler.align.doctor_plan import plan_doctor
 from mock_scheduler.align.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
-from mock_scheduler.align.folder import DOCTOR_MARKER, prepare_folder
+from mock_scheduler.align.folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.align.plan import build_loader
 from mock_scheduler.compare.diagnosis import diagnose
 from mock_scheduler.compare.finished_run import RunFailure
@@ -48,22 +48,23 @@ def run_doctor(
     load = build_loader(config_name, config_path)
     plan = plan_doctor(load, overrides=overrides, output_dir=output_dir, step=step, recording=recording, entry=entry)
     keep = None if plan.recorder else plan.recording_dir
-    prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
-    launch = make_launch(config_name, config_path)
-    console.print(plan.describe(), highlight=False)
-    for run in plan.runs:
-        outcome = execute_run(run, launch=launch, console=console)
-        if isinstance(outcome, RunFailure):
-            raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")
-    with console.status("comparing operations"):
-        diagnosis = diagnose(*(run.output_dir for run in plan.replays), step=step)
-    print_diagnosis(diagnosis, console)
-    content = {
-        "layout": plan.replays[0].layout,
-        "recording_dir": str(plan.recording_dir),
-        **diagnosis_to_json(diagnosis),
-    }
-    for path in (plan.output_dir / DOCTOR_FILE, *([json_path] if json_path else [])):
-        save_json(path, content, sort_keys=False)
-        console.print(f"result       {path}", highlight=False, markup=False, soft_wrap=True)
-    return int(diagnosis.exit_code)
+    with claim_folder(plan.output_dir, marker=DOCTOR_MARKER):
+        prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
+        launch = make_launch(config_name, config_path)
+        console.print(plan.describe(), highlight=False)
+        for run in plan.runs:
+            outcome = execute_run(run, launch=launch, console=console)
+            if isinstance(outcome, RunFailure):
+                raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")
+        with console.status("comparing operations"):
+            diagnosis = diagnose(*(run.output_dir for run in plan.replays), step=step)
+        print_diagnosis(diagnosis, console)
+        content = {
+            "layout": plan.replays[0].layout,
+            "recording_dir": str(plan.recording_dir),
+            **diagnosis_to_json(diagnosis),
+        }
+        for path in (plan.output_dir / DOCTOR_FILE, *([json_path] if json_path else [])):
+            save_json(path, content, sort_keys=False)
+            console.print(f"result       {path}", highlight=False, markup=False, soft_wrap=True)
+        return int(diagnosis.exit_code)

@@ -5,7 +5,11 @@ Contract: a folder with the command's marker, or its result, in it is its own; i
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +45,33 @@ DOCTOR_MARKER = FolderMarker(
     result_name=DOCTOR_FILE,
     text="made by mock-scheduler doctor, which may remove what is in this folder\n",
 )
+
+
+@contextmanager
+def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
+    """Keep other commands out of ``path``, which is made, until the block has ended or the process is gone.
+
+    Raises ``ConfigError`` where another one is at work there. What is no folder is left to who prepares it; where the
+    file system knows no locks, nobody is kept out.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{marker.command} is at work in {path} already; wait until it has ended, or choose another "
+                "--output-dir"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def prepare_folder(path: Path, *, marker: FolderMarker, overwrite: bool, keep: Path | None = None) -> None:

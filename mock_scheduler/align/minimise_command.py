@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.command import AlignOptions, run_align
-from mock_scheduler.align.folder import FolderMarker
+from mock_scheduler.align.folder import FolderMarker, claim_folder
 from mock_scheduler.align.matrix import expand_candidates
 from mock_scheduler.align.minimise import Levels, Minimum, minimise
 from mock_scheduler.align.minimise_space import Reduction, ReductionSpace, build_space
@@ -115,31 +115,32 @@ def run_minimise(
     load = remember(build_loader(config_name, config_path))
     space, baseline = _open_space(load, overrides, candidate_name)
     root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
-    open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
-    trial = _Trial(
-        space=space,
-        load=load,
-        align=align,
-        config_name=config_name,
-        config_path=config_path,
-        overrides=tuple(overrides),
-        baseline=baseline,
-        root=root,
-        console=console,
-    )
-    verdict = trial.align_at(tuple(0 for _ in space.dimensions))
-    if verdict not in (Verdict.DIVERGED, Verdict.SUSPECT):
-        console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
+    with claim_folder(root, marker=MINIMISE_MARKER):
+        open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
+        trial = _Trial(
+            space=space,
+            load=load,
+            align=align,
+            config_name=config_name,
+            config_path=config_path,
+            overrides=tuple(overrides),
+            baseline=baseline,
+            root=root,
+            console=console,
+        )
+        verdict = trial.align_at(tuple(0 for _ in space.dimensions))
+        if verdict not in (Verdict.DIVERGED, Verdict.SUSPECT):
+            console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
+            return int(verdict.exit_code)
+        trial.failing = (Verdict.DIVERGED,) if verdict is Verdict.DIVERGED else (Verdict.DIVERGED, Verdict.SUSPECT)
+        minimum = minimise(
+            space.highest, trial.fails, is_valid=trial.is_valid, identify=trial.identify, max_runs=options.max_runs
+        )
+        content = trial.describe(minimum, verdict)
+        for path in (root / MINIMISE_FILE, *([options.json_path] if options.json_path else [])):
+            save_json(path, content, sort_keys=False)
+        trial.print_result(minimum, root / MINIMISE_FILE)
         return int(verdict.exit_code)
-    trial.failing = (Verdict.DIVERGED,) if verdict is Verdict.DIVERGED else (Verdict.DIVERGED, Verdict.SUSPECT)
-    minimum = minimise(
-        space.highest, trial.fails, is_valid=trial.is_valid, identify=trial.identify, max_runs=options.max_runs
-    )
-    content = trial.describe(minimum, verdict)
-    for path in (root / MINIMISE_FILE, *([options.json_path] if options.json_path else [])):
-        save_json(path, content, sort_keys=False)
-    trial.print_result(minimum, root / MINIMISE_FILE)
-    return int(verdict.exit_code)
 
 
 def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tuple[ReductionSpace, tuple[str, ...]]:

@@ -275,6 +275,22 @@ def test_an_earlier_alignment_is_gone_on_with_and_replaced_only_with_overwrite(b
     assert not left_over.exists()
 
 
+def test_a_folder_in_which_another_alignment_is_at_work_is_left_to_it(bench: Bench) -> None:
+    """Also with --overwrite, which would have taken its runs away."""
+    refused: list[str] = []
+
+    def interfere(run: PlannedRun) -> int:
+        with pytest.raises(ConfigError) as caught:
+            bench.align(FakeLauncher(), overwrite=True)
+        refused.append(str(caught.value))
+        return write_results(run)
+
+    assert bench.align(FakeLauncher({"tp2": interfere})) == 0
+    assert len(refused) == 1
+    assert refused[0].startswith(f"mock-scheduler align is at work in {bench.root} already; wait until it has ended")
+    assert bench.align(FakeLauncher(), overwrite=True) == 0
+
+
 def test_a_folder_that_no_alignment_made_is_never_removed(bench: Bench) -> None:
     bench.root.mkdir(parents=True)
     precious = bench.root / "thesis.txt"
