@@ -13,20 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.candidate_state import CandidateState
+from mock_scheduler.align.closer_look import CloserLook
 from mock_scheduler.align.execution import Outcome, failed_run_error
-from mock_scheduler.align.localise import localise
-from mock_scheduler.align.localise_runs import full_overrides
 from mock_scheduler.align.plan import ConfigLoader
 from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.align.proof_bounds import WideBounds
 from mock_scheduler.align.proof_runs import (
-    derive_run,
     describe_order_limits,
     is_same_order,
     plan_emulated,
@@ -49,9 +46,6 @@ from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceEr
 from mock_scheduler.run_files import TRACE_FOLDER
 
 SaveResult = Callable[[AlignmentResult], None]
-
-#: Perturbed runs that show the noise of what only localisation traces.
-_NUM_LOCALISING_PERTURBATIONS = 2
 
 
 @dataclass(kw_only=True)
@@ -243,6 +237,7 @@ class AlignmentRunner:
     def _look_closer(self, baseline: RunSummary) -> None:
         """What a difference does to training, and where a divergence begins."""
         proofs = self.plan.baseline.config.align.proofs
+        closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
             if item.judgement is None or item.summary is None or item.alignment.verdict is Verdict.IDENTICAL:
                 continue
@@ -254,39 +249,11 @@ class AlignmentRunner:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
             if proofs.localise and item.alignment.verdict is Verdict.DIVERGED:
                 with self.store.timed("localisation"):
-                    self._localise(item)
+                    try:
+                        item.localisation = closer.localise(item)
+                    except (AlignmentError, ConfigError, TraceError) as error:
+                        self._warn(f"{item.run.name} is not localised: {error}")
             self._save(baseline)
-
-    def _localise(self, item: CandidateState) -> None:
-        """Narrow a divergence down, against a reference with the candidate's order of sums where there is one."""
-        reference, bounds = self.plan.baseline, None
-        first = item.alignment.first_divergence
-        try:
-            differs = item.emulated is not None and item.emulated.verdict is Verdict.DIVERGED
-            if item.emulated_run is not None and differs:
-                reference = item.emulated_run
-            elif not is_same_order(self.plan.baseline, item.run):
-                bounds = self._measure_all_kinds(0 if first is None else first.step)
-            item.localisation = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
-        except (AlignmentError, ConfigError, TraceError) as error:
-            self._warn(f"{item.run.name} is not localised: {error}")
-
-    def _measure_all_kinds(self, step: int) -> Bounds:
-        """The noise of all that one step computes, beyond what every run traces."""
-        overrides = full_overrides(self.plan.baseline.config, step, None)
-        whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
-        folders = [
-            self._run_further(
-                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"localise-step-{step}-noise-{seed}"
-            )
-            for seed in range(_NUM_LOCALISING_PERTURBATIONS)
-        ]
-        return measure_noise(whole, folders, seeds=range(len(folders)))
-
-    def _run_further(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
-        """A run that localisation asks for; the same one is made once."""
-        run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
-        return self.store.execute_once(run, (planned.name, *overrides))
 
     def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
         return self.console.status(f"{escape(run.name)}: {what}")
