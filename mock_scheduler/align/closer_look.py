@@ -37,7 +37,7 @@ class CloserLook:
         """
         reference, bounds = self.plan.baseline, None
         first = item.alignment.first_divergence
-        differs = item.emulated is not None and item.emulated.verdict is Verdict.DIVERGED
+        differs = item.emulated is not None and item.emulated.verdict in (Verdict.DIVERGED, Verdict.SUSPECT)
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
         elif not is_same_order(self.plan.baseline, item.run):

@@ -7,7 +7,8 @@ Contract: pure; the comparisons are there already.
   difference refutes it: no measure of noise excuses it.
 - *emulation*: bit-equality with a reference that adds in the candidate's order proves it, if the reference itself is
   within the noise of the baseline, or in float64 computes the same. Where only the layout is another, a difference
-  refutes it.
+  refutes it. Where something else may round, the difference is judged by noise: without the layout's own rounding it
+  shows more, and the graver of the two verdicts counts.
 - *noise* judges all else.
 - *referee*: what is beyond its bound, and in float64 is not, is called suspect and not diverged: the two compute the
   same function, and either this precision alone is wrong or the noise was larger than measured.
@@ -99,12 +100,32 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason)
     if emulation.outcome == "refuted" and emulated is not None:
         return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; ")
+    sharper = _graver(evidence)
+    if sharper is not None:
+        if referee.outcome == "refuted" and evidence.wide is not None:
+            return _diverged(direct, evidence.wide, f"{referee.text}; ")
+        order = f"against a reference in one process that adds in the order of {evidence.layout}"
+        if sharper.verdict is Verdict.DIVERGED and referee.outcome != "proved":
+            return _diverged(direct, sharper, f"{order}, ")
+        reason = f"{order}: {sharper.reason}; {direct.reason}"
+        return replace(direct, verdict=Verdict.SUSPECT, reason=reason, suspicions=sharper.suspicions)
     if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
         return replace(direct, verdict=Verdict.SUSPECT, reason=f"{referee.text}; {direct.reason}")
     reason = direct.reason if referee.outcome != "refuted" else f"{direct.reason}; {referee.text}"
     if direct.verdict is Verdict.SUSPECT and referee.outcome == "refuted" and evidence.wide is not None:
         return _diverged(direct, evidence.wide, f"{referee.text}; ")
     return replace(direct, reason=reason)
+
+
+def _graver(evidence: Evidence) -> Alignment | None:
+    """The comparison with the reference in the candidate's order, where it shows what the direct one does not."""
+    direct, emulated = evidence.direct, evidence.emulated
+    if emulated is None or evidence.must_be_exact or direct.verdict not in (Verdict.ROUNDING, Verdict.SUSPECT):
+        return None
+    is_graver = emulated.verdict is Verdict.DIVERGED or (
+        emulated.verdict is Verdict.SUSPECT and direct.verdict is Verdict.ROUNDING
+    )
+    return emulated if is_graver else None
 
 
 def _diverged(direct: Alignment, shown_by: Alignment, why: str) -> Alignment:
@@ -159,7 +180,8 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     found = f"not equal to {order}: {num_equal:,} of {count_of(num_compared, 'tensor')} are"
     if evidence.must_be_exact:
         return _proof("emulation", "refuted", found, num_compared, num_equal)
-    return _proof("emulation", "open", f"{found}, but what it changes may round", num_compared, num_equal)
+    what = "what is left is rounding" if emulated.verdict is Verdict.ROUNDING else emulated.reason
+    return _proof("emulation", "open", f"{found}, but what it changes may round; {what}", num_compared, num_equal)
 
 
 def _judge_noise(evidence: Evidence) -> Proof:

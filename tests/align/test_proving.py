@@ -101,7 +101,7 @@ def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
 
 
 def test_another_kernel_may_round_so_that_noise_decides() -> None:
-    assert outcomes(replace(OTHER, emulated=DIVERGED))[0] is Verdict.ROUNDING
+    assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is Verdict.ROUNDING
     assert outcomes(replace(OTHER, direct=DIVERGED, emulated=IDENTICAL))[0] is Verdict.DIVERGED
 
 
@@ -144,3 +144,20 @@ def test_without_determinism_nothing_is_proved() -> None:
     unverified = failed_run(Verdict.UNVERIFIED, "not deterministic")
     judgement = judge(replace(LAYOUT, direct=unverified))
     assert (judgement.alignment, judgement.proofs) == (unverified, ())
+
+
+def test_a_reference_in_its_order_shows_what_rounding_of_its_layout_hid() -> None:
+    """A module of one's own under another layout: within the noise of the baseline, and not of that reference."""
+    assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is Verdict.ROUNDING
+    suspect = judge(replace(OTHER, emulated=SUSPECT)).alignment
+    assert suspect.verdict is Verdict.SUSPECT
+    assert suspect.reason.startswith("against a reference in one process that adds in the order of tp2 pp1 dp1: it is")
+    diverged = judge(replace(OTHER, emulated=DIVERGED)).alignment
+    assert (diverged.verdict, diverged.sentence) == (Verdict.DIVERGED, "step 0: the gradient differs")
+
+
+def test_float64_decides_what_that_reference_shows() -> None:
+    for emulated in (SUSPECT, DIVERGED):
+        found = replace(OTHER, emulated=emulated)
+        assert outcomes(replace(found, wide=ROUNDING))[0] is Verdict.SUSPECT
+        assert outcomes(replace(found, wide=DIVERGED))[0] is Verdict.DIVERGED

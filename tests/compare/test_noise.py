@@ -13,6 +13,7 @@ import torch
 from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.drift import Series, measure_drift
+from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds, TensorNoise
 from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
@@ -101,6 +102,46 @@ def test_slopes_that_move_together_in_perturbed_runs_do_so_in_honest_ones() -> N
         at: replace(item, slopes=tuple(slope + 2e-3 for slope in item.slopes)) for at, item in noise.tensors.items()
     }
     assert judge_slopes(differences, replace(noise, tensors=together), numbers={})[0] == []
+
+
+def behind(slopes: list[float], *, equal: bool = True, relative: float = 3.1e-3) -> list[TensorDifference]:
+    """Gradients of these slopes, and the output of the forward pass before them."""
+    output = TensorDifference(
+        key=TraceKey(step=0, update=0, kind="output", name="logprobs"), num_elements=9, bit_equal=equal, max_abs=0.0,
+        relative=0.0 if equal else 1e-3, tolerance=0.1,
+    )  # fmt: skip
+    return [
+        output,
+        *(replace(difference(key(at), slope), size=1.0, relative=relative) for at, slope in enumerate(slopes)),
+    ]
+
+
+def test_a_scale_behind_an_equal_forward_pass_needs_no_noise_to_be_found() -> None:
+    """0.3 % where slopes of perturbed runs are 5 % off, all of them to one side."""
+    noise = bounds({key(at): TensorNoise(relative=(0.2, 0.3), slopes=(1.05, 0.95)) for at in range(12)})
+    scaled = [1.003 + 1e-5 * (-1) ** at for at in range(12)]
+    (suspicion,) = judge_behind_equal_forward(behind(scaled), noise, numbers={})
+    assert (suspicion.test, suspicion.step, suspicion.update, suspicion.name) == ("slope", 0, 0, "")
+    assert suspicion.value == pytest.approx(3e-3, rel=0.01)
+    assert "gradients together are 1.00" in suspicion.text
+    assert judge_behind_equal_forward(behind(scaled, equal=False), noise, numbers={}) == []
+    assert judge_behind_equal_forward(behind(scaled)[1:], noise, numbers={}) == []  # no forward pass was compared
+
+
+def test_roundings_of_the_backward_pass_have_no_common_sign() -> None:
+    noise = bounds({})
+    honest = [1.0 + 1e-5 * (1 + at % 3) * (-1) ** at for at in range(12)]
+    assert judge_behind_equal_forward(behind(honest), noise, numbers={}) == []
+
+
+def test_one_scaled_gradient_behind_an_equal_forward_pass_is_named_and_one_that_differs_otherwise_is_not() -> None:
+    noise = bounds({})
+    slopes = [1.0 + 1e-5 * (1 + at % 3) * (-1) ** at for at in range(12)]
+    slopes[5] = 1.003
+    (suspicion,) = judge_behind_equal_forward(behind(slopes), noise, numbers={})
+    assert suspicion.name == key(5).name
+    assert "is 1.003 times the baseline's and differs by nothing else" in suspicion.text
+    assert judge_behind_equal_forward(behind(slopes, relative=0.02), noise, numbers={}) == []
 
 
 def test_one_tensor_of_another_scale_is_named() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.noise.drift import judge_drifts
+from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
 from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
@@ -16,10 +17,16 @@ _MOST_PLACES = 8
 
 
 def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
-    """Slopes, places and drifts; at level ``sketch``, where tensors have none of the former, drifts of metrics."""
+    """Slopes, also behind an equal forward pass, places and drifts.
+
+    At level ``sketch``, where tensors have none of the former, drifts of metrics.
+    """
     differences = () if tensors is None else tensors.differences
     numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
     slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)
+    told = {(item.step, item.update, item.name) for item in slopes}
+    behind = judge_behind_equal_forward(differences, noise, numbers=numbers)
+    slopes += [item for item in behind if (item.step, item.update, item.name) not in told]
     places = [_from_place(item) for item in differences if item.localities and not item.exceeds]
     drifts, drift_test = judge_drifts(metrics, summarise_slopes(differences, noise), noise)
     in_time = sorted([*slopes, *places[:_MOST_PLACES]], key=lambda item: (item.step or 0, item.update or 0))

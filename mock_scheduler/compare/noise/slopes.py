@@ -155,8 +155,8 @@ def _describe_all(item: SlopeSummary, numbers: Mapping[str, float]) -> Suspicion
         value=abs(item.median),
         limit=item.limit,
         text=(
-            f"step {item.step}, update {item.update}: the candidate's gradients together are {ratio:.6g} times the "
-            f"baseline's{_name(ratio, numbers)} (median of {count_of(item.num_tensors, 'slope')}; z {item.z:.1f}, of "
+            f"step {item.step}, update {item.update}: the candidate's gradients together are "
+            f"{describe_ratio(ratio, numbers)} (median of {count_of(item.num_tensors, 'slope')}; z {item.z:.1f}, of "
             f"perturbed runs at most {item.noise_z:.1f}), where noise makes at most {item.limit:.1e} of it"
         ),
     )
@@ -172,8 +172,8 @@ def _describe_some(
     slope = _slope(first)
     others = f"; so is that of {count_of(len(items) - 1, f'more {kind} tensor')}" if len(items) > 1 else ""
     text = (
-        f"{first.key.describe()} is {slope:.6g} times the baseline's{_name(slope, numbers)}: {abs(slope - 1.0):.1e} "
-        f"off, where noise makes at most {limit:.1e}{others}"
+        f"{first.key.describe()} is {describe_ratio(slope, numbers)}: {abs(slope - 1.0):.1e} off, "
+        f"where noise makes at most {limit:.1e}{others}"
     )
     return [
         Suspicion(
@@ -188,9 +188,10 @@ def _describe_some(
     ]
 
 
-def _name(ratio: float, numbers: Mapping[str, float]) -> str:
+def describe_ratio(ratio: float, numbers: Mapping[str, float]) -> str:
+    """``1.003 times the baseline's``, with the number of the layouts that it is, if any."""
     name = name_factor(ratio, numbers)
-    return "" if name is None else f" ({name})"
+    return f"{ratio:.6g} times the baseline's{'' if name is None else f' ({name})'}"
 
 
 def _summarise_test(num_updates: int, num_tensors: int, together: float | None, alone: float) -> TestSummary:
