@@ -64,7 +64,7 @@ class CandidateState:
             Evidence(
                 direct=direct,
                 num_processes=run.config.parallel.world_size,
-                changes=", ".join(filter(None, (run.changes.describe(), *run.version_changes))),
+                changes=self._describe_changes(),
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
                 emulated=self.emulated,
@@ -75,6 +75,12 @@ class CandidateState:
                 shrinking=shrinking_factor(run.config.precision),
             )
         )
+
+    def _describe_changes(self) -> str:
+        """All that may move a bit, in one phrase."""
+        code = (f"its module {self.run.entry}",) if self.run.entry != self.baseline.entry else ()
+        keys = (*self.run.changes.layout, *self.run.changes.other)
+        return ", ".join((*keys, *code, *self.run.version_changes)) or "nothing"
 
     def to_result(self) -> CandidateResult:
         """As reports show it."""

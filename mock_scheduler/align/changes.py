@@ -44,10 +44,6 @@ class Changes:
             return "other"
         return "layout" if self.layout else "nothing"
 
-    def describe(self) -> str:
-        """All that may move a bit, in one phrase."""
-        return ", ".join((*self.layout, *self.other)) or "nothing"
-
 
 def find_changes(baseline: PipelineConfig, candidate: PipelineConfig) -> Changes:
     """The keys in which two configurations differ."""

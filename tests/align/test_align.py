@@ -367,3 +367,12 @@ def test_the_summary_for_ci_says_where_its_files_are(bench: Bench) -> None:
         f"result    {bench.root}/align.json\n"
         f"JUnit XML {bench.root}/align.junit.xml\n"
     )
+
+
+def test_a_module_of_ones_own_is_named_as_what_may_round(bench: Bench) -> None:
+    candidates = "align.candidates=[{name: mine, entry: tests.align.output_scaled_on_one_rank}]"
+    launcher = FakeLauncher({"mine": lambda run: write_results(run, gradient=1.0 + 2**-20)})
+    bench.align(launcher, candidates)
+    (mine,) = json.loads((bench.root / "align.json").read_text())["candidates"]
+    texts = {proof["name"]: proof["text"] for proof in mine["proofs"]}
+    assert "what it changes may round (its module tests.align.output_scaled_on_one_rank)" in texts["bit-equality"]
