@@ -96,7 +96,8 @@ class AlignmentRunner:
             item.direct = self._compare(baseline, item, EXACT)
             return
         verdict = Verdict.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else Verdict.INCOMPARABLE
-        item.direct = failed_run(verdict, f"the run failed (exit code {summary.exit_code}): {summary.message}")
+        how = f"the run failed (exit code {summary.exit_code}): " if summary.exit_code else ""
+        item.direct = failed_run(verdict, f"{how}{summary.message}")
 
     def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Alignment:
         assert item.summary is not None

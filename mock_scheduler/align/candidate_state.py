@@ -42,6 +42,11 @@ class CandidateState:
         return self.run.must_be_exact and self.run.changes.kind == "nothing"
 
     @property
+    def own_entry(self) -> str:
+        """The module that its processes run; empty where it is the baseline's."""
+        return self.run.entry if self.run.entry != self.baseline.entry else ""
+
+    @property
     def is_open(self) -> bool:
         """Whether it was compared with the baseline, and more is needed to judge it."""
         return self.direct is not None and not is_settled(self.direct)
@@ -78,7 +83,7 @@ class CandidateState:
 
     def _describe_changes(self) -> str:
         """All that may move a bit, in one phrase."""
-        code = (f"its module {self.run.entry}",) if self.run.entry != self.baseline.entry else ()
+        code = (f"its module {self.own_entry}",) if self.own_entry else ()
         keys = (*self.run.changes.layout, *self.run.changes.other)
         return ", ".join((*keys, *code, *self.run.version_changes)) or "nothing"
 
@@ -92,6 +97,7 @@ class CandidateState:
             log_path=run.log_path,
             run=self.summary,
             alignment=self.alignment,
+            entry=self.own_entry,
             changes=(*run.changes.layout, *run.changes.other),
             proofs=() if self.judgement is None else self.judgement.proofs,
             emulated=self.emulated,

@@ -156,10 +156,13 @@ def _check_writable(options: AlignOptions) -> None:
 def _write_reports(
     result: AlignmentResult, view: AlignmentView, options: AlignOptions, *, files: dict[str, Path]
 ) -> None:
-    for path in (files["page"], options.html_path):
-        if path is not None:
-            write_alignment_page(view, path)
+    """All but the result itself; ``files`` is told of what was not among them."""
+    write_alignment_page(view, files["page"])
+    if options.html_path is not None:
+        files["HTML copy"] = options.html_path
+        write_alignment_page(view, options.html_path)
     if options.json_path is not None:
+        files["JSON copy"] = options.json_path
         save_result(result, view, options.json_path)
     if options.is_ci:
         files["junit"] = result.output_dir / JUNIT_FILE

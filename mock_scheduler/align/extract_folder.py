@@ -41,10 +41,16 @@ _SCRIPT = """\
 # mock_scheduler and pipelines, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter, else the checkout's
 # .venv, else python3. What follows the script goes to mock-scheduler align.
 set -euo pipefail
-root="$(cd "${{MOCK_SCHEDULER_ROOT:-.}}" && pwd)"
+fail() {{  # 1 is a verdict's
+  echo "error: $1" >&2
+  exit 5
+}}
+root="$(cd "${{MOCK_SCHEDULER_ROOT:-.}}" 2>/dev/null && pwd)" \
+  || fail "there is no folder ${{MOCK_SCHEDULER_ROOT:-.}}; set MOCK_SCHEDULER_ROOT to the root of a checkout"
 default=python3
 [[ -x "$root/.venv/bin/python" ]] && default="$root/.venv/bin/python"
-python="$(command -v "${{PYTHON:-$default}}")"
+python="$(command -v "${{PYTHON:-$default}}")" \
+  || fail "there is no program ${{PYTHON:-$default}}; set PYTHON to the interpreter"
 case "$python" in /*) ;; *) python="$PWD/$python" ;; esac
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
@@ -52,8 +58,7 @@ code=0
 "$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
   --output-dir {output} --overwrite "$@" || code=$?
 if [[ "$code" == 1 ]] && ! "$python" -c "import torch, mock_scheduler.cli, pipelines" 2>/dev/null; then
-  echo "error: $python could not run it; start this from the root of a checkout with its .venv, or set PYTHON" >&2
-  code=5  # 1 is a verdict's
+  fail "$python could not run it; start this from the root of a checkout with its .venv, or set PYTHON"
 fi
 exit "$code"
 """

@@ -40,11 +40,13 @@ _CHOICE = ".chosen_experts"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differing:
     """One tensor that differs. difference: what was measured; ``None`` where nothing could be. problem: then what is
-    wrong, or how copies within the candidate disagree; else empty. relative: ``None`` where there is no number."""
+    wrong, or how copies within the candidate disagree; else empty. lacks_tokens: as of a ``Finding``. relative:
+    ``None`` where there is no number."""
 
     key: TraceKey
     difference: TensorDifference | None = None
     problem: str = ""
+    lacks_tokens: bool = False
 
     @property
     def relative(self) -> float | None:
@@ -70,7 +72,7 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
     for finding in comparison.findings:
         if finding.kind in TRACE_KINDS and not finding.is_selection:
             key = TraceKey(step=finding.step, update=finding.update or 0, kind=finding.kind, name=finding.name)
-            found[key] = Differing(key=key, problem=finding.message)
+            found[key] = Differing(key=key, problem=finding.message, lacks_tokens=finding.lacks_tokens)
     for conflict in comparison.candidate_conflicts:
         text = f"copies within the candidate differ: {conflict.describe()}"
         found[conflict.key] = Differing(key=conflict.key, difference=measured.get(conflict.key), problem=text)
@@ -130,6 +132,11 @@ class GraftWalk:
         first = self.remaining[0]
         if any(first.key == cause.key for cause in self.causes):
             self.ended = f"{first.key.name} differs although the reference's tensor was put in"
+        elif first.lacks_tokens:
+            self.ended = (
+                f"tokens of {first.key.name} are held by no rank, so there is nothing in whose place the reference's "
+                "could be put; the cause lies in which rows the ranks were given, not in a module"
+            )
         elif not first.can_be_grafted:
             self.ended = f"{first.key.name} ({first.key.kind.replace('_', ' ')}) is nothing that can be put in"
         elif not self.is_there(first.key):

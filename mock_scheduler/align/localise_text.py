@@ -148,7 +148,9 @@ def _describe_maker(key: TraceKey, comparison: TensorComparison) -> str:
 def _describe_growth(cause: Differing, item: Differing) -> str:
     if cause.relative is None or item.relative is None or not cause.relative:
         return ""
-    return f": {item.relative:.3g}, {item.relative / cause.relative:.2g} times its relative difference"
+    times = f"{item.relative / cause.relative:.2g}"
+    growth = "as it is" if times == "1" else f"{times} times its relative difference"
+    return f": {item.relative:.3g}, {growth}"
 
 
 def _describe_walk(walk: GraftWalk, comparison: TensorComparison, key: TraceKey, equal: str) -> str:

@@ -88,7 +88,8 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinimiseOptions:
-    """``output_dir``: ``None`` is ``minimise`` in the configuration's. ``max_runs``: alignments to spend at most."""
+    """``output_dir``: ``None`` is ``minimise`` in the configuration's. ``max_runs``: alignments to spend at
+    most, that of the candidate as it is among them."""
 
     output_dir: Path | None = None
     max_runs: int = 60
@@ -134,7 +135,11 @@ def run_minimise(
             return int(verdict.exit_code)
         trial.failing = (Verdict.DIVERGED,) if verdict is Verdict.DIVERGED else (Verdict.DIVERGED, Verdict.SUSPECT)
         minimum = minimise(
-            space.highest, trial.fails, is_valid=trial.is_valid, identify=trial.identify, max_runs=options.max_runs
+            space.highest,
+            trial.fails,
+            is_valid=trial.is_valid,
+            identify=trial.identify,
+            max_runs=options.max_runs - len(trial.tried),
         )
         content = trial.describe(minimum, verdict)
         for path in (root / MINIMISE_FILE, *([options.json_path] if options.json_path else [])):
@@ -240,18 +245,19 @@ class _Trial:
             "entry": reduction.candidate.entry,
             "python": reduction.candidate.python,
             "reduced": list(reduction.steps),
-            "num_runs": minimum.num_runs,
+            "num_runs": len(self.tried),
             "is_complete": minimum.is_complete,
             "command": self.command(reduction),
             "tried": list(self.tried),
         }
 
     def command(self, reduction: Reduction) -> str:
-        """What shows the reduced case."""
+        """What shows the reduced case, in a folder that no other case and no alignment of the user's has."""
         overrides = self._with_shared(reduction)
         only = only_candidate(self.load, overrides, reduction.candidate)
-        words = ["mock-scheduler", "align", self.config_name, *overrides, *only]
-        return join_words([*words, "--config-path", str(self.config_path)])
+        words = [self.config_name, *overrides, *only, "--config-path", str(self.config_path)]
+        folder = self.root / f"smallest-{compute_json_digest(list(words))[:12]}"
+        return join_words(["mock-scheduler", "align", *words, "--output-dir", str(folder)])
 
     def print_result(self, minimum: Minimum, path: Path) -> None:
         """Say what is left."""
@@ -261,9 +267,11 @@ class _Trial:
             own.append(f"entry {reduction.candidate.entry}")
         if reduction.candidate.python is not None:
             own.append(f"python {reduction.candidate.python}")
-        state = "" if minimum.is_complete else ", which were all that it may take: it may not be the smallest"
+        num_runs = len(self.tried)
+        were = "was" if num_runs == 1 else "were"
+        state = "" if minimum.is_complete else f", which {were} all that it may take: it may not be the smallest"
         lines = (
-            f"still fails after {count_of(minimum.num_runs, 'alignment')}{state}",
+            f"still fails after {count_of(num_runs, 'alignment')}{state}",
             f"layout       {reduction.layout}",
             f"candidate    {' '.join(own)}",
             f"workload     {' '.join(reduction.shared) or 'as it was'}",

@@ -25,6 +25,7 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.text import count_of
 
+_HERE = "in its own precision"
 _UNDECIDED = frozenset({Verdict.INCOMPARABLE, Verdict.UNVERIFIED})
 
 
@@ -86,7 +87,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         return _diverged(direct, direct, "")
     if equality.outcome == "refuted":
         return _diverged(direct, direct, f"{equality.text}; ")
-    if emulation.outcome == "proved" and evidence.must_be_exact:
+    if emulation.outcome == "proved":
         if "proved" in (noise.outcome, referee.outcome):
             why = noise.text if noise.outcome == "proved" else f"{referee.text}; against the baseline: {noise.text}"
             return replace(
@@ -111,10 +112,14 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason, suspicions=sharper.suspicions)
     if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
         return replace(direct, verdict=Verdict.SUSPECT, reason=f"{referee.text}; {direct.reason}")
-    reason = direct.reason if referee.outcome != "refuted" else f"{direct.reason}; {referee.text}"
-    if direct.verdict is Verdict.SUSPECT and referee.outcome == "refuted" and evidence.wide is not None:
-        return _diverged(direct, evidence.wide, f"{referee.text}; ")
-    return replace(direct, reason=reason)
+    if referee.outcome == "refuted" and evidence.wide is not None:
+        if direct.verdict is Verdict.DIVERGED:
+            # There is next to no noise in float64, so that what comes first there is the place.
+            return _diverged(direct, evidence.wide, f"{referee.text}; {_HERE}: {direct.reason}; ")
+        if direct.verdict is Verdict.SUSPECT:
+            return _diverged(direct, evidence.wide, f"{referee.text}; ")
+        return replace(direct, reason=f"{direct.reason}; {referee.text}")
+    return direct
 
 
 def _graver(evidence: Evidence) -> Alignment | None:

@@ -19,6 +19,8 @@ from mock_scheduler.align.resume import RunCache
 from mock_scheduler.compare.finished_run import RunFailure, load_summary
 from mock_scheduler.compare.results import AlignmentTimes, RunSummary
 from mock_scheduler.errors import AlignmentError, ExitCode
+from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.run_files import RUN_FILE
 
 Purpose = Literal["baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation"]
 
@@ -81,6 +83,12 @@ class RunStore:
         """What a completed run says of itself, or how it failed."""
         if isinstance(outcome, RunFailure):
             return outcome
+        if run.entry != DEFAULT_ENTRY and not (run.output_dir / RUN_FILE).exists():
+            message = (
+                f"the module {run.entry} ended without running the pipeline (no {RUN_FILE}); "
+                f"it must call {DEFAULT_ENTRY}.main, as docs/align.md says"
+            )
+            return RunFailure(exit_code=0, message=message)
         try:
             return load_summary(run.name, run.output_dir, elapsed_s=outcome)
         except AlignmentError as error:

@@ -19,7 +19,7 @@ class Finding:
     """One such difference, at the step and update (``None`` for what belongs to no update) where it first appears.
 
     ``is_selection``: it is there because the two traces were told to hold different things, so it says nothing about
-    what the runs computed.
+    what the runs computed. ``lacks_tokens``: the candidate has the tensor, but no rank of it holds some of its tokens.
     """
 
     kind: DifferenceKind
@@ -28,6 +28,7 @@ class Finding:
     name: str
     message: str
     is_selection: bool = False
+    lacks_tokens: bool = False
 
 
 def other_side(side: Side) -> Side:

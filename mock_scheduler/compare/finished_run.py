@@ -18,7 +18,7 @@ from mock_scheduler.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFailure:
-    """How a run failed: its own error in words, and its exit code."""
+    """How a run failed: its own error in words, and its exit code; 0 where it ended well and yet ran nothing."""
 
     exit_code: int
     message: str

@@ -181,7 +181,12 @@ def finding(key: TraceKey, message: str) -> Finding:
 def lacks_tokens(key: TraceKey, missing: str) -> Finding:
     """A finding on tokens that a run which wrote all of its trace did not train on; ``missing``: as it was merged."""
     return Finding(
-        kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()}: {missing}"
+        kind=key.kind,
+        step=key.step,
+        update=key.update,
+        name=key.name,
+        message=f"{key.describe()}: {missing}",
+        lacks_tokens=True,
     )
 
 

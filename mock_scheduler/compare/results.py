@@ -42,10 +42,11 @@ class RunSummary:
 class CandidateResult:
     """One candidate: what it overrides, its planned layout, its run (``None`` where it failed) and the verdict.
 
-    ``log_path``: its terminal output; ``None`` where that was not kept. ``alignment``: compared with the baseline.
-    ``changes``: the keys that may move a bit. ``proofs``: what the verdict rests on, strongest first. ``emulated``: the
-    comparison with the reference that adds in its order. ``localisation``: of a divergence; ``consequence``: of a
-    difference. ``versions``: of packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
+    ``entry``: the module that runs in the pipeline's place; empty where it is the baseline's. ``log_path``: its
+    terminal output; ``None`` where that was not kept. ``alignment``: compared with the baseline. ``changes``: the keys
+    that may move a bit. ``proofs``: what the verdict rests on, strongest first. ``emulated``: the comparison with the
+    reference that adds in its order. ``localisation``: of a divergence; ``consequence``: of a difference. ``versions``:
+    of packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
     """
 
     name: str
@@ -54,6 +55,7 @@ class CandidateResult:
     log_path: Path | None
     run: RunSummary | None
     alignment: Alignment
+    entry: str = ""
     changes: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
     emulated: Alignment | None = None

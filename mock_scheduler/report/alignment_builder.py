@@ -184,6 +184,7 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         option=option,
         layout=candidate.layout,
         overrides=candidate.overrides,
+        entry=candidate.entry,
         changes=candidate.changes,
         verdict=alignment.verdict,
         exit_code=int(alignment.verdict.exit_code),

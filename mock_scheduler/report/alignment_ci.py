@@ -20,7 +20,9 @@ from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.text import list_some
 
 _NUM_NAMES = 12
-_FILES = {"page": "page", "result": "result", "junit": "JUnit XML"}
+_FILES = {
+    "page": "page", "result": "result", "junit": "JUnit XML", "JSON copy": "JSON copy", "HTML copy": "HTML copy",
+}  # fmt: skip
 _FAILURES = (Verdict.DIVERGED, Verdict.SUSPECT)
 _ERRORS = (Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -29,7 +31,7 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
     """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do.
 
-    ``files``: what lies where, of which page, result and JUnit XML are said.
+    ``files``: what lies where, of which page, result, JUnit XML and copies are said.
     """
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:

@@ -15,6 +15,7 @@ from mock_scheduler.text import count_of, list_some
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20
 
+_NUM_AMPLIFIERS = 5
 _NUM_UPDATES = 6
 _SIDES = ("baseline:", "candidate:")
 _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation")
@@ -66,8 +67,10 @@ def localisation_rows(candidate: CandidateResult) -> tuple[tuple[str, str], ...]
     rows += [("cause", f"{module.name} ({module.kind.replace('_', ' ')}): {module.text}") for module in found.causes]
     rows += [
         ("passes it on", f"{module.name} ({module.kind.replace('_', ' ')}): {module.text}")
-        for module in found.amplifiers
+        for module in found.amplifiers[:_NUM_AMPLIFIERS]
     ]
+    rest = len(found.amplifiers) - _NUM_AMPLIFIERS
+    rows += [("", f"and {rest:,} more, in the JSON result")] if rest > 0 else []
     rows.append(("traces", " and ".join(map(str, found.trace_dirs))))
     return tuple(rows)
 

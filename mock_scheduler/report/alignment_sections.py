@@ -78,7 +78,9 @@ def _part(title: str, body: str) -> str:
 
 def _verdict_part(candidate: CandidateView) -> str:
     rows = [("layout", candidate.layout), ("overrides", " ".join(candidate.overrides))]
-    rows += [("may move a bit", ", ".join(candidate.changes)), ("proved by", candidate.proved_by)]
+    code = (f"its module {candidate.entry}",) if candidate.entry else ()
+    rows += [("entry", candidate.entry), ("may move a bit", ", ".join((*candidate.changes, *code)))]
+    rows += [("proved by", candidate.proved_by)]
     rows += [("would have been found", candidate.smallest_error)]
     if candidate.worst is not None:
         worst = candidate.worst
@@ -100,13 +102,12 @@ def proofs_table(proofs: Sequence[ProofView]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{proof.name}</th><td class="tight"><span class="chip p-{proof.outcome.split()[0]}">'
         f"{PROOF_MARKS[proof.outcome]} {proof.outcome}</span></td><td>{escape(proof.text)}</td>"
-        f'<td class="n">{f"{proof.num_equal:,} of {proof.num_compared:,}" if proof.num_compared else ""}</td>'
-        f'<td class="n">{f"{proof.seconds:.1f}" if proof.seconds else ""}</td></tr>'
+        f'<td class="n">{f"{proof.num_equal:,} of {proof.num_compared:,}" if proof.num_compared else ""}</td></tr>'
         for proof in proofs
     )
     return (
         '<table class="rows"><thead><tr><th scope="col">proof</th><th scope="col">outcome</th><th scope="col">what it '
-        'found</th><th scope="col" class="n">equal tensors</th><th scope="col" class="n">seconds</th></tr></thead>'
+        'found</th><th scope="col" class="n">equal tensors</th></tr></thead>'
         f"<tbody>{rows}</tbody></table>"
     )
 

@@ -47,12 +47,13 @@ class TensorLine:
 class CandidateView:
     """One candidate, all that is said of it.
 
-    layout_name, option: of its name where that is ``layout.option`` or a layout; else empty. headline: the verdict in
-    one line; reason: what else the verdict rests on. first_divergence: in words. proofs: all, strongest first.
-    tensors: beyond their bound, or else nearest to it, under ``tensors_heading``; num_tensors: how many there are.
-    lists: further findings by heading. consequence, localisation: label and text; command: opens the traces.
-    emulated: of the comparison with the reference in its order. metrics: how many are equal; differing_metrics: a line
-    for each that is not. seconds: label and seconds. built: what its run built, in words.
+    entry: its module; empty where it is the baseline's. layout_name, option: of its name where that is
+    ``layout.option`` or a layout; else empty. headline: the verdict in one line; reason: what else the verdict rests
+    on. first_divergence: in words. proofs: all, strongest first. tensors: beyond their bound, or else nearest to it,
+    under ``tensors_heading``; num_tensors: how many there are. lists: further findings by heading. consequence,
+    localisation: label and text; command: opens the traces. emulated: of the comparison with the reference in its
+    order. metrics: how many are equal; differing_metrics: a line for each that is not. seconds: label and seconds.
+    built: what its run built, in words.
     """
 
     name: str
@@ -61,6 +62,7 @@ class CandidateView:
     option: str
     layout: str
     overrides: tuple[str, ...]
+    entry: str
     changes: tuple[str, ...]
     verdict: Verdict
     exit_code: int

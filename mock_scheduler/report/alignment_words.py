@@ -46,6 +46,7 @@ _NOT_TRIED: Mapping[Verdict, str] = {
     Verdict.UNVERIFIED: "the runs are not shown to be deterministic",
 }
 _FIRST, _AGAINST = "first divergence: ", "against the baseline: "
+_SAME = "first divergence: as said above; "
 _PASSES = (Verdict.IDENTICAL, Verdict.EMULATED, Verdict.ROUNDING)
 
 
@@ -58,7 +59,7 @@ def complete_ladder(candidate: CandidateResult) -> tuple[Proof, ...]:
 
 def describe_proof(proof: Proof, alignment: Alignment) -> str:
     """What a proof found, without the sentence of the first divergence, which stands before it."""
-    return proof.text.replace(f"{_FIRST}{alignment.sentence}; ", "", 1) if alignment.sentence else proof.text
+    return proof.text.replace(f"{_FIRST}{alignment.sentence}; ", _SAME, 1) if alignment.sentence else proof.text
 
 
 def describe_reason(candidate: CandidateResult) -> str:
@@ -102,8 +103,14 @@ def write_headline(candidate: CandidateResult) -> str:
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
             return f"differs by no more than rounding does{nearest}"
         case Verdict.SUSPECT:
+            outcomes = {proof.name: proof.outcome for proof in candidate.proofs}
+            if outcomes.get("noise") == "refuted":
+                is_excused = outcomes.get("referee") == "proved" and alignment.sentence
+                return (
+                    f"beyond its bounds, and not in float64: {alignment.sentence}" if is_excused else alignment.reason
+                )
             doubts = [item.text for item in alignment.suspicions]
-            doubts += [proof.text for proof in candidate.proofs if proof.outcome in ("refuted", "open")]
+            doubts += [proof.text for proof in candidate.proofs if (proof.name, proof.outcome) == ("noise", "open")]
             return f"within its bounds, and yet {doubts[0]}" if doubts else alignment.reason
         case Verdict.DIVERGED:
             if candidate.localisation is not None:

@@ -12,7 +12,7 @@ Contract: one object, ``format_version`` 2, and in it, by command,
 
 A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of an alignment, and
 
-- ``changes``, ``versions``: as in ``compare.results.CandidateResult``;
+- ``entry``, ``changes``, ``versions``: as in ``compare.results.CandidateResult``;
 - ``proofs``: as in ``compare.proofs.Proof``, in the order in which they were tried;
 - ``emulated``: null, or all of an alignment with the reference that adds in its order;
 - ``localisation``, ``consequence``: null, or as in ``compare.proofs``;
@@ -109,6 +109,7 @@ def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
     return {
         "name": candidate.name,
         "overrides": list(candidate.overrides),
+        "entry": candidate.entry,
         "layout": candidate.layout,
         "log_path": to_json(candidate.log_path),
         "run": to_json(candidate.run),

@@ -86,7 +86,8 @@ def _print_table(view: AlignmentView, console: Console) -> None:
             (seconds, ""),
         ]
         _print_row(_chosen(cells, widths), widths, console)
-        _print_beneath(" ".join((candidate.layout, *candidate.overrides)), console, style="dim")
+        own = (*candidate.overrides, *([f"entry={candidate.entry}"] if candidate.entry else []))
+        _print_beneath(" ".join((candidate.layout, *own)), console, style="dim")
         _print_beneath(candidate.headline, console, style="" if candidate.passes else _TONE_STYLES[candidate.tone])
         if candidate.smallest_error:
             _print_beneath(f"would have been found: {candidate.smallest_error}", console, style="dim")

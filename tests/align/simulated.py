@@ -23,7 +23,7 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.reader import open_trace
-from mock_scheduler.trace.shards import whole
+from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch_files import SketchSink
 from mock_scheduler.trace.writing import FullSink
 
@@ -36,7 +36,8 @@ NORMS = tuple(f"decoder.layers.{layer}.input_layernorm.weight" for layer in rang
 class Fault:
     """What the candidate computes otherwise. forward, backward: factors of modules' outputs, and of the gradients that
     arrive there. adds: what a module adds to what reaches it. unsummed: norm gradients stay each rank's own part.
-    decay: a factor of every parameter behind its update. scores: a factor of the log-probabilities before it."""
+    decay: a factor of every parameter behind its update. scores: a factor of the log-probabilities before it.
+    same_rows: every rank holds the first row alone."""
 
     first_step: int = 0
     forward: dict[str, float] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Fault:
     unsummed: bool = False
     decay: float = 1.0
     scores: float = 1.0
+    same_rows: bool = False
 
 
 def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:  # noqa: ANN401
@@ -192,16 +194,19 @@ class _Training:
         self._entries.append((kind, name, tensor.detach().clone(), parts))
 
     def _write(self) -> None:
-        values = self._values
+        values, has_same_rows = self._values, self._has_fault and self._fault.same_rows
         for rank in range(self._num_ranks):
-            place = RankPlace(global_rank=rank, coordinates={"tp": rank})
+            place = RankPlace(global_rank=rank, coordinates={"dp" if has_same_rows else "tp": rank})
             make = SketchSink if values["trace.level"] == "sketch" else FullSink
             sink: TraceSink = make(self._trace_dir, step=self._step, place=place, world_size=self._num_ranks)
             for kind, name, tensor, parts in self._entries:
                 if kind in values["trace.kinds"] and any(fnmatchcase(name, glob) for glob in values["trace.patterns"]):
                     own = tensor if parts is None else parts[rank]
+                    dims = _dims(kind, own)
                     spec = whole(name, tuple(own.shape))
-                    sink.add(TraceEntry(update=0, kind=kind, spec=spec, tensor=own, dims=_dims(kind, own)))
+                    if has_same_rows and dims:
+                        spec = _first_row(spec)
+                    sink.add(TraceEntry(update=0, kind=kind, spec=spec, tensor=cut_shard(own, spec), dims=dims))
             sink.close(
                 StepFooter(
                     rows=ROWS,
@@ -211,6 +216,17 @@ class _Training:
                     patterns=tuple(values["trace.patterns"]),
                 )
             )
+
+
+def _first_row(spec: ShardSpec) -> ShardSpec:
+    """The tokens of the first row."""
+    num_tokens = ROWS.lengths[0]
+    return ShardSpec(
+        name=spec.name,
+        global_shape=spec.global_shape,
+        local_shape=(num_tokens, *spec.global_shape[1:]),
+        splits=(Split(dim=0, blocks=blocks_of_indices(range(num_tokens))),),
+    )
 
 
 def _dims(kind: TraceKind, tensor: torch.Tensor) -> tuple[DimName, ...]:

@@ -94,13 +94,14 @@ class Bench:
         *overrides: str,
         overwrite: bool = False,
         json_path: Path | None = None,
+        html_path: Path | None = None,
         is_ci: bool = False,
     ) -> int:
         return run_align(
             config_name="lake",
             config_path=self.folder,
             overrides=overrides,
-            options=AlignOptions(overwrite=overwrite, json_path=json_path, is_ci=is_ci),
+            options=AlignOptions(overwrite=overwrite, json_path=json_path, html_path=html_path, is_ci=is_ci),
             make_launch=launcher.make,
             console=Console(file=self.output, width=100),
         )
@@ -369,6 +370,15 @@ def test_the_summary_for_ci_says_where_its_files_are(bench: Bench) -> None:
     )
 
 
+def test_the_summary_for_ci_names_copies_too(bench: Bench, tmp_path: Path) -> None:
+    bench.align(FakeLauncher(), is_ci=True, json_path=tmp_path / "copy.json", html_path=tmp_path / "copy.html")
+    assert bench.output.getvalue().endswith(
+        f"\nJUnit XML {bench.root}/align.junit.xml\nJSON copy {tmp_path}/copy.json\nHTML copy {tmp_path}/copy.html\n"
+    )
+    assert (tmp_path / "copy.json").read_bytes() == (bench.root / "align.json").read_bytes()
+    assert (tmp_path / "copy.html").read_bytes() == (bench.root / "align.html").read_bytes()
+
+
 def test_a_module_of_ones_own_is_named_as_what_may_round(bench: Bench) -> None:
     candidates = "align.candidates=[{name: mine, entry: tests.align.output_scaled_on_one_rank}]"
     launcher = FakeLauncher({"mine": lambda run: write_results(run, gradient=1.0 + 2**-20)})
@@ -376,3 +386,22 @@ def test_a_module_of_ones_own_is_named_as_what_may_round(bench: Bench) -> None:
     (mine,) = json.loads((bench.root / "align.json").read_text())["candidates"]
     texts = {proof["name"]: proof["text"] for proof in mine["proofs"]}
     assert "what it changes may round (its module tests.align.output_scaled_on_one_rank)" in texts["bit-equality"]
+    assert (mine["entry"], mine["overrides"]) == ("tests.align.output_scaled_on_one_rank", [])
+
+
+def test_the_pipelines_own_module_is_not_named(bench: Bench) -> None:
+    bench.align(FakeLauncher())
+    found = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert [candidate["entry"] for candidate in found] == ["", ""]
+
+
+def test_a_module_that_does_not_run_the_pipeline_is_told_what_to_call(bench: Bench) -> None:
+    """It ended with 0, and the report said only that the run's file cannot be read."""
+    candidates = "align.candidates=[{name: mine, entry: tests.align.output_scaled_on_one_rank}]"
+    assert bench.align(FakeLauncher({"mine": lambda run: 0}), candidates) == 3
+    (mine,) = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert (mine["verdict"], mine["reason"]) == (
+        "incomparable",
+        "the module tests.align.output_scaled_on_one_rank ended without running the pipeline (no run.json); "
+        "it must call pipelines.agentic.main, as docs/align.md says",
+    )

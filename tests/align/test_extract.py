@@ -506,6 +506,37 @@ def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignmen
     assert done.stderr.startswith(f"error: {python} could not run it; start this from the root of a checkout")
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "MOCK_SCHEDULER_ROOT",
+            "/nonexist",
+            "error: there is no folder /nonexist; set MOCK_SCHEDULER_ROOT to the root of a checkout\n",
+        ),
+        (
+            "PYTHON",
+            "/nonexist/python",
+            "error: there is no program /nonexist/python; set PYTHON to the interpreter\n",
+        ),
+    ],
+)
+def test_a_script_that_cannot_start_says_which_variable_is_wrong(
+    alignment: Alignment, variable: str, value: str, message: str
+) -> None:
+    """The shell would end with 1 there, which is the code of ``diverged``."""
+    alignment.write()
+    folder = extract(alignment)
+    done = subprocess.run(
+        ["bash", str(folder / "reproduce.sh")],
+        env={"PATH": "/usr/bin:/bin", variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", message)
+
+
 def test_the_check_reads_the_verdict_that_the_script_leaves(
     alignment: Alignment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

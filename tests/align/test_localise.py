@@ -100,6 +100,8 @@ def test_a_cause_in_the_backward_pass_alone_is_found_by_grafts_of_gradients(tmp_
     assert runs.made["localise-candidate-graft-1"]["graft.kind"] == "activation_gradient"
     assert names(found.causes) == [FC1]
     assert found.causes[0].kind == "activation_gradient"
+    assert found.amplifiers[0].text == f"only passes on what {FC1} does: 0.5, as it is"  # a product with a matrix
+    assert found.amplifiers[1].text.endswith(" times its relative difference")  # a sum with what is equal
     assert names(found.amplifiers)[-1] == "embedding"
 
 
@@ -138,6 +140,20 @@ def test_parameters_that_alone_differ_are_a_fault_of_the_optimizer(tmp_path: Pat
     assert found.sentence.startswith(f"step 1, update, {NORM}.weight parameter: of the change by the update: ")
     assert f"{EQUAL_UP_TO} (36 up to the end of that pass)" in found.sentence
     assert runs.names() == STAGES
+
+
+@pytest.mark.parametrize("more", [{}, {"max_trace_bytes": 1}])
+def test_tokens_that_no_rank_holds_are_no_fault_of_the_module_that_shows_it_first(
+    tmp_path: Path, more: dict[str, int]
+) -> None:
+    runs = Runs(folder=tmp_path, fault=Fault(same_rows=True), num_ranks=2)
+    runs, found = find(tmp_path, runs.fault, runs=runs, **more)
+    assert found.sentence.endswith(
+        "; no graft: tokens of embedding are held by no rank, so there is nothing in whose place the reference's could "
+        "be put; the cause lies in which rows the ranks were given, not in a module"
+    )
+    assert runs.names() == STAGES
+    assert not found.causes
 
 
 def test_scores_that_alone_differ_are_no_fault_of_the_update(tmp_path: Path) -> None:

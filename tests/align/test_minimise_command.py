@@ -143,7 +143,7 @@ def test_a_planted_fault_is_reduced_to_what_it_needs(reduced: Bench) -> None:
     assert result["reduced"] == ["steps 4 → 2", "groups 2 → 1", "layers 4 → 2", "dp 2 → 1", "without gamma=0.5"]
     assert result["is_complete"] is True
     assert (result["verdict"], result["candidate"]) == ("diverged", "many")
-    assert result["num_runs"] == len(reduced.cases) - 1 <= 30
+    assert result["num_runs"] == len(reduced.cases) <= 31
     assert [item["verdict"] for item in result["tried"]].count("diverged") >= 2
     assert {config.seed for case in reduced.cases for config in (case.baseline, case.candidate)} == {7}
 
@@ -151,16 +151,29 @@ def test_a_planted_fault_is_reduced_to_what_it_needs(reduced: Bench) -> None:
 def test_the_command_that_is_given_shows_the_reduced_case(reduced: Bench) -> None:
     words = shlex.split(reduced.result["command"])
     assert words[:3] == ["mock-scheduler", "align", "lake"]
-    assert words[-2:] == ["--config-path", str(reduced.folder)]
-    plan = plan_alignment(
-        build_loader("lake", reduced.folder), overrides=words[3:-2], output_dir=reduced.folder / "again"
-    )
+    assert words[-4:-1] == ["--config-path", str(reduced.folder), "--output-dir"]
+    plan = plan_alignment(build_loader("lake", reduced.folder), overrides=words[3:-4], output_dir=Path(words[-1]))
     (candidate,) = plan.candidates
     case = Case(baseline=plan.baseline.config, candidate=candidate.config, num_candidates=1, folder=plan.output_dir)
     assert has_planted_fault(case) is Verdict.DIVERGED
     assert (case.baseline.exp_name, case.baseline.max_steps, case.baseline.seed) == ("it's-baseline", 2, 7)
     assert '"\'"' not in reduced.result["command"]
     assert reduced.output.getvalue().endswith(f"see it with  {reduced.result['command']}\n")
+
+
+def test_the_command_that_is_given_works_in_a_folder_of_its_own(reduced: Bench, tmp_path: Path) -> None:
+    """Not in the user's own, nor in that of another case."""
+    folder = Path(shlex.split(reduced.result["command"])[-1])
+    assert folder.parent == reduced.folder / "out"
+    assert folder.name.startswith("smallest-")
+    assert not folder.exists()
+    assert folder not in {case.folder for case in reduced.cases}
+    bench = Bench(tmp_path, lambda case: Verdict.DIVERGED)
+    names = []
+    for candidate in ("lr", "pp2", "lr"):
+        bench.minimise(candidate)
+        names.append(Path(shlex.split(bench.result["command"])[-1]).name)
+    assert names[0] == names[2] != names[1]
 
 
 def test_alignments_of_one_workload_share_a_folder(reduced: Bench) -> None:
@@ -210,8 +223,23 @@ def test_a_suspect_candidate_may_become_diverged_and_a_diverged_one_not_suspect(
 def test_runs_that_are_used_up_end_it_with_the_best_so_far(tmp_path: Path) -> None:
     bench = Bench(tmp_path, has_planted_fault, CONFIG)
     assert bench.minimise("many", max_runs=2) == 1
+    assert len(bench.cases) == 2  # that of the candidate as it is among them
     assert (bench.result["num_runs"], bench.result["is_complete"]) == (2, False)
-    assert "which were all that it may take: it may not be the smallest" in bench.output.getvalue()
+    assert (
+        "still fails after 2 alignments, which were all that it may take: it may not be the smallest\n"
+        in bench.output.getvalue()
+    )
+
+
+def test_one_run_is_spent_on_the_candidate_as_it_is(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, has_planted_fault, CONFIG)
+    assert bench.minimise("many", max_runs=1) == 1
+    assert len(bench.cases) == 1
+    assert (bench.result["num_runs"], bench.result["reduced"]) == (1, [])
+    assert (
+        "still fails after 1 alignment, which was all that it may take: it may not be the smallest\n"
+        in bench.output.getvalue()
+    )
 
 
 def test_a_candidate_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
 
 def test_another_kernel_may_round_so_that_noise_decides() -> None:
     assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is Verdict.ROUNDING
-    assert outcomes(replace(OTHER, direct=DIVERGED, emulated=IDENTICAL))[0] is Verdict.DIVERGED
 
 
 def test_the_same_order_of_sums_excuses_no_difference() -> None:
@@ -161,3 +160,19 @@ def test_float64_decides_what_that_reference_shows() -> None:
         found = replace(OTHER, emulated=emulated)
         assert outcomes(replace(found, wide=ROUNDING))[0] is Verdict.SUSPECT
         assert outcomes(replace(found, wide=DIVERGED))[0] is Verdict.DIVERGED
+
+
+def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_emulated() -> None:
+    """The reference runs the baseline's code, so that equal bits prove the candidate's, whatever it might have done."""
+    mine = replace(OTHER, changes="its module mine, parallel.tensor_model_parallel_size", emulated=IDENTICAL)
+    assert outcomes(mine)[0] is Verdict.EMULATED
+    assert outcomes(replace(mine, direct=DIVERGED))[0] is Verdict.SUSPECT
+    assert outcomes(replace(mine, direct=DIVERGED, wide=ROUNDING))[0] is Verdict.EMULATED
+
+
+def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
+    """In bfloat16 the first tensor beyond its bound was one that is beyond it in honest runs, too."""
+    confirmed = replace(DIVERGED, sentence="step 0, backward: that tensor is 1.020 times the baseline")
+    alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
+    assert (alignment.verdict, alignment.sentence) == (Verdict.DIVERGED, confirmed.sentence)
+    assert "in its own precision: it is diverged" in alignment.reason

@@ -154,6 +154,18 @@ def _localisation(folder: Path) -> Localisation:
     )
 
 
+def with_amplifiers(result: AlignmentResult, number: int) -> AlignmentResult:
+    """The diverged candidate alone, with so many modules that only pass its cause on: ``module.0``, ``module.1``, …"""
+    diverged = result.candidates[1]
+    assert diverged.localisation is not None
+    modules = tuple(
+        GraftedModule(name=f"module.{place}", kind="activation", is_cause=False, text="as it is")
+        for place in range(number)
+    )
+    localisation = replace(diverged.localisation, amplifiers=modules)
+    return replace(result, candidates=(replace(diverged, localisation=localisation),))
+
+
 def _consequence() -> Consequence:
     return Consequence(
         num_tokens=24, num_clipped=2, num_clip_flips=3, kl_name="KL to the reference policy", kl_baseline=0.0125,

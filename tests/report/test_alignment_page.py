@@ -13,7 +13,7 @@ from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_page import render_alignment_page, write_alignment_page
-from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result
+from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result, with_amplifiers
 from tests.report.chromium import look_at, need_chromium, print_pdf
 from tests.report.pages import text_of
 from tests.report.pdf_text import read_pdf_text
@@ -78,6 +78,29 @@ def test_a_candidate_has_all_its_parts(page: str) -> None:
         assert expected in text
     assert '<mark class="m4 worst" title="largest |a-b| 2.5e-01">Right</mark>' in part
     assert 'aria-label="pg_loss of baseline and candidate over 2 steps: largest |a-b| 2.5e-01, 3,333 times' in part
+
+
+def test_proofs_have_a_column_for_each_thing_that_is_said_of_them(page: str) -> None:
+    start = page.index("Proofs, strongest first")
+    part = page[start : page.index("</table>", start)]
+    headers = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', part)
+    assert headers == ["proof", "outcome", "what it found", "equal tensors"]
+    assert part.count("<td") == 3 * part.count('<th scope="row"')
+
+
+def test_a_module_of_its_own_is_named_as_what_may_move_a_bit(result: AlignmentResult, page: str) -> None:
+    own = replace(result, candidates=(replace(result.candidates[1], entry="my.kernel"),))
+    text = text_of(render_alignment_page(build_view(own)))
+    assert "overrides exp_name=tp2.clip entry my.kernel may move a bit" in text
+    assert "may move a bit parallel.tensor_model_parallel_size, its module my.kernel proved by" in text
+    assert "its module" not in text_of(page)
+
+
+def test_five_that_only_pass_it_on_are_listed_and_the_rest_is_counted(result: AlignmentResult) -> None:
+    five, eight = (text_of(render_alignment_page(build_view(with_amplifiers(result, number)))) for number in (5, 8))
+    assert "module.4 (activation): as it is and 3 more, in the JSON result traces" in eight
+    assert "module.4 (activation): as it is traces" in five
+    assert "module.5" not in eight
 
 
 def test_the_matrix_has_layouts_by_options_and_the_others_beside_it(page: str) -> None:

@@ -187,6 +187,20 @@ def test_a_localised_divergence_is_told_with_proofs_consequence_and_command(tmp_
         assert expected in text
 
 
+def test_a_module_of_its_own_stands_beside_layout_and_overrides() -> None:
+    result = make_result()
+    own = replace(result, candidates=tuple(replace(item, entry="my.kernel") for item in result.candidates))
+    assert "  tp1 pp1 dp1 training.lr=0.002 entry=my.kernel" in render(100, own).splitlines()
+    assert "entry=" not in render(100, result)
+
+
+def test_five_that_only_pass_it_on_are_listed_and_the_rest_is_counted(tmp_path: Path) -> None:
+    text = render(160, alignments.with_amplifiers(alignments.make_result(tmp_path), 8))
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[3] for line in lines if line[:3] == ["passes", "it", "on"]] == [f"module.{n}" for n in range(5)]
+    assert ["and", "3", "more,", "in", "the", "JSON", "result"] in lines
+
+
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("", 120), ("wide", 120), (None, 120)])
 def test_columns_sets_the_width_where_there_is_no_terminal(
     columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
