@@ -25,7 +25,6 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.text import count_of
 
-_HERE = "in its own precision"
 _UNDECIDED = frozenset({Verdict.INCOMPARABLE, Verdict.UNVERIFIED})
 
 
@@ -115,7 +114,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
     if referee.outcome == "refuted" and evidence.wide is not None:
         if direct.verdict is Verdict.DIVERGED:
             # There is next to no noise in float64, so that what comes first there is the place.
-            return _diverged(direct, evidence.wide, f"{referee.text}; {_HERE}: {direct.reason}; ")
+            return _diverged(direct, evidence.wide, f"{referee.text}; against the baseline: {noise.text}; ")
         if direct.verdict is Verdict.SUSPECT:
             return _diverged(direct, evidence.wide, f"{referee.text}; ")
         return replace(direct, reason=f"{direct.reason}; {referee.text}")

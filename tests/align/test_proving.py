@@ -175,4 +175,4 @@ def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     confirmed = replace(DIVERGED, sentence="step 0, backward: that tensor is 1.020 times the baseline")
     alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
     assert (alignment.verdict, alignment.sentence) == (Verdict.DIVERGED, confirmed.sentence)
-    assert "in its own precision: it is diverged" in alignment.reason
+    assert "against the baseline: it is diverged" in alignment.reason

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.compare.proofs import Proof
 from mock_scheduler.compare.results import CandidateResult
 from mock_scheduler.compare.verdict import Alignment, Verdict
-from mock_scheduler.report.alignment_words import describe_proof, write_headline
+from mock_scheduler.report.alignment_words import describe_proof, describe_reason, write_headline
 
 SENTENCE = "step 0, update 0, optimizer: a parameter differs by 2.57e-06 (bound 2.2e-06)"
 
@@ -53,6 +54,15 @@ def test_what_noise_leaves_open_is_said_and_no_other_proof_takes_its_place() -> 
     noise = Proof(name="noise", outcome="open", text="gradients have a slope of 0.9991")
     assert write_headline(suspect(equality, noise)) == "within its bounds, and yet gradients have a slope of 0.9991"
     assert write_headline(suspect(equality)) == "what the verdict rests on"
+
+
+def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
+    """``in its own precision:`` stood there, with nothing behind it."""
+    noise = Proof(name="noise", outcome="refuted", text=f"first divergence: {SENTENCE}; beyond the noise")
+    referee = Proof(name="referee", outcome="refuted", text="in float64 it does not shrink")
+    candidate = suspect(noise, referee, sentence="in float64 elsewhere")
+    reason = f"{referee.text}; against the baseline: {noise.text}; first divergence: in float64 elsewhere"
+    assert describe_reason(replace(candidate, alignment=replace(candidate.alignment, reason=reason))) == ""
 
 
 def test_the_first_divergence_is_said_once_and_what_follows_is_not_taken_for_it() -> None:
