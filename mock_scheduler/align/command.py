@@ -114,7 +114,8 @@ def _carry_out(
         "recording": plan.recording_dir,
         "runs": plan.output_dir / "{name}" / LOG_FILE,
     }
-    view = reports.view_of(result)
+    view = reports.view
+    assert view is not None  # a result that has ended was saved
     _write_reports(result, view, options, files=files)
     if options.is_ci:
         console.print(alignment_summary(view, files=files), highlight=False, markup=False, soft_wrap=True)
@@ -128,19 +129,12 @@ class _Reports:
     """Saves the result so far. What all reports say of the last one is built once: traces are read for it."""
 
     result_path: Path
-    _last: tuple[AlignmentResult, AlignmentView] | None = None
+    view: AlignmentView | None = None
 
     def save(self, result: AlignmentResult) -> None:
         """Write it to ``result_path``; until it has ended without what is read from folders."""
-        view = build_view(result, is_full=result.times is not None)
-        self._last = result, view
-        save_result(result, view, self.result_path)
-
-    def view_of(self, result: AlignmentResult) -> AlignmentView:
-        """The view of a result that has ended."""
-        if self._last is not None and self._last[0] is result:
-            return self._last[1]
-        return build_view(result)
+        self.view = build_view(result, is_full=result.times is not None)
+        save_result(result, self.view, self.result_path)
 
 
 def _check_writable(options: AlignOptions) -> None:

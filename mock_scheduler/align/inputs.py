@@ -24,7 +24,7 @@ from mock_scheduler.compare.traces import trace_level
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
-from mock_scheduler.recording.paths import MANIFEST_NAME, format_present
+from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.text import list_some
@@ -105,11 +105,9 @@ def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> Non
     """Raise ``ConfigError`` where none of the chosen steps is on any side, with those that are; ``None``: all are."""
     if steps is None:
         return
-    present = [_find_present(side) for side in sides]
-    if any(step in steps for found in present for listed in found.values() for step in listed):
-        return
-    listed = "; ".join(f"{side.name} has {format_present(found)}" for side, found in zip(sides, present, strict=True))
-    raise ConfigError(f"--steps {steps}: there is no such step; {listed}")
+    absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
+    if absent:
+        raise ConfigError(absent)
 
 
 def _find_present(side: ComparedInput) -> dict[str, list[int]]:

@@ -101,9 +101,14 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
     if emulation.outcome == "refuted" and emulated is not None:
         return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; ")
     sharper = _graver(evidence)
-    if sharper is not None:
-        if referee.outcome == "refuted" and evidence.wide is not None:
+    if referee.outcome == "refuted" and evidence.wide is not None:
+        if direct.verdict is Verdict.DIVERGED:
+            # There is next to no noise in float64, so that what comes first there is the place.
+            return _diverged(direct, evidence.wide, f"{referee.text}; against the baseline: {noise.text}; ")
+        if direct.verdict is Verdict.SUSPECT or sharper is not None:
             return _diverged(direct, evidence.wide, f"{referee.text}; ")
+        return replace(direct, reason=f"{direct.reason}; {referee.text}")
+    if sharper is not None:
         order = f"against a reference in one process that adds in the order of {evidence.layout}"
         if sharper.verdict is Verdict.DIVERGED and referee.outcome != "proved":
             return _diverged(direct, sharper, f"{order}, ")
@@ -111,13 +116,6 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason, suspicions=sharper.suspicions)
     if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
         return replace(direct, verdict=Verdict.SUSPECT, reason=f"{referee.text}; {direct.reason}")
-    if referee.outcome == "refuted" and evidence.wide is not None:
-        if direct.verdict is Verdict.DIVERGED:
-            # There is next to no noise in float64, so that what comes first there is the place.
-            return _diverged(direct, evidence.wide, f"{referee.text}; against the baseline: {noise.text}; ")
-        if direct.verdict is Verdict.SUSPECT:
-            return _diverged(direct, evidence.wide, f"{referee.text}; ")
-        return replace(direct, reason=f"{direct.reason}; {referee.text}")
     return direct
 
 

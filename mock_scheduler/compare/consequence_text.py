@@ -84,19 +84,19 @@ def _describe_update(found: Consequence) -> str:
     first = known[0]
     text = (
         f"the policy's updates point where the baseline's do to a cosine of {_cosine(first[0])} in the first and "
-        f"{_cosine(cosine)} at worst (step {step}, update {update}, {_length(ratio)})"
+        f"{_cosine(cosine)} at worst (step {step}, update {update}, {describe_length(ratio)})"
     )
     if len(known) == 1:
         text = (
             f"the policy's one update points where the baseline's does to a cosine of {_cosine(cosine)} "
-            f"({_length(ratio)})"
+            f"({describe_length(ratio)})"
         )
     return f"{text}; {still}" if still else text
 
 
-def _length(ratio: float) -> str:
-    """``0.5 times as long``; ``just as long`` where four digits do not tell them apart."""
-    text = f"{ratio:.4g}"
+def describe_length(ratio: float, *, digits: int = 4) -> str:
+    """``0.5 times as long``; ``just as long`` where so many digits do not tell them apart."""
+    text = f"{ratio:.{digits}g}"
     return "just as long" if text == "1" else f"{text} times as long"
 
 

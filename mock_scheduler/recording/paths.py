@@ -152,3 +152,14 @@ def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
             "the one that is meant"
         )
     return names[0] if names else None
+
+
+def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mapping[str, Sequence[int]]]]) -> str:
+    """That none of the chosen steps is anywhere, with those that are; empty where one is, or all are chosen.
+
+    ``present``: by the name of what was looked into, its steps by folder.
+    """
+    if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
+        return ""
+    listed = "; ".join(f"{name} has {format_present(found)}" for name, found in present)
+    return f"--steps {steps}: there is no such step; {listed}"

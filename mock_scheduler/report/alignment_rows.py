@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from mock_scheduler.compare.consequence_text import describe_length
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.results import AlignmentTimes, CandidateResult
 from mock_scheduler.report.alignment_folders import RunFacts
@@ -106,17 +107,12 @@ def consequence_rows(candidate: CandidateResult) -> tuple[tuple[str, str], ...]:
         places = found.updates or tuple((step, 0) for step in range(len(found.update_cosine)))
         ratios = found.update_ratio or (None,) * len(found.update_cosine)
         listed = [
-            f"{cosine:.9g} at step {step}, update {update}" + ("" if ratio is None else f" ({_size(ratio)})")
+            f"{cosine:.9g} at step {step}, update {update}"
+            + ("" if ratio is None else f" ({describe_length(ratio, digits=6)})")
             for (step, update), cosine, ratio in zip(places, found.update_cosine, ratios, strict=True)
         ]
         rows.append(("cosine of the update", list_some(listed, _NUM_UPDATES, "; ")))
     return tuple(rows)
-
-
-def _size(ratio: float) -> str:
-    """How long an update is beside the baseline's."""
-    text = f"{ratio:.6g}"
-    return "just as long" if text == "1" else f"{text} times as long"
 
 
 def candidate_seconds(candidate: CandidateResult, facts: RunFacts) -> tuple[tuple[str, float], ...]:

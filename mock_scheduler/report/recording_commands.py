@@ -7,7 +7,7 @@ instead) and returns the exit code.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from mock_scheduler.files import encode_json, save_json
 from mock_scheduler.recording.inspection.comparison import compare_recordings
 from mock_scheduler.recording.inspection.description import describe_recording
 from mock_scheduler.recording.inspection.verification import verify_recording
-from mock_scheduler.recording.paths import format_present, step_folder
+from mock_scheduler.recording.paths import describe_absent, format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.json_values import dataclass_to_json
@@ -73,7 +73,9 @@ def run_diff(
         raise ConfigError(f"{dump_dirs[0]} and {dump_dirs[1]} are the same recording: it would be compared with itself")
     readers = RecordingReader(dump_dirs[0]), RecordingReader(dump_dirs[1])
     chosen = parse_steps(steps)
-    _check_recorded(readers, chosen)
+    absent = describe_absent(chosen, [(reader.dump_dir, reader.steps()) for reader in readers])
+    if absent:
+        raise StepNotFoundError(absent)
     with show_progress("comparing steps") as on_step:
         differences = compare_recordings(readers, chosen, limit=limit, on_step=on_step)
     if json_path != "-":
@@ -127,17 +129,6 @@ def _find_place(reader: RecordingReader, folder: str, step: int) -> StepPlace:
     raise StepNotFoundError(
         f"{reader.dump_dir} holds no {folder} step {step}; steps present: {format_present(present)}"
     )
-
-
-def _check_recorded(readers: Sequence[RecordingReader], steps: StepRanges | None) -> None:
-    """Raise ``StepNotFoundError`` where none of the chosen steps is in any recording, with those that are."""
-    present = [reader.steps() for reader in readers]
-    if steps is None or any(step in steps for found in present for listed in found.values() for step in listed):
-        return
-    listed = "; ".join(
-        f"{reader.dump_dir} has {format_present(found)}" for reader, found in zip(readers, present, strict=True)
-    )
-    raise StepNotFoundError(f"--steps {steps}: there is no such step; {listed}")
 
 
 def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:

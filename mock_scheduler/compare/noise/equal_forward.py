@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.compare.noise.measured import NoiseBounds
-from mock_scheduler.compare.noise.slopes import LARGEST_Z, describe_ratio, robust_z
+from mock_scheduler.compare.noise.slopes import LARGEST_Z, describe_ratio, robust_z, slope_of, suspect_scale
 from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.text import count_of
@@ -32,16 +32,7 @@ def judge_behind_equal_forward(
 ) -> list[Suspicion]:
     """What has another scale there, in the order of computation. numbers: of the layouts, by which it may be named."""
     found: list[Suspicion] = []
-    for place in _find_places(differences):
-        items = [
-            item
-            for item in differences
-            if (item.key.step, item.key.update) == place
-            and item.key.kind in SLOPE_KINDS
-            and PHASES[item.key.kind] > Phase.FORWARD
-            and item.slope is not None
-            and math.isfinite(item.slope)
-        ]
+    for items in _find_behind(differences):
         together = _judge_together(items, noise, numbers)
         alone = [item for item in items if _is_scaled(item, noise) and not (together and item.key.kind == "gradient")]
         found += [together] if together else []
@@ -49,14 +40,18 @@ def judge_behind_equal_forward(
     return found
 
 
-def _find_places(differences: Sequence[TensorDifference]) -> list[tuple[int, int]]:
-    """Step and update of every forward pass of which something was compared, and all of it is equal."""
+def _find_behind(differences: Sequence[TensorDifference]) -> list[list[TensorDifference]]:
+    """What has a slope behind each forward pass of which something was compared, all of it being equal."""
     is_equal: dict[tuple[int, int], bool] = {}
+    behind: dict[tuple[int, int], list[TensorDifference]] = {}
     for item in differences:
-        if PHASES[item.key.kind] is Phase.FORWARD:
-            place = (item.key.step, item.key.update)
+        key = item.key
+        place = (key.step, key.update)
+        if PHASES[key.kind] is Phase.FORWARD:
             is_equal[place] = is_equal.get(place, True) and item.bit_equal
-    return [place for place, equal in is_equal.items() if equal]
+        elif key.kind in SLOPE_KINDS and item.slope is not None and math.isfinite(item.slope):
+            behind.setdefault(place, []).append(item)
+    return [behind[place] for place, equal in is_equal.items() if equal and place in behind]
 
 
 def _judge_together(
@@ -65,7 +60,7 @@ def _judge_together(
     gradients = [item for item in items if item.key.kind == "gradient" and item.size and not item.exceeds]
     if len(gradients) < _FEWEST_TENSORS:
         return None
-    middle, spread, z = robust_z([_slope(item) - 1.0 for item in gradients])
+    middle, spread, z = robust_z([slope_of(item) - 1.0 for item in gradients])
     limit = max(LARGEST_Z * spread, noise.smallest)
     if abs(middle) <= limit:
         return None
@@ -85,7 +80,7 @@ def _judge_together(
 
 
 def _is_scaled(item: TensorDifference, noise: NoiseBounds) -> bool:
-    off = abs(_slope(item) - 1.0)
+    off = abs(slope_of(item) - 1.0)
     is_enough = off * off >= _ENOUGH * item.relative * item.relative
     return not item.exceeds and off > noise.smallest and is_enough and item.num_elements >= _FEWEST_ELEMENTS
 
@@ -97,24 +92,7 @@ def _describe_alone(
     if not items:
         return []
     first = items[0]
-    slope = _slope(first)
     others = f"; so {'are' if len(items) > 2 else 'is'} {count_of(len(items) - 1, 'other')}" if len(items) > 1 else ""
-    return [
-        Suspicion(
-            test="slope",
-            step=first.key.step,
-            update=first.key.update,
-            name=first.key.name,
-            value=abs(slope - 1.0),
-            limit=noise.smallest,
-            text=(
-                f"{first.key.describe()} is {describe_ratio(slope, numbers)} and differs by nothing else{others}; "
-                f"{_WHY}"
-            ),
-        )
-    ]
-
-
-def _slope(item: TensorDifference) -> float:
-    assert item.slope is not None
-    return item.slope
+    ratio = describe_ratio(slope_of(first), numbers)
+    text = f"{first.key.describe()} is {ratio} and differs by nothing else{others}; {_WHY}"
+    return [suspect_scale(first, limit=noise.smallest, text=text)]

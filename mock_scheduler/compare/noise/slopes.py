@@ -93,7 +93,7 @@ def judge_slopes(
         if kind == "gradient" and (step, update) in scaled:
             continue
         pairs = zip(items, limits, strict=True)
-        alone = [(item, limit) for item, limit in pairs if abs(_slope(item) - 1.0) > limit]
+        alone = [(item, limit) for item, limit in pairs if abs(slope_of(item) - 1.0) > limit]
         found += _describe_some(alone, kind, numbers)
     together = min((item.limit for item in summaries), default=None)
     return found, _summarise_test(len(summaries), num_tensors, together, smallest)
@@ -112,13 +112,14 @@ def _has_slope(item: TensorDifference, noise: NoiseBounds) -> bool:
     )
 
 
-def _slope(item: TensorDifference) -> float:
+def slope_of(item: TensorDifference) -> float:
+    """Of one that has a slope."""
     assert item.slope is not None
     return item.slope
 
 
 def _summarise(place: tuple[int, int], items: Sequence[TensorDifference], noise: NoiseBounds) -> SlopeSummary:
-    middle, spread, z = robust_z([_slope(item) - 1.0 for item in items])
+    middle, spread, z = robust_z([slope_of(item) - 1.0 for item in items])
     measured = [noise.tensors[item.key].slopes for item in items]
     num_runs = min(map(len, measured))
     runs = [robust_z([slopes[run] - 1.0 for slopes in measured]) for run in range(num_runs)]
@@ -169,23 +170,26 @@ def _describe_some(
     if not items:
         return []
     first, limit = items[0]
-    slope = _slope(first)
+    slope = slope_of(first)
     others = f"; so is that of {count_of(len(items) - 1, f'more {kind} tensor')}" if len(items) > 1 else ""
     text = (
         f"{first.key.describe()} is {describe_ratio(slope, numbers)}: {abs(slope - 1.0):.1e} off, "
         f"where noise makes at most {limit:.1e}{others}"
     )
-    return [
-        Suspicion(
-            test="slope",
-            step=first.key.step,
-            update=first.key.update,
-            name=first.key.name,
-            value=abs(slope - 1.0),
-            limit=limit,
-            text=text,
-        )
-    ]
+    return [suspect_scale(first, limit=limit, text=text)]
+
+
+def suspect_scale(item: TensorDifference, *, limit: float, text: str) -> Suspicion:
+    """That one tensor has another scale than noise allows."""
+    return Suspicion(
+        test="slope",
+        step=item.key.step,
+        update=item.key.update,
+        name=item.key.name,
+        value=abs(slope_of(item) - 1.0),
+        limit=limit,
+        text=text,
+    )
 
 
 def describe_ratio(ratio: float, numbers: Mapping[str, float]) -> str:
