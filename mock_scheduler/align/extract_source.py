@@ -126,9 +126,14 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
     if found.get("verdict") != _DIVERGED:
         raise ConfigError(
             f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}: there is no divergence to "
-            f"reproduce ({found.get('reason')})"
+            f"reproduce; diverged are {_list_diverged(result)}"
         )
     return found
+
+
+def _list_diverged(result: Mapping[str, Any]) -> str:
+    items = (item for item in result["candidates"] if isinstance(item, dict))
+    return ", ".join(str(item.get("name")) for item in items if item.get("verdict") == _DIVERGED) or "none"
 
 
 def _find_change(baseline: PipelineConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:

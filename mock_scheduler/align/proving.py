@@ -83,9 +83,9 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
     if equality.outcome == "proved" and replicas.outcome != "refuted":
         return direct
     if replicas.outcome == "refuted":
-        return _diverged(direct, direct, "")
+        return _diverged(direct, direct, direct.reason)
     if equality.outcome == "refuted":
-        return _diverged(direct, direct, f"{equality.text}; ")
+        return _diverged(direct, direct, f"{equality.text}; {direct.reason}")
     if emulation.outcome == "proved":
         if "proved" in (noise.outcome, referee.outcome):
             why = noise.text if noise.outcome == "proved" else f"{referee.text}; against the baseline: {noise.text}"
@@ -99,19 +99,19 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         reason = f"{emulation.text}, but that reference is itself not within the noise of the baseline: {noise.text}"
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason)
     if emulation.outcome == "refuted" and emulated is not None:
-        return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; ")
+        found = f"first divergence: {_sentence(emulated)}"
+        return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; {found}")
     sharper = _graver(evidence)
     if referee.outcome == "refuted" and evidence.wide is not None:
-        if direct.verdict is Verdict.DIVERGED:
+        if direct.verdict in (Verdict.DIVERGED, Verdict.SUSPECT) or sharper is not None:
             # There is next to no noise in float64, so that what comes first there is the place.
-            return _diverged(direct, evidence.wide, f"{referee.text}; against the baseline: {noise.text}; ")
-        if direct.verdict is Verdict.SUSPECT or sharper is not None:
-            return _diverged(direct, evidence.wide, f"{referee.text}; ")
+            shown_by = direct if _is_same_place(direct, evidence.wide) else evidence.wide
+            return _diverged(direct, shown_by, f"{referee.text}; against the baseline: {noise.text}")
         return replace(direct, reason=f"{direct.reason}; {referee.text}")
     if sharper is not None:
         order = f"against a reference in one process that adds in the order of {evidence.layout}"
         if sharper.verdict is Verdict.DIVERGED and referee.outcome != "proved":
-            return _diverged(direct, sharper, f"{order}, ")
+            return _diverged(direct, sharper, f"{order}, first divergence: {_sentence(sharper)}")
         reason = f"{order}: {sharper.reason}; {direct.reason}"
         return replace(direct, verdict=Verdict.SUSPECT, reason=reason, suspicions=sharper.suspicions)
     if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
@@ -130,17 +130,26 @@ def _graver(evidence: Evidence) -> Alignment | None:
     return emulated if is_graver else None
 
 
-def _diverged(direct: Alignment, shown_by: Alignment, why: str) -> Alignment:
+def _diverged(direct: Alignment, shown_by: Alignment, reason: str) -> Alignment:
     """Diverged, with the first divergence of the comparison that shows it."""
-    sentence = shown_by.sentence or (shown_by.first_divergence.message if shown_by.first_divergence else None)
-    reason = shown_by.reason if shown_by is direct else f"first divergence: {sentence}"
     return replace(
         direct,
         verdict=Verdict.DIVERGED,
-        reason=f"{why}{reason}",
+        reason=reason,
         first_divergence=shown_by.first_divergence or direct.first_divergence,
-        sentence=sentence or direct.sentence,
+        sentence=_sentence(shown_by) or direct.sentence,
     )
+
+
+def _sentence(alignment: Alignment) -> str | None:
+    """Of the first divergence, where there is one."""
+    return alignment.sentence or (alignment.first_divergence.message if alignment.first_divergence else None)
+
+
+def _is_same_place(direct: Alignment, wide: Alignment) -> bool:
+    """Whether both first differ in the same tensor, or metric."""
+    here, there = direct.first_divergence, wide.first_divergence
+    return here is not None and there is not None and here.place == there.place
 
 
 def _judge_replicas(evidence: Evidence) -> Proof:
@@ -213,7 +222,11 @@ def _judge_wide(evidence: Evidence) -> Proof:
         ratio += f", {low / high:.1e} times less (rounding becomes {evidence.shrinking:.1e} times less)"
     if wide.verdict in (Verdict.IDENTICAL, Verdict.ROUNDING):
         return _proof("referee", "proved", f"in float64 both compute the same: {ratio}", num_compared, num_equal)
-    text = f"in float64 it does not shrink as rounding does: {ratio}; {wide.sentence or wide.reason}"
+    where = _sentence(wide)
+    begins = f"first divergence: {where}" if where else wide.reason
+    if _is_same_place(evidence.direct, wide):
+        begins = "it begins at the same place"
+    text = f"in float64 it does not shrink as rounding does: {ratio}; {begins}"
     return _proof("referee", "refuted", text, num_compared, num_equal)
 
 

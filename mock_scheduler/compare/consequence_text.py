@@ -44,14 +44,14 @@ def _describe_clip(found: Consequence, *, has_clip: bool) -> str:
         return "neither loss clips"
     if found.num_clip_flips is None or not found.num_tokens:
         return ""
-    over = f"{count_of(found.num_tokens, 'response token')} (each counted in every update)"
-    baseline = f"of which the baseline clips {found.num_clipped:,}"
+    tokens = f"{count_of(found.num_tokens, 'response token')} (each counted in every update)"
+    clipped = f"the baseline clips {found.num_clipped:,} of {tokens}"
     if not found.num_clip_flips:
-        return f"none of {over} changes its clip state, {baseline}"
+        return f"{clipped}, and the candidate the same ones"
     share = 100.0 * found.num_clip_flips / found.num_tokens
-    ways = ", ".join(f"{flip.num_tokens:,} {flip.baseline} → {flip.candidate}" for flip in found.clip_flips)
+    ways = ", ".join(f"{flip.num_tokens:,} from {flip.baseline} to {flip.candidate}" for flip in found.clip_flips)
     verb = "changes its" if found.num_clip_flips == 1 else "change their"
-    return f"{found.num_clip_flips:,} of {over}, {share:.3g} %, {verb} clip state ({ways}), {baseline}"
+    return f"{clipped}; {found.num_clip_flips:,} ({share:.3g} %) {verb} clip state: {ways}"
 
 
 def _describe_kl(found: Consequence) -> str:

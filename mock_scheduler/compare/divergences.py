@@ -55,6 +55,11 @@ class Divergence:
     is_selection: bool = False
     is_estimate: bool = False
 
+    @property
+    def place(self) -> tuple[int, int | None, DifferenceKind, str]:
+        """Step, update, kind and name."""
+        return self.step, self.update, self.kind, self.name
+
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
     """Everything beyond its bound, in the order of computation that the module's docstring explains."""

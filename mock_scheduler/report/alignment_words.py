@@ -46,7 +46,6 @@ _NOT_TRIED: Mapping[Verdict, str] = {
     Verdict.UNVERIFIED: "the runs are not shown to be deterministic",
 }
 _FIRST, _AGAINST = "first divergence: ", "against the baseline: "
-_SAME = "first divergence: as said above; "
 _PASSES = (Verdict.IDENTICAL, Verdict.EMULATED, Verdict.ROUNDING)
 
 
@@ -59,7 +58,10 @@ def complete_ladder(candidate: CandidateResult) -> tuple[Proof, ...]:
 
 def describe_proof(proof: Proof, alignment: Alignment) -> str:
     """What a proof found, without the sentence of the first divergence, which stands before it."""
-    return proof.text.replace(f"{_FIRST}{alignment.sentence}; ", _SAME, 1) if alignment.sentence else proof.text
+    said, same = f"{_FIRST}{alignment.sentence}", f"{_FIRST}as said above"
+    if proof.text.endswith(said):
+        return f"{proof.text.removesuffix(said)}{same}"
+    return proof.text.replace(f"{said}; ", f"{same}; ", 1)
 
 
 def describe_reason(candidate: CandidateResult) -> str:

@@ -33,6 +33,7 @@ from mock_scheduler.text import bullet_list
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.optimizer_state import (
+    WIDE_COPY,
     ParameterState,
     count_updates,
     read_states,
@@ -40,6 +41,7 @@ from pipelines.megatron.optimizer_state import (
     state_names,
     write_states,
 )
+from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.random_states import load_random_states, save_random_states
 from pipelines.megatron.trained_model import TrainedModel
 
@@ -254,12 +256,15 @@ def _broken(path: Path, problem: str) -> ConfigError:
 def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     """Set models, optimizers and schedules from a checkpoint of any layout. Every rank must call it.
 
+    Weights are moved as initial ones are, where the run has a perturbation.
+
     Raises:
         ConfigError: a model's files cannot be read, or hold another model.
     """
+    perturbation = Perturbation.build(learner.config.perturbation)
     for name, model in learner.models.items():
         try:
-            _load_model(folder / name, model)
+            _load_model(folder / name, model, perturbation)
         except (CheckpointingException, CheckpointException) as error:
             raise ConfigError(
                 f"resume_from_checkpoint: {folder / name} cannot be read, or is of another model: {error}\n"
@@ -269,7 +274,7 @@ def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     learner.load_state_dict(state.learner)
 
 
-def _load_model(folder: Path, model: TrainedModel) -> None:
+def _load_model(folder: Path, model: TrainedModel, perturbation: Perturbation | None) -> None:
     chunks = _sharded_chunks(model)
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     targets = {parameter: _empty_state(parameter) for parameter in parameters}
@@ -277,9 +282,23 @@ def _load_model(folder: Path, model: TrainedModel) -> None:
     for index, chunk in enumerate(model.chunks):
         unwrapped(chunk).load_state_dict(loaded[f"model{index}"])
     states = {parameter: loaded["optimizer"][str(index)] for index, parameter in enumerate(parameters)}
+    if perturbation is not None:
+        _perturb(model, states, perturbation)
     write_states(model, states, num_updates=loaded["num_updates"])
     model.lr_schedule.num_steps = 0  # loading adds the stored number to it
     model.lr_schedule.load_state_dict(loaded["lr_schedule"])
+
+
+@torch.no_grad()
+def _perturb(
+    model: TrainedModel, states: Mapping[torch.nn.Parameter, ParameterState], perturbation: Perturbation
+) -> None:
+    """Move every parameter, and the wide copy in its state, of which the parameter stays the rounded value."""
+    for local in model.parameters():
+        parameter, state = local.parameter, states[local.parameter]
+        wide = state.get(WIDE_COPY, parameter)
+        wide.copy_(perturbation.of_weight(wide, local.spec, parameter.dtype))
+        parameter.copy_(wide)
 
 
 def _empty_state(parameter: torch.nn.Parameter) -> ParameterState:

@@ -5,7 +5,7 @@ whole tensor; a token's position, id and channel), so that layouts, micro-batche
 It is made in float64 and rounded once to the dtype of what it moves. What is 0, such as a bias at the start, stays 0:
 a relative perturbation has nothing to move there. Every model of a run is moved alike, the frozen reference and the
 critic too: a reference that is the policy to the bit at the start stays that, so that no KL of a rounding appears that
-neither baseline nor candidate has.
+neither baseline nor candidate has. Weights are moved where a run begins: the initial ones, or those of its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.proofs import UNIT_ROUNDOFFS, PerturbationConfig
 from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.trace.shards import ShardSpec, cut_shard
 
 # Odd constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit integers.
 _WEYL, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -41,16 +42,17 @@ class Perturbation:
         """The configured one; ``None`` where nothing is perturbed."""
         return None if config.seed is None else cls(seed=config.seed, unit_roundoffs=config.unit_roundoffs)
 
-    def of_weight(self, name: str, full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def of_weight(self, local: torch.Tensor, spec: ShardSpec, dtype: torch.dtype) -> torch.Tensor:
         """float64: w · (1 + s · u · ξ), ξ ~ N(0, 1) of Philox keyed by seed and canonical name.
 
-        full: the whole canonical parameter. dtype: that it will be rounded to, which decides u.
+        local: this rank's shard of the parameter, or of the wide copy of it that is updated. spec: its place in the
+        whole one. dtype: that of the parameter, which decides u.
         """
-        key = hashlib.sha256(f"perturbation/{self.seed}/{name}".encode()).digest()
+        key = hashlib.sha256(f"perturbation/{self.seed}/{spec.name}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
-        noise = torch.from_numpy(generator.standard_normal(tuple(full.shape)))
+        noise = cut_shard(torch.from_numpy(generator.standard_normal(spec.global_shape)), spec).to(local.device)
         # 1 + u · ξ is no number of float64, in which u is half a spacing, so that it must not be made.
-        return full.double() + full.double() * noise * self._size(dtype)
+        return local.double() + local.double() * noise * self._size(dtype)
 
     def of_embedding(self, output: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The embedding's output, moved by ξ of each token's position and id and of the channel.

@@ -161,11 +161,10 @@ def load_initial_weights(
 ) -> None:
     """Set this rank's parameters to its cut of the canonical initial weights; vocabulary padding becomes 0.
 
-    ``perturbation``: moves the whole weights before they are cut.
+    ``perturbation``: moves the weights before they are rounded to the parameters' dtype.
     """
     for local in iterate_parameters(chunks, shape, runtime):
         spec, parameter = local.spec, local.parameter
         full = canonical_initial_weight(spec.name, spec.global_shape, model=shape.model, seed=seed)
-        if perturbation is not None:
-            full = perturbation.of_weight(spec.name, full, parameter.dtype)
-        parameter.copy_(cut_shard(full, spec))
+        weight = cut_shard(full, spec)
+        parameter.copy_(weight if perturbation is None else perturbation.of_weight(weight, spec, parameter.dtype))

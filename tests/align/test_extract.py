@@ -422,8 +422,8 @@ def test_what_cannot_be_extracted_is_refused(alignment: Alignment, tmp_path: Pat
     alignment.write()
     refusals: Mapping[str, str] = {
         "other": f"{alignment.root} has no candidate 'other'; its candidates are same (identical), change (diverged)",
-        "same": f"candidate 'same' of {alignment.root} is identical, not diverged: there is no divergence to reproduce "
-        "(all equal)",
+        "same": f"candidate 'same' of {alignment.root} is identical, not diverged: there is no divergence to "
+        "reproduce; diverged are change",
     }
     for name, message in refusals.items():
         with pytest.raises(ConfigError) as caught:

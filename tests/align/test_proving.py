@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mock_scheduler.align.proving import Evidence, judge
+from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
@@ -175,4 +176,21 @@ def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     confirmed = replace(DIVERGED, sentence="step 0, backward: that tensor is 1.020 times the baseline")
     alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
     assert (alignment.verdict, alignment.sentence) == (Verdict.DIVERGED, confirmed.sentence)
-    assert "against the baseline: it is diverged" in alignment.reason
+    assert alignment.reason == (
+        "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 here; "
+        f"first divergence: {confirmed.sentence}; against the baseline: it is diverged"
+    )
+
+
+def test_where_float64_confirms_the_place_its_figures_stay_those_of_the_traced_runs() -> None:
+    """Those of float64 stood there, which no trace of the candidate has."""
+    place = Divergence(
+        step=0, update=0, kind="gradient", name=KEY.name, value=1e-2, tolerance=1e-6, message="the gradient differs"
+    )
+    direct = replace(DIVERGED, first_divergence=place)
+    wide = replace(DIVERGED, first_divergence=replace(place, value=2e-2, tolerance=1e-12), sentence="in float64")
+    alignment = judge(replace(OTHER, direct=direct, wide=wide)).alignment
+    assert (alignment.first_divergence, alignment.sentence) == (place, DIVERGED.sentence)
+    assert alignment.reason.endswith("it begins at the same place; against the baseline: it is diverged")
+    elsewhere = replace(wide, first_divergence=replace(place, name="decoder.layers.0.mlp.linear_fc1.weight"))
+    assert judge(replace(OTHER, direct=direct, wide=elsewhere)).alignment.first_divergence == elsewhere.first_divergence

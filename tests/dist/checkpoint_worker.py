@@ -3,8 +3,8 @@
 A task is ``model/precision/layout``: train a step, save a checkpoint, train another step; or, with a second layout
 behind it as in ``dense/float64/tp2-sp-pp2>dp4``: a model with other parameters loads that checkpoint and trains the
 other step. Either writes to ``FOLDER/{task}`` what its parameters, buffers and optimizers hold at the checkpoint
-(``state``), the other step's metrics and trace (``next``) and what it counts (``facts_{rank}.json``). Nothing is judged
-here; the test compares the files.
+(``state``), the other step's metrics and trace (``next``) and what it counts (``facts_{rank}.json``); who loads also
+writes what a perturbed model holds (``moved``). Nothing is judged here; the test compares the files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from mock_scheduler.config.proofs import PerturbationConfig
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
@@ -33,6 +34,7 @@ from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SI
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import layers_of_chunk, unwrapped
+from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.probing.state import owned_range
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
@@ -42,6 +44,7 @@ from pipelines.megatron.weights import LocalParameter
 SEED = 42
 LONGEST_ROW = 56
 METRICS_FILE = "metrics.json"
+PERTURBATION = Perturbation(seed=3, unit_roundoffs=2.0)
 
 DENSE: dict[str, Any] = {
     "num_layers": 4,
@@ -129,9 +132,9 @@ def config_of(name: str, precision: str, layout: str) -> PipelineConfig:
     return PipelineConfig.model_validate({**values, **CASES[name]})
 
 
-def build_learner(config: PipelineConfig) -> Learner:
-    """The learner in a layout that is made anew in the process group."""
-    runtime = build_layout(config.parallel, seed=config.seed)
+def build_learner(config: PipelineConfig, runtime: Runtime | None = None) -> Learner:
+    """The learner; ``runtime``: ``None`` is its layout, made anew in the process group."""
+    runtime = runtime or build_layout(config.parallel, seed=config.seed)
     return Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
 
 
@@ -259,7 +262,8 @@ def load_case(root: Path, task: str) -> None:
     folder = root / task
     source, layout = task.split(">")
     name, precision, _ = source.split("/")
-    learner = build_learner(config_of(name, precision, layout))
+    config = config_of(name, precision, layout)
+    learner = build_learner(config)
     disturb(learner)
     before = random_digest()
     checkpoint = root / source / "checkpoint"
@@ -268,6 +272,10 @@ def load_case(root: Path, task: str) -> None:
     write_state(learner, folder / "state")
     write_facts(folder, learner, random_before=before)
     train(learner, 1, folder / "next")
+    perturbation = PerturbationConfig(seed=PERTURBATION.seed, unit_roundoffs=PERTURBATION.unit_roundoffs)
+    moved = build_learner(config.model_copy(update={"perturbation": perturbation}), learner.runtime)
+    load_checkpoint(checkpoint, moved, read_run_state(checkpoint))
+    write_state(moved, folder / "moved")
 
 
 def main() -> None:

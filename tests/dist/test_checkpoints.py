@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.shards import whole
 from pipelines.layouts.cases import parallel_of
 from pipelines.megatron.checkpoint import check_files, check_same_settings, fixed_settings, read_run_state
-from tests.dist.checkpoint_worker import METRICS_FILE, VOCAB_SIZE, config_of
+from tests.dist.checkpoint_worker import METRICS_FILE, PERTURBATION, VOCAB_SIZE, config_of
 from tests.dist.conftest import launch
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
@@ -177,6 +178,23 @@ def test_a_checkpoint_holds_the_same_bits_in_every_layout(pair: tuple[Path, Pair
     zeros = {key.name for key, tensor in saved.items() if key.update in (1, 2) and not tensor.any()}
     policy_is_trained = one.model != "critic-warmup"
     assert all(name.startswith("critic.") is policy_is_trained for name in names & zeros) or not zeros
+
+
+@of_pairs()
+def test_a_perturbed_run_moves_what_its_checkpoint_has(pair: tuple[Path, Pair]) -> None:
+    """Only the embedding's output was moved: what is loaded lay over the moved initial weights."""
+    folder, names = pair
+    state, moved = merged(folder / names.loaded / "state", 0), merged(folder / names.loaded / "moved", 0)
+    dtype = getattr(torch, names.precision)
+    expected = {}
+    for key, tensor in state.items():
+        wide = replace(key, update=3)
+        is_moved = key.update in (0, 3) and not key.name.endswith("expert_bias")
+        source = state[wide] if is_moved and wide in state else tensor
+        found = PERTURBATION.of_weight(source, whole(key.name, tuple(tensor.shape)), dtype) if is_moved else tensor
+        expected[key] = (found.to(source.dtype) if is_moved else found).to(tensor.dtype)
+    assert differing(moved, expected) == []
+    assert any(not torch.equal(moved[key], state[key]) for key in state)
 
 
 @of_pairs()

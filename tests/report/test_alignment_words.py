@@ -63,6 +63,8 @@ def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
     candidate = suspect(noise, referee, sentence="in float64 elsewhere")
     reason = f"{referee.text}; against the baseline: {noise.text}; first divergence: in float64 elsewhere"
     assert describe_reason(replace(candidate, alignment=replace(candidate.alignment, reason=reason))) == ""
+    named = replace(referee, text=f"{referee.text}; first divergence: in float64 elsewhere")
+    assert describe_proof(named, candidate.alignment) == f"{referee.text}; first divergence: as said above"
 
 
 def test_the_first_divergence_is_said_once_and_what_follows_is_not_taken_for_it() -> None:
