@@ -99,12 +99,12 @@ def describe_smallest(metrics: MetricComparison | None, tensors: TensorCompariso
     num_without_size = 0
     for kind in tensors.kinds if tensors is not None else ():
         assert tensors is not None
-        judged = [item for item in tensors.differences if item.key.kind == kind and item.is_judged]
-        bounds = [item.tolerance for item in judged if not item.num_decisions]  # their bound is a number of elements
-        finite = [bound for bound in bounds if math.isfinite(bound)]
-        num_without_size += len(bounds) - len(finite)
-        if finite:
-            kinds.setdefault(f"{max(finite):.2g}", []).append(name_kinds(kind))
+        of_kind = (item for item in tensors.differences if item.key.kind == kind and item.is_judged)
+        judged = [item for item in of_kind if not item.num_decisions]  # their bound is a number of elements
+        num_without_size += sum(math.isinf(item.tolerance) for item in judged)
+        bounded = [item.tolerance for item in judged if item.is_bounded]
+        if bounded:
+            kinds.setdefault(f"{max(bounded):.2g}", []).append(name_kinds(kind))
     listed = [f"{bound} of {_join(names)}" for bound, names in kinds.items()]
     zero = f" ({count_of(num_without_size, 'tensor')} of the baseline 0, without a size)" if num_without_size else ""
     text = f"a divergence would have been any relative error above {'; '.join(listed)}{zero}" if listed else ""

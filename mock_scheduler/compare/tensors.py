@@ -70,9 +70,14 @@ class TensorDifference:
     high: float | None = None
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the tensor is large enough against its rounding for an error to be told from it."""
+        return self.tolerance <= LARGEST_BOUND
+
+    @property
     def is_judged(self) -> bool:
-        """Whether the tensor is large enough against its rounding to be judged; equal bits always are."""
-        return self.bit_equal or self.tolerance <= LARGEST_BOUND
+        """Whether it says anything of the two runs; equal bits always do."""
+        return self.bit_equal or self.is_bounded
 
     @property
     def exceeds(self) -> bool:

@@ -31,9 +31,10 @@ class OrderConfig(ConfigSection):
 class PerturbationConfig(ConfigSection):
     """Weights moved by about one rounding, to measure how much a difference of that size becomes.
 
-    Every weight w that a run begins with, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), ξ ~ N(0, 1)
-    drawn by ``seed`` and the canonical name, so that it is the same in every layout; u is 2^-24 in float32, 2^-8 in bfloat16, 2^-53 in float64. The output of the
-    embedding is moved likewise. ``seed``: ``None`` perturbs nothing.
+    Every weight w that a run begins with, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), with
+    ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so that it is the same in every layout; u is 2^-24 in float32,
+    2^-8 in bfloat16, 2^-53 in float64. The output of the embedding is moved likewise. ``seed``: ``None`` perturbs
+    nothing.
     """
 
     seed: NonNegativeInt | None = None

@@ -5,7 +5,6 @@ Contract: out of results alone, without a terminal or a page, so that all report
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.compare.proofs import PROOF_NAMES, Outcome, Proof, ProofName
@@ -155,4 +154,4 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _has_bound(difference: TensorDifference, kind: TraceKind) -> bool:
-    return difference.key.kind == kind and difference.is_judged and math.isfinite(difference.tolerance)
+    return difference.key.kind == kind and difference.is_bounded

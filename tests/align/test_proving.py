@@ -177,8 +177,8 @@ def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
     assert (alignment.verdict, alignment.sentence) == (Verdict.DIVERGED, confirmed.sentence)
     assert alignment.reason == (
-        "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 here; "
-        f"first divergence: {confirmed.sentence}; against the baseline: it is diverged"
+        "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
+        f"here; first divergence: {confirmed.sentence}; against the baseline: it is diverged"
     )
 
 

@@ -118,9 +118,9 @@ def test_equal_runs_have_no_consequence(tmp_path: Path) -> None:
     assert (found.num_clip_flips, found.max_advantage_change, found.num_sign_flips) == (0, 0.0, 0)
     assert (found.update_cosine, found.update_ratio) == ((1.0,), (1.0,))
     assert found.text == (
-        "The baseline clips 3 of 6 response tokens (each counted in every update), and the candidate the same ones; the "
-        f"KL from the rollout policy stays {mean_k3(RATIOS):.4g}; advantages are equal. The policy's one update points "
-        "where the baseline's does to a cosine of 1 (just as long); log-probabilities of trainer and rollout "
+        "The baseline clips 3 of 6 response tokens (each counted in every update), and the candidate the same ones; "
+        f"the KL from the rollout policy stays {mean_k3(RATIOS):.4g}; advantages are equal. The policy's one update "
+        "points where the baseline's does to a cosine of 1 (just as long); log-probabilities of trainer and rollout "
         "stay as far apart as they were (0 in the median, 0 in 99 % and 0 at most, token_mult_prob_error 1)."
     )
 

@@ -64,6 +64,44 @@ def test_a_bound_is_three_times_the_largest_noise_and_at_least_twelve_roundings(
     assert noise.metric(4, "loss").limit(8.0, 9.0) == math.inf
 
 
+def test_where_one_run_needs_more_of_the_others_a_candidate_may_differ_by_more() -> None:
+    """A weight with a gradient near 0 moved by a whole step in one of five runs: of an honest sixth it did, too."""
+    calm, tail, other = key(0), replace(key(0), kind="parameter"), replace(key(1), kind="parameter")
+    noise = bounds({
+        calm: TensorNoise(relative=(0.01, 0.02, 0.015)),
+        tail: TensorNoise(relative=(0.01, 0.01, 0.04)),
+        other: TensorNoise(relative=(0.01, 0.02, 0.02)),
+    })  # fmt: skip
+    assert noise.factors == {"parameter": 6.0}
+    assert noise.tensor(calm).relative == 3 * 0.02
+    assert noise.tensor(tail).relative == 6 * 0.04
+    assert noise.tensor(other).relative == 6 * 0.02
+    assert "3 times (of parameter 6 times) the largest difference" in noise.describe()
+    rare = bounds({tail: TensorNoise(relative=(1e-5, 1e-5, 0.04)), other: TensorNoise(relative=(0.0, 0.0, 0.02))})
+    assert rare.factors == {"parameter": 9.0}
+    assert bounds({other: TensorNoise(relative=(0.0, 1e-8, 0.02))}).factors == {}  # moved in no other run at all
+
+
+def test_a_share_of_tokens_is_held_to_the_largest_change_of_any_update_and_to_one_token() -> None:
+    """A clip that turned: 0.25 of an update's clipped tokens where the perturbed runs turned 0.06."""
+    share = replace(WEIGHT, kind="loss", name="mean.clip_frac")
+    count = replace(share, name="mean.num_response_tokens")
+    noise = bounds({
+        share: TensorNoise(relative=(0.0, 0.0), size=0.1),
+        replace(share, update=1): TensorNoise(relative=(0.0, 0.5), size=0.08),
+        replace(share, update=2): TensorNoise(relative=(math.inf, 0.0), absolute=0.01),
+        count: TensorNoise(relative=(0.0, 0.0), size=50.0),
+        replace(count, update=1): TensorNoise(relative=(0.0, 0.0), size=10.0),
+    })  # fmt: skip
+    assert [noise.tensor(replace(share, update=update)).absolute for update in (0, 1, 2)] == [0.12, 3 * 0.1, 0.12]
+    assert (noise.tensor(share).relative, noise.factors) == (0.0, {})
+    metrics = {(step, "clip_frac"): changes for step, changes in ((0, (0.0, 0.0)), (1, (0.01, -0.02)))}
+    counted = {(step, "num_response_tokens"): (0.0, 0.0) for step in (0, 1)}
+    values = {**dict.fromkeys(metrics, 0.1), (0, "num_response_tokens"): 20.0, (1, "num_response_tokens"): 100.0}
+    noise = replace(noise, metrics={**metrics, **counted}, metric_values=values)
+    assert [noise.metric(step, "clip_frac").absolute for step in (0, 1)] == [3 * (1 / 20), 3 * 0.02]
+
+
 def test_the_robust_z_of_slopes_is_that_of_its_formula() -> None:
     """Median 2, absolute deviations 1, 1, 0, 1, 2 with median 1: the spread is 1.4826 / √5."""
     middle, spread, z = robust_z([1.0, 1.0, 2.0, 3.0, 4.0])

@@ -106,6 +106,7 @@ def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:
         relative=tuple(_relative(item) for item in differences),
         absolute=0.0 if differences[0].size else max(item.distance for item in differences),
         slopes=tuple(item.slope for item in differences if item.slope is not None) if has_slope else (),
+        size=differences[0].size,
     )
 
 

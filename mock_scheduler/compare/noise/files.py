@@ -3,9 +3,10 @@
 Contract: a sealed JSON object (``digests.seal``) of ``format_version``, ``baseline`` (digest of the baseline's trace),
 ``seeds``, ``unit_roundoffs``, ``unit`` (u of what accumulates), ``epsilon``, ``trace_dirs`` (of the perturbed runs,
 relative to the file's folder where they lie in it), ``tensors`` (a list of ``step``, ``update``, ``kind``, ``name``,
-``relative``, ``usual`` p, ``largest`` P, ``absolute``, ``slopes`` and ``slope_spread``, the standard deviation of the
-slopes about 1) and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers are the text ``inf``.
-Written whole or not at all. What cannot be read, or is of another version, raises ``AlignmentError``.
+``relative``, ``usual`` p, ``largest`` P, ``absolute``, ``size`` of the baseline's, ``slopes`` and ``slope_spread``, the
+standard deviation of the slopes about 1) and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers
+are the text ``inf``. Written whole or not at all. What cannot be read, or is of another version, raises
+``AlignmentError``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
 
 NOISE_FILE = "noise.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def save_noise(noise: NoiseBounds, path: Path) -> None:
@@ -115,6 +116,7 @@ def _tensor_to_json(key: TraceKey, noise: TensorNoise) -> JSON:
         "usual": _number(noise.usual),
         "largest": _number(noise.largest),
         "absolute": noise.absolute,
+        "size": noise.size,
         "slopes": _numbers(noise.slopes),
         "slope_spread": _number(noise.slope_spread),
     }
@@ -128,6 +130,7 @@ def _tensor_from_json(item: Mapping[str, Any]) -> tuple[TraceKey, TensorNoise]:
     noise = TensorNoise(
         relative=tuple(map(float, item["relative"])),
         absolute=float(item["absolute"]),
+        size=float(item["size"]),
         slopes=tuple(map(float, item["slopes"])),
     )
     return key, noise

@@ -7,14 +7,16 @@ than 1.13 p on any tensor, ill-conditioned ones included, and in bfloat16 at abo
 both sides. Of a tensor that is 0 in the baseline, ||b|| stands in for r. What no perturbation moved may still be
 rounded (a KL of two policies that are one in one process is exactly 0, and not where tensor parallelism adds
 differently for each), so that it is allowed the rounding that ``judging`` gives to any tensor of its kind. Of a metric
-the same holds at each step, of |a - b|. What was not measured has no bound and is not judged.
+the same holds at each step, of |a - b|. A *share of tokens* (``clip_frac``) moves by whole tokens, at any update: it is
+held to the largest change of all updates, and one token may always differ. What was not measured has no bound and is
+not judged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +30,11 @@ from mock_scheduler.trace.kinds import PHASES, Phase
 SAFETY = 3.0
 #: Unit roundoffs of what accumulates, below which noise is not told from none.
 FEWEST_ROUNDINGS = 4.0
+#: How many times F it may be where that is more, and how many times the noise at most.
+_ROOM, _LARGEST_FACTOR = 1.5, 9.0
+_METRIC = "metric"
+#: How a share of tokens is called, and where the number of all response tokens of an update is.
+_SHARE, _MEAN, _NUM_TOKENS = "_frac", "mean.", "num_response_tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +42,13 @@ class TensorNoise:
     """One tensor over the perturbed runs. relative: r of each; inf where only the baseline is 0.
 
     absolute: the largest ||b|| where the baseline is 0, else 0. slopes: <a, b> / <a, a> of each; empty where the
-    tensor has none.
+    tensor has none. size: ||a||, or of a parameter that of its change.
     """
 
     relative: tuple[float, ...]
     absolute: float = 0.0
     slopes: tuple[float, ...] = ()
+    size: float = 0.0
 
     @property
     def usual(self) -> float:
@@ -51,6 +59,11 @@ class TensorNoise:
     def largest(self) -> float:
         """P: the largest."""
         return max(self.relative)
+
+    @property
+    def distance(self) -> float:
+        """The largest ||a - b||."""
+        return self.largest * self.size if self.size else self.absolute
 
     @property
     def slope_spread(self) -> float:
@@ -77,6 +90,12 @@ class NoiseBounds:
     metrics: Mapping[tuple[int, str], tuple[float, ...]]
     metric_values: Mapping[tuple[int, str], float]
     trace_dirs: tuple[Path, ...] = ()
+    factors: Mapping[str, float] = field(init=False, repr=False, compare=False)
+    _shares: Mapping[str, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", _find_factors(self._samples(), self.smallest))
+        object.__setattr__(self, "_shares", self._find_shares())
 
     @property
     def num_runs(self) -> int:
@@ -87,6 +106,10 @@ class NoiseBounds:
     def smallest(self) -> float:
         """What is added up cannot be told apart more finely, relative to its size."""
         return FEWEST_ROUNDINGS * self.unit
+
+    def factor(self, kind: str) -> float:
+        """How many times its largest noise a tensor of a kind may differ; ``metric``: a logged value."""
+        return self.factors.get(kind, SAFETY)
 
     @property
     def source(self) -> BoundsSource:
@@ -99,10 +122,13 @@ class NoiseBounds:
         return self
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        """3 · max(P, 4u); infinite where it was not measured."""
+        """3 · max(P, 4u), or more where runs differ so; infinite where it was not measured."""
         found = self.tensors.get(key)
         if found is None:
             return TensorBound(relative=math.inf)
+        if _is_share(key.name):
+            token = self._one_token(key)
+            return TensorBound(relative=0.0, absolute=SAFETY * max(self._shares[key.name], token), has_rounding=True)
         if is_choice(key):
             return TensorBound(relative=0.0, fraction=SAFETY * self._largest_choice(key.step, key.update))
         if not found.largest:
@@ -110,7 +136,30 @@ class NoiseBounds:
             return TensorBound(relative=SAFETY * self.smallest, has_rounding=is_computed, unit=self.epsilon)
         if math.isinf(found.largest):
             return TensorBound(relative=0.0, absolute=SAFETY * found.absolute)
-        return TensorBound(relative=SAFETY * max(found.largest, self.smallest))
+        return TensorBound(relative=self.factor(key.kind) * max(found.largest, self.smallest))
+
+    def _samples(self) -> Iterator[tuple[str, Sequence[float]]]:
+        """By kind the noise of all runs, relative to the baseline: of each tensor and metric that is a real number."""
+        for key, noise in self.tensors.items():
+            if not (is_choice(key) or _is_share(key.name)):
+                yield key.kind, noise.relative
+        for (step, name), changes in self.metrics.items():
+            value = abs(self.metric_values[step, name])
+            if value and not _is_share(name):
+                yield _METRIC, [abs(change) / value for change in changes]
+
+    def _find_shares(self) -> dict[str, float]:
+        """By name, the largest change that any perturbed run has of a share of tokens, in any update."""
+        largest: dict[str, float] = {}
+        for key, noise in self.tensors.items():
+            if _is_share(key.name):
+                largest[key.name] = max(noise.distance, largest.get(key.name, 0.0))
+        return largest
+
+    def _one_token(self, key: TraceKey) -> float:
+        """What one token makes of a share of an update's tokens; 0 where their number was not traced."""
+        counted = self.tensors.get(replace(key, name=f"{_MEAN}{_NUM_TOKENS}"))
+        return 1.0 / max(counted.size, 1.0) if counted is not None else 0.0
 
     def _largest_choice(self, step: int, update: int) -> float:
         """Of all choices of experts of an update, since one layer's few flips are a matter of chance."""
@@ -122,12 +171,17 @@ class NoiseBounds:
         return max(choices, default=0.0)
 
     def metric(self, step: int, name: str) -> MetricBound:
-        """3 · max(the largest |a - b|, 4u · |a|); infinite where it was not measured."""
+        """3 · max(the largest |a - b|, 4u · |a|), or more where runs differ so; infinite where it was not measured."""
         found = self.metrics.get((step, name))
         if found is None:
             return MetricBound(absolute=math.inf)
+        if _is_share(name):
+            num_tokens = self.metric_values.get((step, _NUM_TOKENS), math.inf)
+            changes = (max(map(abs, items)) for (_, other), items in self.metrics.items() if other == name)
+            return MetricBound(absolute=SAFETY * max(*changes, 1.0 / max(num_tokens, 1.0)))
         largest = max(map(abs, found))
-        return MetricBound(absolute=SAFETY * max(largest, self.smallest * abs(self.metric_values[step, name])))
+        least = self.smallest * abs(self.metric_values[step, name])
+        return MetricBound(absolute=self.factor(_METRIC) * max(largest, least))
 
     def level(self) -> str:
         """``the noise of 5 perturbed runs``."""
@@ -135,13 +189,33 @@ class NoiseBounds:
 
     def describe(self) -> str:
         """The formula, and from what it was measured."""
+        more = "".join(f", of {kind} {factor:.2g} times" for kind, factor in self.factors.items())
+        times = f"{SAFETY:g} times{f' ({more[2:]})' if more else ''}"
+        size = f"{self.unit_roundoffs:g} unit roundoff"
         return (
-            f"Each tensor's and metric's own noise: {SAFETY:g} times the largest difference that {self.num_runs} runs "
-            f"with weights perturbed by {self.unit_roundoffs:g} unit roundoff have of the baseline, and at least "
-            f"{SAFETY * self.smallest:.1e} of its size: ||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / "
-            "||d_a||, of metrics |a-b|; integers equal. a is the baseline, b the candidate; NaN equals NaN only."
+            f"Each tensor's and metric's own noise: {times} the largest difference that {self.num_runs} runs with "
+            f"weights perturbed by {size} have of the baseline, and at least {SAFETY * self.smallest:.1e} of its size: "
+            "||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / ||d_a||, of metrics |a-b|; integers equal. a "
+            "is the baseline, b the candidate; NaN equals NaN only."
         )
 
     def advice(self) -> str:
         """Nothing: these are measured."""
         return ""
+
+
+def _is_share(name: str) -> bool:
+    """Whether it is a share of tokens, which moves by whole tokens."""
+    return name.endswith(_SHARE)
+
+
+def _find_factors(samples: Iterable[tuple[str, Sequence[float]]], smallest: float) -> dict[str, float]:
+    """By kind, how many times its noise a tensor may differ, where that is more than ``SAFETY``."""
+    factors: dict[str, float] = {}
+    for kind, values in samples:
+        ranked = sorted(values)
+        if len(ranked) > 1 and ranked[-2] > smallest and math.isfinite(ranked[-1]):
+            needed = min(_ROOM * ranked[-1] / ranked[-2], _LARGEST_FACTOR)
+            if needed > SAFETY:
+                factors[kind] = max(needed, factors.get(kind, SAFETY))
+    return factors
