@@ -7,7 +7,8 @@
 - ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration
   without folders and the ``align`` section), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256
   of every source file of the project and of the entry's package), ``machine.*`` (what decides the last bits),
-  ``environ.*`` and, where it replays, ``recording``;
+  ``environ.*``, and a digest of each folder that it reads: the ``recording`` that it replays, the ``checkpoint`` that
+  it goes on from, the trace of which tensors are put into it (``graft``);
 - ``files``: what it left, by path: size and a SHA-256, of safetensors files that of the header, which has every
   tensor's own digest. A run that records has the recording among them.
 
@@ -31,9 +32,12 @@ from mock_scheduler.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN
 from mock_scheduler.text import list_some
 
 FINGERPRINT_FILE = "fingerprint.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
-_FOLDER_KEYS = ("output_dir", "exp_name", "checkpoint_config.output_dir", "rollout_mock.dump_dir")
+_FOLDER_KEYS = (
+    *("output_dir", "exp_name", "checkpoint_config.output_dir"),
+    *("rollout_mock.dump_dir", "resume_from_checkpoint", "graft.trace_dir"),
+)
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
@@ -43,10 +47,9 @@ _END_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """All that decides what a run computes; ``obstacle``: why it may not be taken again, whatever its keys are."""
+    """All that decides what a run computes."""
 
     keys: Mapping[str, JSON]
-    obstacle: str = ""
 
     @property
     def digest(self) -> str:
@@ -75,12 +78,12 @@ def compute_fingerprint(
     code: Mapping[str, JSON],
     machine: Mapping[str, str],
     environ: Mapping[str, str],
-    recording: str | None,
+    read: Mapping[str, str],
 ) -> Fingerprint:
     """The fingerprint of a planned run.
 
     ``code``: of its sources, by file where there are several; ``machine``: where it runs; ``environ``: settings that it
-    is started with; ``recording``: the digest of what it replays, ``None`` where it records.
+    is started with; ``read``: by what they are, the digests of folders that it reads.
     """
     config = run.config.model_dump(mode="json", exclude={"align"})
     leaves = {f"config.{key}": value for key, value in iterate_leaves(config) if key not in _FOLDER_KEYS}
@@ -92,9 +95,9 @@ def compute_fingerprint(
         **{f"code.{name}": value for name, value in code.items()},
         **{f"machine.{name}": value for name, value in machine.items()},
         **{f"environ.{name}": value for name, value in environ.items()},
-        "recording": recording,
+        **read,
     }
-    return Fingerprint(keys=keys, obstacle=_find_obstacle(run))
+    return Fingerprint(keys=keys)
 
 
 def save_fingerprint(
@@ -123,8 +126,6 @@ def find_cached(
     path = run_dir / FINGERPRINT_FILE
     if not run_dir.is_dir():
         return NotReusable(reason="it has not run yet", was_there=False)
-    if fingerprint.obstacle:
-        return NotReusable(reason=fingerprint.obstacle)
     if not path.is_file():
         return NotReusable(reason=f"there is no {FINGERPRINT_FILE}: it did not complete, or its files were changed")
     try:
@@ -154,9 +155,18 @@ def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, J
     return files
 
 
-def digest_recording(recording_dir: Path) -> str:
-    """SHA-256 (hex) of what a recording's files say they are; reads no rows."""
-    return compute_json_digest(_describe_folder(recording_dir, ""))
+def digest_folder(folder: Path) -> str:
+    """SHA-256 (hex) of what the files of a recording or trace say they are; reads no rows and no tensors."""
+    return compute_json_digest(_describe_folder(folder, ""))
+
+
+def digest_checkpoint(folder: Path) -> str:
+    """SHA-256 (hex) of a checkpoint's files: of each the size, the two ends and when it was written."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files: dict[str, JSON] = {
+        path.relative_to(folder).as_posix(): [*_describe_file(path), path.stat().st_mtime_ns] for path in paths
+    }
+    return compute_json_digest(files)
 
 
 def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
@@ -169,14 +179,6 @@ def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[
     for name, path in [*found, *((path.name, path) for path in files)]:
         digests.setdefault(name, []).append(hashlib.sha256(path.read_bytes()).hexdigest())
     return {name: " ".join(digests[name]) for name in sorted(digests)}
-
-
-def _find_obstacle(run: PlannedRun) -> str:
-    if run.config.resume_from_checkpoint is not None:
-        return "it goes on from a checkpoint, whose content has no fingerprint"
-    if run.config.graft.trace_dir is not None:
-        return "tensors of another run are put into it, whose content has no fingerprint"
-    return ""
 
 
 def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> list[str]:

@@ -23,7 +23,8 @@ from mock_scheduler.align.cache import (
     NotReusable,
     Reusable,
     compute_fingerprint,
-    digest_recording,
+    digest_checkpoint,
+    digest_folder,
     digest_sources,
     find_cached,
     save_fingerprint,
@@ -97,14 +98,22 @@ class RunCache:
         return self.recording_dir if run.config.rollout_mock.effective_mode == "dump" else None
 
     def _fingerprint(self, run: PlannedRun) -> Fingerprint:
-        is_recorder = self._recorded_by(run) is not None
         return compute_fingerprint(
             run,
             code=self._code(run),
             machine=self.machine,
             environ=read_settings(run, os.environ if self.environ is None else self.environ),
-            recording=None if is_recorder else digest_recording(self.recording_dir),
+            read=self._read_by(run),
         )
+
+    def _read_by(self, run: PlannedRun) -> dict[str, str]:
+        checkpoint, grafted = run.config.resume_from_checkpoint, run.config.graft.trace_dir
+        read = {} if self._recorded_by(run) is not None else {"recording": digest_folder(self.recording_dir)}
+        if checkpoint is not None:
+            read["checkpoint"] = digest_checkpoint(Path(checkpoint))
+        if grafted is not None:
+            read["graft"] = digest_folder(Path(grafted))
+        return read
 
     def _code(self, run: PlannedRun) -> dict[str, JSON]:
         key = (run.sources, run.entry)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from mock_scheduler.align.cache import (
     NotReusable,
     Reusable,
     compute_fingerprint,
-    digest_recording,
+    digest_checkpoint,
+    digest_folder,
     digest_sources,
     find_cached,
     save_fingerprint,
@@ -32,7 +34,7 @@ def fingerprint_of(run: PlannedRun, *, machine: str = "A", sources: JSON = "s", 
         code={"sources": sources},
         machine={**MACHINE, "processor": machine},
         environ={"OMP_NUM_THREADS": threads},
-        recording="r",
+        read={"recording": "r"},
     )
 
 
@@ -177,8 +179,8 @@ def test_an_edited_or_newer_fingerprint_is_never_taken(run: PlannedRun) -> None:
     path.write_text(json.dumps(document))
     assert reason_of(run) == "fingerprint.json does not match its digest"
     del document["digest"]
-    path.write_text(json.dumps(seal({**document, "format_version": 3})))
-    assert reason_of(run) == "fingerprint.json is of version 3, expected 2"
+    path.write_text(json.dumps(seal({**document, "format_version": 4})))
+    assert reason_of(run) == "fingerprint.json is of version 4, expected 3"
 
 
 def test_hidden_files_and_logs_do_not_count(run: PlannedRun) -> None:
@@ -193,37 +195,29 @@ def test_a_run_that_was_never_made_says_so(tmp_path: Path) -> None:
     assert found == NotReusable(reason="it has not run yet", was_there=False)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (
-            ["resume_from_checkpoint=ckpt/step_000001"],
-            "it goes on from a checkpoint, whose content has no fingerprint",
-        ),
-        (
-            ["graft.trace_dir=other/trace", "graft.names=[a]"],
-            "tensors of another run are put into it, whose content has no fingerprint",
-        ),
-    ],
-)
-def test_a_run_that_reads_what_has_no_fingerprint_is_never_taken(
-    tmp_path: Path, overrides: list[str], reason: str
-) -> None:
-    run = plan_run(tmp_path, "tp2", *overrides)
-    finish(run)
-    save_fingerprint(run.output_dir, fingerprint_of(run), elapsed_s=1.0)
-    assert reason_of(run) == reason
+def test_a_checkpoint_is_told_by_its_files_and_when_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001" / "policy" / "__0_0.distcp"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"weights")
+    os.utime(path, ns=(5, 5))
+    before = digest_checkpoint(tmp_path / "step_000001")
+    assert before == digest_checkpoint(tmp_path / "step_000001")
+    os.utime(path, ns=(5, 6))
+    assert digest_checkpoint(tmp_path / "step_000001") != before
+    path.write_bytes(b"Weights")
+    os.utime(path, ns=(5, 5))
+    assert digest_checkpoint(tmp_path / "step_000001") != before
 
 
 def test_a_recording_is_told_by_what_its_files_say(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     record(first, [0, 1])
-    before = digest_recording(first)
-    assert before == digest_recording(first)
+    before = digest_folder(first)
+    assert before == digest_folder(first)
     record(second, [0])
-    assert digest_recording(second) != before
+    assert digest_folder(second) != before
     next((first / "train").iterdir()).unlink()
-    assert digest_recording(first) != before
+    assert digest_folder(first) != before
 
 
 def test_sources_are_told_by_their_paths_and_content(tmp_path: Path) -> None:

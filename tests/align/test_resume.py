@@ -67,6 +67,27 @@ def test_candidates_of_another_recording_are_not_taken(tmp_path: Path) -> None:
     assert cache.find(candidate) == NotReusable(reason="recording has changed")
 
 
+def test_what_else_a_run_reads_is_part_of_it(tmp_path: Path) -> None:
+    """A resumed alignment began anew after an interrupt, and so did every graft."""
+    run_all(tmp_path)
+    checkpoint, trace = tmp_path / "step_000001", tmp_path / "other" / "trace"
+    for folder in (checkpoint, trace):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("before")
+    for name, folder, override in (
+        ("checkpoint", checkpoint, f"resume_from_checkpoint={checkpoint}"),
+        ("graft", trace, f"graft.trace_dir={trace}"),
+    ):
+        run = plan_run(tmp_path, name, override, *(["graft.names=[a]"] if name == "graft" else []))
+        cache = open_cache(tmp_path)
+        cache.clear(run)
+        finish(run)
+        cache.keep(run, elapsed_s=1.0)
+        assert open_cache(tmp_path).find(run) == Reusable(elapsed_s=1.0)
+        (folder / "file").write_text("behind")
+        assert open_cache(tmp_path).find(run) == NotReusable(reason=f"{name} has changed")
+
+
 def test_threads_of_the_launcher_are_part_of_a_run(tmp_path: Path) -> None:
     baseline, _ = run_all(tmp_path)
     found = open_cache(tmp_path, OMP_NUM_THREADS="4").find(baseline)
