@@ -82,6 +82,26 @@ def test_where_one_run_needs_more_of_the_others_a_candidate_may_differ_by_more()
     assert bounds({other: TensorNoise(relative=(0.0, 1e-8, 0.02))}).factors == {}  # moved in no other run at all
 
 
+def test_each_perturbed_run_is_held_to_the_others() -> None:
+    """The third one differs by 4 times what the others do in a gradient, and by 9 times in a metric."""
+    still, share = replace(key(2), kind="parameter"), replace(WEIGHT, kind="loss", name="mean.clip_frac")
+    noise = replace(
+        bounds({
+            key(0): TensorNoise(relative=(0.01, 0.01, 0.04)),
+            key(1): TensorNoise(relative=(0.02, 0.03, 0.03)),
+            still: TensorNoise(relative=(0.0, 0.0, 0.5)),
+            share: TensorNoise(relative=(0.1, 0.1, 0.9), size=1.0),
+        }),
+        seeds=(1, 2, 3), metrics={(3, "loss"): (0.25, -0.5, 4.5), (3, "kl"): (0.0, 0.0, 1.0)},
+        metric_values={(3, "loss"): 8.0, (3, "kl"): 0.0},
+    )  # fmt: skip
+    assert noise.hold_out() == (0, 0, 2)
+    assert noise.describe().endswith("Of these 3 runs, each held to the others, 1 is beyond its bounds, in 2 figures.")
+    calm = replace(noise, tensors={key(1): noise.tensors[key(1)]}, metrics={}, metric_values={})
+    assert calm.describe().endswith("Of these 3 runs, each held to the others, none is beyond its bounds.")
+    assert bounds({key(0): TensorNoise(relative=(0.01, 0.04))}).hold_out() == ()
+
+
 def test_a_share_of_tokens_is_held_to_the_largest_change_of_any_update_and_to_one_token() -> None:
     """A clip that turned: 0.25 of an update's clipped tokens where the perturbed runs turned 0.06."""
     share = replace(WEIGHT, kind="loss", name="mean.clip_frac")

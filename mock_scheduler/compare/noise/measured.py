@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
 from mock_scheduler.compare.routing import is_choice
@@ -33,6 +34,7 @@ FEWEST_ROUNDINGS = 4.0
 #: How many times F it may be where that is more, and how many times the noise at most.
 _ROOM, _LARGEST_FACTOR = 1.5, 9.0
 _METRIC = "metric"
+_T = TypeVar("_T")
 #: How a share of tokens is called, and where the number of all response tokens of an update is.
 _SHARE, _MEAN, _NUM_TOKENS = "_frac", "mean.", "num_response_tokens"
 
@@ -141,7 +143,7 @@ class NoiseBounds:
     def _samples(self) -> Iterator[tuple[str, Sequence[float]]]:
         """By kind the noise of all runs, relative to the baseline: of each tensor and metric that is a real number."""
         for key, noise in self.tensors.items():
-            if not (is_choice(key) or _is_share(key.name)):
+            if not _is_decided(key):
                 yield key.kind, noise.relative
         for (step, name), changes in self.metrics.items():
             value = abs(self.metric_values[step, name])
@@ -196,8 +198,36 @@ class NoiseBounds:
             f"Each tensor's and metric's own noise: {times} the largest difference that {self.num_runs} runs with "
             f"weights perturbed by {size} have of the baseline, and at least {SAFETY * self.smallest:.1e} of its size: "
             "||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / ||d_a||, of metrics |a-b|; integers equal. a "
-            "is the baseline, b the candidate; NaN equals NaN only."
+            f"is the baseline, b the candidate; NaN equals NaN only.{_describe_held_out(self.hold_out())}"
         )
+
+    def hold_out(self) -> tuple[int, ...]:
+        """Of each perturbed run, how many tensors and metrics are beyond the bounds that the other runs give.
+
+        One rounding made it, so that these would be false alarms. What no other run moved, and whole decisions, are
+        left out. Bounds of one run less are narrower than those that a candidate is held to; of fewer than two others
+        there are none.
+        """
+        return tuple(map(self._count_beyond, range(self.num_runs))) if self.num_runs > 2 else ()
+
+    def _count_beyond(self, run: int) -> int:
+        others = replace(
+            self,
+            seeds=_without(self.seeds, run),
+            tensors={key: replace(item, relative=_without(item.relative, run)) for key, item in self.tensors.items()},
+            metrics={place: _without(changes, run) for place, changes in self.metrics.items()},
+        )
+        tensors = sum(
+            item.relative[run] > others.tensor(key).relative
+            for key, item in self.tensors.items()
+            if not _is_decided(key) and 0.0 < others.tensors[key].largest < math.inf
+        )
+        metrics = sum(
+            abs(changes[run]) > others.metric(*place).absolute
+            for place, changes in self.metrics.items()
+            if not _is_share(place[1]) and any(others.metrics[place])
+        )
+        return tensors + metrics
 
     def advice(self) -> str:
         """Nothing: these are measured."""
@@ -207,6 +237,24 @@ class NoiseBounds:
 def _is_share(name: str) -> bool:
     """Whether it is a share of tokens, which moves by whole tokens."""
     return name.endswith(_SHARE)
+
+
+def _is_decided(key: TraceKey) -> bool:
+    """Whether a tensor is of whole decisions, and no rounding by itself."""
+    return is_choice(key) or _is_share(key.name)
+
+
+def _without(values: tuple[_T, ...], place: int) -> tuple[_T, ...]:
+    return values[:place] + values[place + 1 :]
+
+
+def _describe_held_out(beyond: Sequence[int]) -> str:
+    if not beyond:
+        return ""
+    wrong = [count for count in beyond if count]
+    each = f", in {count_of(wrong[0], 'figure')}" if len(wrong) == 1 else f", in {', '.join(map(str, wrong))} figures"
+    found = f"{len(wrong)} {'is beyond its' if len(wrong) == 1 else 'are beyond their'} bounds{each}"
+    return f" Of these {len(beyond)} runs, each held to the others, {found if wrong else 'none is beyond its bounds'}."
 
 
 def _find_factors(samples: Iterable[tuple[str, Sequence[float]]], smallest: float) -> dict[str, float]:
