@@ -72,13 +72,14 @@ def test_where_one_run_needs_more_of_the_others_a_candidate_may_differ_by_more()
         tail: TensorNoise(relative=(0.01, 0.01, 0.04)),
         other: TensorNoise(relative=(0.01, 0.02, 0.02)),
     })  # fmt: skip
-    assert noise.factors == {"parameter": 6.0}
+    assert noise.factors == {("parameter", 0, 0): 8.0}
     assert noise.tensor(calm).relative == 3 * 0.02
-    assert noise.tensor(tail).relative == 6 * 0.04
-    assert noise.tensor(other).relative == 6 * 0.02
-    assert "3 times (of parameter 6 times) the largest difference" in noise.describe()
+    assert noise.tensor(tail).relative == 8 * 0.04
+    assert noise.tensor(other).relative == 8 * 0.02
+    assert "3 times (of parameter up to 8 times) the largest difference" in noise.describe()
     rare = bounds({tail: TensorNoise(relative=(1e-5, 1e-5, 0.04)), other: TensorNoise(relative=(0.0, 0.0, 0.02))})
-    assert rare.factors == {"parameter": 9.0}
+    assert rare.factors == {("parameter", 0, 0): 9.0}
+    assert rare.tensor(replace(other, update=1)).relative == math.inf
     assert bounds({other: TensorNoise(relative=(0.0, 1e-8, 0.02))}).factors == {}  # moved in no other run at all
 
 
