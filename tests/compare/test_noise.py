@@ -15,8 +15,9 @@ from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.drift import Series, measure_drift
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
-from mock_scheduler.compare.noise.measured import NoiseBounds, TensorNoise
+from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
+from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Verdict, decide
@@ -114,13 +115,18 @@ def test_a_share_of_tokens_is_held_to_the_largest_change_of_any_update_and_to_on
         count: TensorNoise(relative=(0.0, 0.0), size=50.0),
         replace(count, update=1): TensorNoise(relative=(0.0, 0.0), size=10.0),
     })  # fmt: skip
-    assert [noise.tensor(replace(share, update=update)).absolute for update in (0, 1, 2)] == [0.12, 3 * 0.1, 0.12]
+    assert [noise.tensor(replace(share, update=update)).absolute for update in (0, 1, 2)] == [0.12, 0.12, 0.12]
+    still = replace(
+        noise, tensors={at: replace(item, relative=(0.0, 0.0), absolute=0.0) for at, item in noise.tensors.items()}
+    )
+    assert [still.tensor(replace(share, update=update)).absolute for update in (0, 1)] == [1 / 50, 1 / 10]
     assert (noise.tensor(share).relative, noise.factors) == (0.0, {})
     metrics = {(step, "clip_frac"): changes for step, changes in ((0, (0.0, 0.0)), (1, (0.01, -0.02)))}
     counted = {(step, "num_response_tokens"): (0.0, 0.0) for step in (0, 1)}
-    values = {**dict.fromkeys(metrics, 0.1), (0, "num_response_tokens"): 20.0, (1, "num_response_tokens"): 100.0}
+    values = {**dict.fromkeys(metrics, 0.1), (0, "num_response_tokens"): 2.0, (1, "num_response_tokens"): 100.0}
+    values[0, "num_updates"] = 4.0
     noise = replace(noise, metrics={**metrics, **counted}, metric_values=values)
-    assert [noise.metric(step, "clip_frac").absolute for step in (0, 1)] == [3 * (1 / 20), 3 * 0.02]
+    assert [noise.metric(step, "clip_frac").absolute for step in (0, 1)] == [1 / 8, 3 * 0.02]
 
 
 def test_the_robust_z_of_slopes_is_that_of_its_formula() -> None:

@@ -14,7 +14,8 @@ import torch
 
 from mock_scheduler.compare.bounds import UNBOUNDED
 from mock_scheduler.compare.metrics import MetricLog, is_comparable, load_metrics
-from mock_scheduler.compare.noise.measured import NoiseBounds, TensorNoise
+from mock_scheduler.compare.noise.measured import NoiseBounds
+from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders, find_dtypes, find_epsilon

@@ -4,29 +4,29 @@ Of every tensor, r is ||a - b|| / ||a|| (of a parameter: of the change that one 
 a and a perturbed run b: p is its median over the runs, P its largest. The bound is 3 · max(P, 4u), with u the unit
 roundoff of what accumulates (2^-24; 2^-53 in float64): an honest change of layout in float32 was measured at no more
 than 1.13 p on any tensor, ill-conditioned ones included, and in bfloat16 at about half of P, so that 3 leaves room on
-both sides. Few runs show little of a heavy tail (a token whose clip turned moves all gradients of its update; a weight
-with a gradient near 0 is moved by Adam by a whole step either way), so each run is held to the others: where the
-largest r of a tensor is F times the second largest, 2 F takes the place of 3, with the largest F of all tensors of its
-kind in its update, up to 9. Held to the four others, of 25 runs in bfloat16 12 had something beyond 3 P, and 4 with
-this; of 25 in float32 2 and 1.
+both sides, and where perturbed runs differ more from each other it is more than 3 (``heavy_tails``). Held to the bounds
+of the four others, of 25 perturbed runs in bfloat16 12 had something beyond 3 P, and 4 something beyond these; of 25 in
+float32 2 and 1.
 
 Of a tensor that is 0 in the baseline, ||b|| stands in for r. What no perturbation moved may still be rounded (a KL of
 two policies that are one in one process is exactly 0, and not where tensor parallelism adds differently for each), so
 that it is allowed the rounding that ``judging`` gives to any tensor of its kind. Of a metric the same holds at each
-step, of |a - b|. A *share of tokens* (``clip_frac``) moves by whole tokens, at any update: it is held to the largest
-change of all updates, and one token may always differ. What was not measured has no bound and is not judged.
+step, of |a - b|. Shares of tokens have bounds of their own (``token_shares``). What was not measured has no bound and
+is not judged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import TypeVar
 
 from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.noise.heavy_tails import Pool, describe_factors, find_factors
+from mock_scheduler.compare.noise.tensor_noise import TensorNoise
+from mock_scheduler.compare.noise.token_shares import TokenShares, is_share
 from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.text import count_of
 from mock_scheduler.trace.entries import TraceKey
@@ -36,48 +36,8 @@ from mock_scheduler.trace.kinds import PHASES, Phase
 SAFETY = 3.0
 #: Unit roundoffs of what accumulates, below which noise is not told from none.
 FEWEST_ROUNDINGS = 4.0
-#: How many times F it may be where that is more, and how many times the noise at most.
-_ROOM, _LARGEST_FACTOR = 2.0, 9.0
 _METRIC = "metric"
 _T = TypeVar("_T")
-_Pool = tuple[str, int, int]
-"""What heavy tails have in common: kind, or ``metric``; step; update, of metrics 0."""
-#: How a share of tokens is called, and where the number of all response tokens of an update is.
-_SHARE, _MEAN, _NUM_TOKENS = "_frac", "mean.", "num_response_tokens"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorNoise:
-    """One tensor over the perturbed runs. relative: r of each; inf where only the baseline is 0.
-
-    absolute: the largest ||b|| where the baseline is 0, else 0. slopes: <a, b> / <a, a> of each; empty where the
-    tensor has none. size: ||a||, or of a parameter that of its change.
-    """
-
-    relative: tuple[float, ...]
-    absolute: float = 0.0
-    slopes: tuple[float, ...] = ()
-    size: float = 0.0
-
-    @property
-    def usual(self) -> float:
-        """p: the median."""
-        return median(self.relative)
-
-    @property
-    def largest(self) -> float:
-        """P: the largest."""
-        return max(self.relative)
-
-    @property
-    def distance(self) -> float:
-        """The largest ||a - b||."""
-        return self.largest * self.size if self.size else self.absolute
-
-    @property
-    def slope_spread(self) -> float:
-        """The standard deviation of the slopes about 1; 0 where there is none."""
-        return math.sqrt(sum((slope - 1.0) ** 2 for slope in self.slopes) / max(len(self.slopes), 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,12 +59,13 @@ class NoiseBounds:
     metrics: Mapping[tuple[int, str], tuple[float, ...]]
     metric_values: Mapping[tuple[int, str], float]
     trace_dirs: tuple[Path, ...] = ()
-    factors: Mapping[_Pool, float] = field(init=False, repr=False, compare=False)
-    _shares: Mapping[str, float] = field(init=False, repr=False, compare=False)
+    factors: dict[Pool, float] = field(init=False, repr=False, compare=False)
+    _shares: TokenShares = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", _find_factors(self._samples(), self.smallest))
-        object.__setattr__(self, "_shares", self._find_shares())
+        factors = find_factors(self._samples(), usual=SAFETY, smallest=self.smallest)
+        object.__setattr__(self, "factors", factors)
+        object.__setattr__(self, "_shares", TokenShares.collect(self.tensors, self.metrics, self.metric_values))
 
     @property
     def num_runs(self) -> int:
@@ -116,7 +77,7 @@ class NoiseBounds:
         """What is added up cannot be told apart more finely, relative to its size."""
         return FEWEST_ROUNDINGS * self.unit
 
-    def _factor(self, pool: _Pool) -> float:
+    def _factor(self, pool: Pool) -> float:
         """How many times its largest noise a tensor or metric may differ."""
         return self.factors.get(pool, SAFETY)
 
@@ -135,9 +96,9 @@ class NoiseBounds:
         found = self.tensors.get(key)
         if found is None:
             return TensorBound(relative=math.inf)
-        if _is_share(key.name):
-            token = self._one_token(key)
-            return TensorBound(relative=0.0, absolute=SAFETY * max(self._shares[key.name], token), has_rounding=True)
+        if is_share(key.name):
+            largest = self._shares.of_tensor(key, times=SAFETY)
+            return TensorBound(relative=0.0, absolute=largest, has_rounding=True)
         if is_choice(key):
             return TensorBound(relative=0.0, fraction=SAFETY * self._largest_choice(key.step, key.update))
         if not found.largest:
@@ -147,28 +108,15 @@ class NoiseBounds:
             return TensorBound(relative=0.0, absolute=SAFETY * found.absolute)
         return TensorBound(relative=self._factor(_pool(key)) * max(found.largest, self.smallest))
 
-    def _samples(self) -> Iterator[tuple[_Pool, Sequence[float]]]:
+    def _samples(self) -> Iterator[tuple[Pool, Sequence[float]]]:
         """The noise of all runs, relative to the baseline, of each tensor and metric that is a real number."""
         for key, noise in self.tensors.items():
             if not _is_decided(key):
                 yield _pool(key), noise.relative
         for (step, name), changes in self.metrics.items():
             value = abs(self.metric_values[step, name])
-            if value and not _is_share(name):
+            if value and not is_share(name):
                 yield (_METRIC, step, 0), [abs(change) / value for change in changes]
-
-    def _find_shares(self) -> dict[str, float]:
-        """By name, the largest change that any perturbed run has of a share of tokens, in any update."""
-        largest: dict[str, float] = {}
-        for key, noise in self.tensors.items():
-            if _is_share(key.name):
-                largest[key.name] = max(noise.distance, largest.get(key.name, 0.0))
-        return largest
-
-    def _one_token(self, key: TraceKey) -> float:
-        """What one token makes of a share of an update's tokens; 0 where their number was not traced."""
-        counted = self.tensors.get(replace(key, name=f"{_MEAN}{_NUM_TOKENS}"))
-        return 1.0 / max(counted.size, 1.0) if counted is not None else 0.0
 
     def _largest_choice(self, step: int, update: int) -> float:
         """Of all choices of experts of an update, since one layer's few flips are a matter of chance."""
@@ -184,10 +132,8 @@ class NoiseBounds:
         found = self.metrics.get((step, name))
         if found is None:
             return MetricBound(absolute=math.inf)
-        if _is_share(name):
-            num_tokens = self.metric_values.get((step, _NUM_TOKENS), math.inf)
-            changes = (max(map(abs, items)) for (_, other), items in self.metrics.items() if other == name)
-            return MetricBound(absolute=SAFETY * max(*changes, 1.0 / max(num_tokens, 1.0)))
+        if is_share(name):
+            return MetricBound(absolute=self._shares.of_metric(step, name, times=SAFETY))
         largest = max(map(abs, found))
         least = self.smallest * abs(self.metric_values[step, name])
         return MetricBound(absolute=self._factor((_METRIC, step, 0)) * max(largest, least))
@@ -198,11 +144,8 @@ class NoiseBounds:
 
     def describe(self) -> str:
         """The formula, and from what it was measured."""
-        largest: dict[str, float] = {}
-        for (kind, *_), factor in self.factors.items():
-            largest[kind] = max(factor, largest.get(kind, SAFETY))
-        more = "".join(f", of {kind} up to {factor:.2g} times" for kind, factor in largest.items())
-        times = f"{SAFETY:g} times{f' ({more[2:]})' if more else ''}"
+        more = describe_factors(self.factors)
+        times = f"{SAFETY:g} times{f' ({more})' if more else ''}"
         size = f"{self.unit_roundoffs:g} unit roundoff"
         return (
             f"Each tensor's and metric's own noise: {times} the largest difference that {self.num_runs} runs with "
@@ -235,7 +178,7 @@ class NoiseBounds:
         metrics = sum(
             abs(changes[run]) > others.metric(*place).absolute
             for place, changes in self.metrics.items()
-            if not _is_share(place[1]) and any(others.metrics[place])
+            if not is_share(place[1]) and any(others.metrics[place])
         )
         return tensors + metrics
 
@@ -244,14 +187,9 @@ class NoiseBounds:
         return ""
 
 
-def _is_share(name: str) -> bool:
-    """Whether it is a share of tokens, which moves by whole tokens."""
-    return name.endswith(_SHARE)
-
-
 def _is_decided(key: TraceKey) -> bool:
     """Whether a tensor is of whole decisions, and no rounding by itself."""
-    return is_choice(key) or _is_share(key.name)
+    return is_choice(key) or is_share(key.name)
 
 
 def _without(values: tuple[_T, ...], place: int) -> tuple[_T, ...]:
@@ -267,17 +205,5 @@ def _describe_held_out(beyond: Sequence[int]) -> str:
     return f" Of these {len(beyond)} runs, each held to the others, {found if wrong else 'none is beyond its bounds'}."
 
 
-def _pool(key: TraceKey) -> _Pool:
+def _pool(key: TraceKey) -> Pool:
     return key.kind, key.step, key.update
-
-
-def _find_factors(samples: Iterable[tuple[_Pool, Sequence[float]]], smallest: float) -> dict[_Pool, float]:
-    """How many times its noise a tensor or metric may differ, where that is more than ``SAFETY``."""
-    factors: dict[_Pool, float] = {}
-    for pool, values in samples:
-        ranked = sorted(values)
-        if len(ranked) > 1 and ranked[-2] > smallest and math.isfinite(ranked[-1]):
-            needed = min(_ROOM * ranked[-1] / ranked[-2], _LARGEST_FACTOR)
-            if needed > SAFETY:
-                factors[pool] = max(needed, factors.get(pool, SAFETY))
-    return factors
