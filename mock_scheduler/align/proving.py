@@ -25,6 +25,8 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.text import count_of
 
+#: How many times less a difference must be in float64 for that to be said.
+_NOTED_RATIO = 2.0
 _UNDECIDED = frozenset({Verdict.INCOMPARABLE, Verdict.UNVERIFIED})
 
 
@@ -104,9 +106,10 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
     sharper = _graver(evidence)
     if referee.outcome == "refuted" and evidence.wide is not None:
         if direct.verdict in (Verdict.DIVERGED, Verdict.SUSPECT) or sharper is not None:
+            if _is_same_place(direct, evidence.wide):
+                return _diverged(direct, direct, f"{direct.reason}; {referee.text}")
             # There is next to no noise in float64, so that what comes first there is the place.
-            shown_by = direct if _is_same_place(direct, evidence.wide) else evidence.wide
-            return _diverged(direct, shown_by, f"{referee.text}; against the baseline: {noise.text}")
+            return _diverged(direct, evidence.wide, f"{referee.text}; against the baseline: {noise.text}")
         return replace(direct, reason=f"{direct.reason}; {referee.text}")
     if sharper is not None:
         order = f"against a reference in one process that adds in the order of {evidence.layout}"
@@ -218,7 +221,7 @@ def _judge_wide(evidence: Evidence) -> Proof:
         return _proof("referee", "open", f"in float64 nothing can be told: {wide.reason}", num_compared, num_equal)
     low, high = _worst(evidence.direct.tensors), _worst(wide.tensors)
     ratio = f"the largest difference is {high:.1e} in float64 and {low:.1e} here"
-    if 0 < high < low:
+    if 0 < high < low / _NOTED_RATIO:
         ratio += f", {low / high:.1e} times less (rounding becomes {evidence.shrinking:.1e} times less)"
     if wide.verdict in (Verdict.IDENTICAL, Verdict.ROUNDING):
         return _proof("referee", "proved", f"in float64 both compute the same: {ratio}", num_compared, num_equal)
