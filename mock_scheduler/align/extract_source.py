@@ -112,28 +112,27 @@ def _read_result(align_dir: Path) -> Mapping[str, Any]:
     return result
 
 
+def _by_name(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {item["name"]: item for item in result["candidates"] if isinstance(item, dict) and "name" in item}
+
+
 def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
-    by_name = {item["name"]: item for item in result["candidates"] if isinstance(item, dict) and "name" in item}
+    by_name = _by_name(result)
     if name not in by_name:
         verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
         raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
-    found: Mapping[str, Any] = by_name[name]
-    return found
+    return by_name[name]
 
 
 def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
     found = _find(result, name, align_dir)
     if found.get("verdict") != _DIVERGED:
+        diverged = [other for other, item in _by_name(result).items() if item.get("verdict") == _DIVERGED]
         raise ConfigError(
             f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}: there is no divergence to "
-            f"reproduce; diverged are {_list_diverged(result)}"
+            f"reproduce; diverged are {', '.join(diverged) or 'none'}"
         )
     return found
-
-
-def _list_diverged(result: Mapping[str, Any]) -> str:
-    items = (item for item in result["candidates"] if isinstance(item, dict))
-    return ", ".join(str(item.get("name")) for item in items if item.get("verdict") == _DIVERGED) or "none"
 
 
 def _find_change(baseline: PipelineConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:

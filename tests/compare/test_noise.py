@@ -97,11 +97,11 @@ def test_each_perturbed_run_is_held_to_the_others() -> None:
         seeds=(1, 2, 3), metrics={(3, "loss"): (0.25, -0.5, 4.5), (3, "kl"): (0.0, 0.0, 1.0)},
         metric_values={(3, "loss"): 8.0, (3, "kl"): 0.0},
     )  # fmt: skip
-    assert noise.hold_out() == (0, 0, 2)
+    assert noise.held_out == (0, 0, 2)
     assert noise.describe().endswith("Of these 3 runs, each held to the others, 1 is beyond its bounds, in 2 figures.")
     calm = replace(noise, tensors={key(1): noise.tensors[key(1)]}, metrics={}, metric_values={})
     assert calm.describe().endswith("Of these 3 runs, each held to the others, none is beyond its bounds.")
-    assert bounds({key(0): TensorNoise(relative=(0.01, 0.04))}).hold_out() == ()
+    assert bounds({key(0): TensorNoise(relative=(0.01, 0.04))}).held_out == ()
 
 
 def test_a_share_of_tokens_is_held_to_the_largest_change_of_any_update_and_to_one_token() -> None:

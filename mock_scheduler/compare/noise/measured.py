@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +41,7 @@ _METRIC = "metric"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NoiseBounds:
     """The measured noise of one baseline, as bounds.
 
@@ -59,13 +60,15 @@ class NoiseBounds:
     metrics: Mapping[tuple[int, str], tuple[float, ...]]
     metric_values: Mapping[tuple[int, str], float]
     trace_dirs: tuple[Path, ...] = ()
-    factors: dict[Pool, float] = field(init=False, repr=False, compare=False)
-    _shares: TokenShares = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        factors = find_factors(self._samples(), usual=SAFETY, smallest=self.smallest)
-        object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "_shares", TokenShares.collect(self.tensors, self.metrics, self.metric_values))
+    @cached_property
+    def factors(self) -> dict[Pool, float]:
+        """How many times its largest noise a tensor or metric may differ, where that is more than ``SAFETY``."""
+        return find_factors(self._samples(), usual=SAFETY, smallest=self.smallest)
+
+    @cached_property
+    def _shares(self) -> TokenShares:
+        return TokenShares.collect(self.tensors, self.metrics, self.metric_values)
 
     @property
     def num_runs(self) -> int:
@@ -76,10 +79,6 @@ class NoiseBounds:
     def smallest(self) -> float:
         """What is added up cannot be told apart more finely, relative to its size."""
         return FEWEST_ROUNDINGS * self.unit
-
-    def _factor(self, pool: Pool) -> float:
-        """How many times its largest noise a tensor or metric may differ."""
-        return self.factors.get(pool, SAFETY)
 
     @property
     def source(self) -> BoundsSource:
@@ -106,7 +105,7 @@ class NoiseBounds:
             return TensorBound(relative=SAFETY * self.smallest, has_rounding=is_computed, unit=self.epsilon)
         if math.isinf(found.largest):
             return TensorBound(relative=0.0, absolute=SAFETY * found.absolute)
-        return TensorBound(relative=self._factor(_pool(key)) * max(found.largest, self.smallest))
+        return TensorBound(relative=self.factors.get(_pool(key), SAFETY) * max(found.largest, self.smallest))
 
     def _samples(self) -> Iterator[tuple[Pool, Sequence[float]]]:
         """The noise of all runs, relative to the baseline, of each tensor and metric that is a real number."""
@@ -136,7 +135,7 @@ class NoiseBounds:
             return MetricBound(absolute=self._shares.of_metric(step, name, times=SAFETY))
         largest = max(map(abs, found))
         least = self.smallest * abs(self.metric_values[step, name])
-        return MetricBound(absolute=self._factor((_METRIC, step, 0)) * max(largest, least))
+        return MetricBound(absolute=self.factors.get((_METRIC, step, 0), SAFETY) * max(largest, least))
 
     def level(self) -> str:
         """``the noise of 5 perturbed runs``."""
@@ -151,10 +150,11 @@ class NoiseBounds:
             f"Each tensor's and metric's own noise: {times} the largest difference that {self.num_runs} runs with "
             f"weights perturbed by {size} have of the baseline, and at least {SAFETY * self.smallest:.1e} of its size: "
             "||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / ||d_a||, of metrics |a-b|; integers equal. a "
-            f"is the baseline, b the candidate; NaN equals NaN only.{_describe_held_out(self.hold_out())}"
+            f"is the baseline, b the candidate; NaN equals NaN only.{_describe_held_out(self.held_out)}"
         )
 
-    def hold_out(self) -> tuple[int, ...]:
+    @cached_property
+    def held_out(self) -> tuple[int, ...]:
         """Of each perturbed run, how many tensors and metrics are beyond the bounds that the other runs give.
 
         One rounding made it, so that these would be false alarms. What no other run moved, and whole decisions, are
