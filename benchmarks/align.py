@@ -25,7 +25,7 @@ from rich.table import Table
 from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.overrides import quote_override
 from mock_scheduler.align.plan import PlannedRun, build_loader, plan_alignment
-from mock_scheduler.launcher import plan_launch, run_plan
+from mock_scheduler.launch.launcher import plan_launch, run_plan
 
 CONFIG_PATH = Path("configs")
 CANDIDATES = ("same-layout", "tp2", "tp2-sp", "pp2", "dp2")

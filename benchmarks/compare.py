@@ -39,7 +39,7 @@ from safetensors import safe_open
 from mock_scheduler.compare.blocks import num_threads
 from mock_scheduler.compare.bounds import UNBOUNDED
 from mock_scheduler.compare.walk import compare_traces
-from mock_scheduler.text import format_bytes
+from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.reader import open_trace

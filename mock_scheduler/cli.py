@@ -74,7 +74,7 @@ def launch(
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.determinism.environment import check_settings
-    from mock_scheduler.launcher import plan_launch, run_plan  # imports pydantic: not for --help
+    from mock_scheduler.launch.launcher import plan_launch, run_plan  # imports pydantic: not for --help
 
     source = _source(config_name, config_path, overrides)
     config = source.load()
@@ -388,7 +388,7 @@ def replay_actions(
     import subprocess
     import tempfile
 
-    from mock_scheduler.processes import PARENT_VARIABLE, ending_signals_as_interrupt
+    from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 
     # 1 is a verdict only of an entry that wrote its result; Python ends a module that it cannot run with 1 too.
     with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():

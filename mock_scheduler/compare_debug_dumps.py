@@ -18,7 +18,7 @@ from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
-from mock_scheduler.files import save_json
+from mock_scheduler.support.files import save_json
 
 _DEFAULT_STEP = 1
 

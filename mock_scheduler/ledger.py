@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mock_scheduler.errors import SchedulerError
-from mock_scheduler.files import save_json
+from mock_scheduler.support.files import save_json
 
 Category = Literal["built", "called", "answered", "suppressed", "recording"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import Mode as Mode
-from mock_scheduler.digests import JSON as JSON
-from mock_scheduler.digests import check_json
 from mock_scheduler.errors import SchedulerError
+from mock_scheduler.support.digests import JSON as JSON
+from mock_scheduler.support.digests import check_json
 
 DEFAULT_SCHEDULER_ID = "default"
 

@@ -15,7 +15,7 @@ import torch
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import shape_text
+from mock_scheduler.support.tensor_bytes import shape_text
 from pipelines.batching.trajectories import trajectory_bounds, trajectory_index
 
 #: Extra columns that are looked at: bool, whether the episode was solved; int, moves of its shortest solution, or -1.

@@ -18,8 +18,8 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.rules import Denominator
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import shape_text
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.tensor_bytes import shape_text
+from mock_scheduler.support.text import bullet_list
 from pipelines.batching.checks import check_plan
 from pipelines.batching.placement import Placement, place_rows
 from pipelines.batching.plan import LossAggMode, MicroBatch, StepPlan, Update

@@ -23,15 +23,15 @@ from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
 from mock_scheduler.config.schema import Mode, PipelineConfig
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
-from mock_scheduler.files import save_json
-from mock_scheduler.processes import end_with_parent
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.text import count_of
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer

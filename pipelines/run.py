@@ -31,12 +31,12 @@ from mock_scheduler.determinism.guard import (
 from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import save_json
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.packages import read_package_versions
 from mock_scheduler.proxy import build_scheduler
-from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.packages import read_package_versions
+from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.clock import Clock
 from pipelines.contract import build_contract

@@ -25,8 +25,8 @@ from typing import NoReturn
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
-from mock_scheduler.processes import end_with_parent
-from mock_scheduler.session_files import RunStatus, SessionRun, check_session, read_plan, write_status
+from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
+from mock_scheduler.support.processes import end_with_parent
 from pipelines.agentic import check_replay_is_deterministic
 from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
     first_dir: Path | None = None
     try:
         parser = _ArgumentParser(prog="pipelines.session", allow_abbrev=False)
-        parser.add_argument("plan", type=Path, help="a plan of mock_scheduler.session_files")
+        parser.add_argument("plan", type=Path, help="a plan of mock_scheduler.launch.sessions")
         plan = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments)).plan
         runs = read_plan(plan)
         first_dir = runs[0].output_dir
@@ -112,7 +112,7 @@ def _check_processes(config: PipelineConfig) -> None:
     if config.parallel.world_size != started:
         raise LayoutError(
             f"the session's runs need {config.parallel.world_size} processes each, but {started} were started; start "
-            "it as mock_scheduler.launcher.plan_session plans it"
+            "it as mock_scheduler.launch.launcher.plan_session plans it"
         )
 
 

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
-from mock_scheduler.files import encode_json, publish_new
-from mock_scheduler.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from mock_scheduler.support.files import encode_json, publish_new
+from mock_scheduler.support.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
 
 class MetricsWriter:

@@ -15,9 +15,9 @@ from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import SchedulerError
-from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.files import remove_steps_from
 from pipelines.clock import Clock
 from pipelines.debug_dump.build import build_debug_dump

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler import cli, launcher
+from mock_scheduler import cli
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.launcher import LaunchPlan
+from mock_scheduler.launch import launcher
+from mock_scheduler.launch.launcher import LaunchPlan
 
 
 @pytest.fixture

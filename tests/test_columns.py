@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue, TensorColumn, build_column
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import as_bytes
+from mock_scheduler.support.tensor_bytes import as_bytes
 
 DTYPES = [
     torch.bool,

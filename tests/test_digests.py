@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.digests import (
+from mock_scheduler.support.digests import (
     JSON,
     canonical_json,
     check_json,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.files import (
+from mock_scheduler.support.files import (
     encode_json,
     load_json_object,
     make_folder,

@@ -13,8 +13,8 @@ import pytest
 
 from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launcher import LaunchPlan, child_environment, plan_launch, run_plan
-from mock_scheduler.processes import RankExit, find_culprit
+from mock_scheduler.launch.launcher import LaunchPlan, child_environment, plan_launch, run_plan
+from mock_scheduler.support.processes import RankExit, find_culprit
 
 SOURCE = ("--config_path", "configs", "--config_name", "run", "seed=1")
 
@@ -75,7 +75,7 @@ def test_one_process_is_started_directly() -> None:
 def test_several_processes_go_through_torchrun_with_a_free_port_of_its_own() -> None:
     plan = build_plan(build_config(tp=2, dp=2))
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", plan.argv[13])
-    torchrun = ("-m", "mock_scheduler.launcher", "out", "--nproc-per-node", "4", "--nnodes", "1", *rendezvous)
+    torchrun = ("-m", "mock_scheduler.launch.launcher", "out", "--nproc-per-node", "4", "--nnodes", "1", *rendezvous)
     assert plan.argv == ("python", *torchrun, "-m", "pipelines.agentic", *SOURCE)
     assert plan.num_processes == 4
     assert plan.argv[13] != build_plan(build_config(tp=2, dp=2)).argv[13]
@@ -85,7 +85,7 @@ def test_nodes_share_an_endpoint_and_keep_their_order() -> None:
     plan = build_plan(build_config(tp=2, dp=2), nnodes=2, node_rank=1, endpoint="host0:29500")
     rendezvous = ("--rdzv-backend", "static", "--rdzv-endpoint", "host0:29500", "--node-rank", "1")
     assert plan.argv[1:14] == (
-        *("-m", "mock_scheduler.launcher", "out", "--nproc-per-node", "2", "--nnodes", "2"),
+        *("-m", "mock_scheduler.launch.launcher", "out", "--nproc-per-node", "2", "--nnodes", "2"),
         *rendezvous,
     )
     assert (plan.num_processes, plan.world_size) == (2, 4)
@@ -136,7 +136,7 @@ def test_a_rank_that_was_killed_is_named_in_place_of_its_peers_connection_error(
     """
     entry = (
         "import json, os, pathlib, signal, sys, time\n"
-        "from mock_scheduler.processes import end_with_parent\n"
+        "from mock_scheduler.support.processes import end_with_parent\n"
         "end_with_parent(os.environ)\n"
         "if os.environ['RANK'] == '1':\n"
         "    pipe = open('alive', 'w')\n"
@@ -214,7 +214,7 @@ def test_the_rank_that_failed_first_explains_the_others(failures: list[RankExit]
 
 PARENT_IS_GONE = (
     "import os, subprocess, sys, time\n"
-    "child = 'import os, signal; from mock_scheduler.processes import end_with_parent; end_with_parent(os.environ); '\n"
+    "child = 'import os, signal; from mock_scheduler.support.processes import end_with_parent; end_with_parent(os.environ); '\n"
     "child += 'print(os.getpid(), flush=True); signal.pause()'\n"
     "environ = dict(os.environ, MOCK_SCHEDULER_PARENT_PID=str(os.getpid()))\n"
     "subprocess.Popen([sys.executable, '-c', child], env=environ, start_new_session=True)\n"
@@ -239,9 +239,7 @@ def test_a_process_of_a_killed_launcher_ends() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_process_that_starts_after_its_launcher_has_ended_ends_too() -> None:
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    code = (
-        "import os; from mock_scheduler.processes import end_with_parent; end_with_parent(os.environ); print('alive')"
-    )
+    code = "import os; from mock_scheduler.support.processes import end_with_parent; end_with_parent(os.environ); print('alive')"
     process_id = int(gone.stdout)
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -257,7 +255,7 @@ def test_a_process_that_starts_after_its_launcher_has_ended_ends_too() -> None:
 def test_nohup_is_respected() -> None:
     """Under nohup SIGHUP is ignored, and a run must outlive its terminal."""
     code = (
-        "import signal; from mock_scheduler.processes import ending_signals_as_interrupt\n"
+        "import signal; from mock_scheduler.support.processes import ending_signals_as_interrupt\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with ending_signals_as_interrupt():\n"
         "    print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, callable(signal.getsignal(signal.SIGTERM)))\n"
@@ -274,7 +272,7 @@ def test_ending_the_launcher_ends_its_child(ending: signal.Signals) -> None:
     """
     child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     code = (
-        "import sys; from mock_scheduler.launcher import LaunchPlan, run_plan\n"
+        "import sys; from mock_scheduler.launch.launcher import LaunchPlan, run_plan\n"
         f"run_plan(LaunchPlan(argv=(sys.executable, '-c', {child!r}), env={{}}, num_processes=1, world_size=1))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

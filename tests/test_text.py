@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from mock_scheduler.text import bullet_list, count_of, format_bytes, join_words, list_some, shorten
+from mock_scheduler.support.text import bullet_list, count_of, format_bytes, join_words, list_some, shorten
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.threads import without_inner_threads
+from mock_scheduler.support.threads import without_inner_threads
 
 
 def fail_with_one_thread() -> None:

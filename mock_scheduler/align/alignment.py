@@ -43,7 +43,7 @@ from mock_scheduler.compare.theory import build_theory_bounds
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
-from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_files import TRACE_FOLDER
 
 SaveResult = Callable[[AlignmentResult], None]
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
-from mock_scheduler.files import save_json
-from mock_scheduler.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
-from mock_scheduler.text import list_some
+from mock_scheduler.support.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.text import list_some
 
 FINGERPRINT_FILE = "fingerprint.json"
 FORMAT_VERSION = 3

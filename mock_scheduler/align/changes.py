@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.digests import iterate_leaves
+from mock_scheduler.support.digests import iterate_leaves
 
 ChangeKind = Literal["nothing", "layout", "other"]
 """``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""

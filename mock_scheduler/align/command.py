@@ -27,7 +27,7 @@ from mock_scheduler.report.alignment_page import write_alignment_page
 from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
-from mock_scheduler.run_files import ALIGN_FILE, LOG_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
 
 PAGE_FILE = "align.html"
 JUNIT_FILE = "align.junit.xml"

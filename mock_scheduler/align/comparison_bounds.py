@@ -22,8 +22,8 @@ from mock_scheduler.compare.theory import TheoryBounds, build_theory_bounds
 from mock_scheduler.config.proofs import PerturbationConfig
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.run_files import CONFIG_FILE, TRACE_FOLDER
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
+from mock_scheduler.support.text import bullet_list
 
 
 def resolve_bounds(

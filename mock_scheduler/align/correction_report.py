@@ -24,9 +24,7 @@ from mock_scheduler.align.correction_sources import (
 from mock_scheduler.align.inputs import check_page_path
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, ExitCode
-from mock_scheduler.files import encode_json, save_json
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -41,6 +39,8 @@ from mock_scheduler.report.progress_bar import show_progress
 from mock_scheduler.report.recording_commands import parse_steps, recorded_vocabulary
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import encode_json, save_json
 
 _STDOUT = "-"
 

@@ -27,8 +27,8 @@ from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.report.correction_view import TrainingSide
-from mock_scheduler.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
-from mock_scheduler.text import bullet_list, list_some
+from mock_scheduler.support.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import TraceReader, open_trace
 

@@ -14,10 +14,10 @@ from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, over
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 FOLDER = "doctor"
 RECORDING_NAME = "recording"

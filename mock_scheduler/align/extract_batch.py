@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from mock_scheduler.align.extract_source import DivergedCandidate
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, LayoutError
+from mock_scheduler.support.digests import JSON
 
 Values = Mapping[str, JSON]
 

@@ -18,11 +18,11 @@ from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
 from mock_scheduler.config.sections import MatrixConfig
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import load_json_object, save_json
 from mock_scheduler.recording.writing.subset import write_subset
-from mock_scheduler.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import load_json_object, save_json
+from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"

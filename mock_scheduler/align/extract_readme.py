@@ -12,10 +12,10 @@ from mock_scheduler.align.extract_folder import CHECKPOINT_FOLDER, RECORDING_FOL
 from mock_scheduler.align.extract_source import DivergedCandidate
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.digests import iterate_leaves
-from mock_scheduler.packages import DISTRIBUTIONS, read_package_version
-from mock_scheduler.run_files import CONFIG_FILE
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.digests import iterate_leaves
+from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.run_files import CONFIG_FILE
+from mock_scheduler.support.text import count_of, list_some
 
 README_FILE = "README.md"
 

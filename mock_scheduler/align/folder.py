@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.run_files import ALIGN_FILE, DOCTOR_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, DOCTOR_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

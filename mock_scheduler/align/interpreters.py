@@ -19,8 +19,8 @@ from typing import Any
 
 import mock_scheduler
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.packages import DISTRIBUTIONS, read_package_versions
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_versions
+from mock_scheduler.support.text import bullet_list
 
 _PACKAGES = ("mock_scheduler", "pipelines")
 _NEEDED = ("torch", "megatron-core")
@@ -37,7 +37,7 @@ packages, distributions, checkout = json.loads(sys.argv[1])
 added = any(importlib.util.find_spec(name) is None for name in packages)
 if added:
     sys.path.insert(0, checkout)
-import mock_scheduler.config.loading, mock_scheduler.launcher, pipelines
+import mock_scheduler.config.loading, mock_scheduler.launch.launcher, pipelines
 from importlib import metadata
 def version(names):
     for name in names:

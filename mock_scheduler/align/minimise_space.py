@@ -18,7 +18,7 @@ from mock_scheduler.align.minimise import Levels
 from mock_scheduler.align.overrides import format_override, override_keys
 from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
 from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
-from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 
 Value: TypeAlias = "int | bool | str | None"
 DimensionKind = Literal["workload", "layout", "change"]

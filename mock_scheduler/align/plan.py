@@ -31,7 +31,7 @@ from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.run_files import ALIGN_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE
 
 __all__ = [
     "BASELINE_NAME",

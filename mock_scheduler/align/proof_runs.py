@@ -16,7 +16,7 @@ from mock_scheduler.align.plan import ConfigLoader
 from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.launcher import DEFAULT_ENTRY
+from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.order_plan import limits, plan_order
 
 #: Terms whose sum is the same in any order.

@@ -34,9 +34,9 @@ from mock_scheduler.align.overrides import find_module
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.files import remove_leftovers, rename_away
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import remove_leftovers, rename_away
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _QUERY_S = 20.0

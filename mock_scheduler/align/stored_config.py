@@ -20,7 +20,7 @@ from mock_scheduler.config.proofs import PerturbationConfig
 from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 _Section = TypeVar("_Section", bound=ConfigSection)
 

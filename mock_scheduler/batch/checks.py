@@ -26,10 +26,10 @@ from mock_scheduler.batch.trajectory import (
     count_groups,
     partial_group_problems,
 )
-from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON, check_json
+from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
+from mock_scheduler.support.text import count_of
 
 #: Name -> (dtype, number of dimensions) of every tensor of a batch.
 TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {

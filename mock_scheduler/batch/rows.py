@@ -16,8 +16,8 @@ import torch
 
 from mock_scheduler.batch.columns import Column, TensorColumn, build_column
 from mock_scheduler.batch.trajectory import Trajectory
-from mock_scheduler.digests import canonical_json
 from mock_scheduler.errors import BatchError
+from mock_scheduler.support.digests import canonical_json
 
 
 def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch.columns import RowValue
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
+from mock_scheduler.support.digests import JSON
 
 #: ``(scheduler_id, group_id, episode_id, env_id, turn)``, which compare as ``SampleIdentity`` does.
 RowKey: TypeAlias = "tuple[str, int, int, int, int]"

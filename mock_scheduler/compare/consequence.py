@@ -25,7 +25,7 @@ from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.traces import trace_level
 from mock_scheduler.errors import TraceError
-from mock_scheduler.run_files import CONFIG_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.reader import open_trace

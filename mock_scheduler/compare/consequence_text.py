@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mock_scheduler.compare.proofs import Consequence, RolloutGap
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 
 _NUM_NAMED = 3
 

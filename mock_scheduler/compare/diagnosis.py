@@ -14,7 +14,7 @@ from mock_scheduler.compare.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, 
 from mock_scheduler.determinism.doctor import Cause, StepComparison, compare_step, find_cause
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.run_files import METRICS_FILE
+from mock_scheduler.support.run_files import METRICS_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from mock_scheduler.compare.results import RunSummary
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.files import load_json_object
-from mock_scheduler.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

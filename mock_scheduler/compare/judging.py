@@ -35,7 +35,7 @@ from mock_scheduler.compare.bounds import NUM_ULPS, TensorBound
 from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.figures import PairSums, compute_figures, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.files import view_as_bits
 

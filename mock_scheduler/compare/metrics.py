@@ -18,7 +18,7 @@ from mock_scheduler.compare.bounds import Bounds, MetricBound
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.errors import TraceError
-from mock_scheduler.text import count_of, shorten
+from mock_scheduler.support.text import count_of, shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")

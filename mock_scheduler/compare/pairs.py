@@ -14,8 +14,8 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.judging import describe_non_finite
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
-from mock_scheduler.tensor_bytes import dtype_name
-from mock_scheduler.text import count_of
+from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.reader import MergedTensor, TraceReader
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.text import list_some
+from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.reader import TraceReader
 from mock_scheduler.trace.shards import Block

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 
 def describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:

@@ -6,7 +6,7 @@ from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 
 def judge_recordings(differences: RecordingDifferences) -> Alignment:

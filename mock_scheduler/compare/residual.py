@@ -23,7 +23,7 @@ from mock_scheduler.compare.flat_pair import ENOUGH, FEWEST_ELEMENTS, FlatPair, 
 from mock_scheduler.compare.moves import find_move
 from mock_scheduler.compare.permutations import Holders
 from mock_scheduler.compare.ratios import CommonScale, find_ratio
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName
 
 __all__ = ["ENOUGH", "classify_residual"]

@@ -27,7 +27,7 @@ from mock_scheduler.compare.selection import EVERYTHING, Absence, Selection, exp
 from mock_scheduler.compare.sketch_sources import SketchSource
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.tokens import find_row_differences
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.sketch import Estimate, Sketch, difference
 from mock_scheduler.trace.sketch_reader import MergedSketch

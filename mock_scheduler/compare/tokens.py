@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RowTable, StepFooter
 
 _NUM_NAMED = 3

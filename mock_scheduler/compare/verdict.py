@@ -34,7 +34,7 @@ from mock_scheduler.compare.sentence import (
 )
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 
 __all__ = [

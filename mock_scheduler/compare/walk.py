@@ -18,7 +18,7 @@ from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.step_walk import StepWalk
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.tokens import TokenAlignment
-from mock_scheduler.threads import without_inner_threads
+from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.reader import TraceReader
 
 #: Called with how many tensors are done, of how many.

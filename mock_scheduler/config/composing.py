@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mock_scheduler.config.number_traps import SourceFile, may_have_traps
 from mock_scheduler.config.sweeps import describe_sweep
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 _NESTED_HINT = (
     "\nWithin a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "

@@ -16,7 +16,7 @@ from pydantic import field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, PositiveInt
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 DumpFormat = Literal["pt", "jsonl"]
 TrainerDumpOption = Literal["forward_data", "loss", "is_loss_debug", "batch_inputs", "param", "gradient"]

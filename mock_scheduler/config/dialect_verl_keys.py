@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.text import list_some
+from mock_scheduler.support.text import list_some
 
 _KEYS = {
     "actor_rollout_ref": "_target_ actor hybrid_engine model nccl_timeout ref",

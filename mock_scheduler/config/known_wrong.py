@@ -15,8 +15,8 @@ from mock_scheduler.config.megatron_rule import Conflict, Effect, MegatronRule, 
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.packages import DISTRIBUTIONS, read_package_version
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.text import bullet_list
 
 MEGATRON = "megatron-core"
 # The policy's loss function returns a sum, its number of tokens and metrics (pipelines/megatron/trainer.py).

@@ -15,7 +15,7 @@ from pydantic import Field
 from mock_scheduler.config.base import ConfigSection, PositiveInt
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.text import bullet_list, count_of
+from mock_scheduler.support.text import bullet_list, count_of
 
 #: The axes of a layout, as its text names them, and the key of each one's degree.
 LAYOUT_AXES = {

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, PositiveInt
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 
 class ModelConfig(ConfigSection):

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mock_scheduler.config.base import is_union_tag
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""

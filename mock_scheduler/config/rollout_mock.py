@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Mode, PositiveInt, RolloutMode, Steps
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
 _READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")

@@ -60,7 +60,7 @@ from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
 from mock_scheduler.config.training_service import TrainingServiceConfig
 from mock_scheduler.order_plan import limits as emulation_limits
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 __all__ = [
     "ActorInferConfig",

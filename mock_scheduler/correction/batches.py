@@ -17,7 +17,7 @@ from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.correction.comparable import valid_column_problems, valid_logprobs
 from mock_scheduler.correction.inputs import CorrectionInputs
 from mock_scheduler.errors import CorrectionError
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 
 _NUM_LISTED = 8
 

@@ -12,8 +12,8 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
-from mock_scheduler.tensor_bytes import shape_text
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.tensor_bytes import shape_text
+from mock_scheduler.support.text import count_of, list_some
 
 #: A ragged bool column: whether the engine gave each response token's log-probability.
 VALID_COLUMN = "rollout_logprobs_valid"

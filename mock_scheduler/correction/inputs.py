@@ -16,7 +16,7 @@ import torch
 from mock_scheduler.config.correction.rules import NanPolicy
 from mock_scheduler.correction.states import CorrectionStates
 from mock_scheduler.errors import CorrectionError
-from mock_scheduler.tensor_bytes import shape_text
+from mock_scheduler.support.tensor_bytes import shape_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

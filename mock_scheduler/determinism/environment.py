@@ -22,7 +22,7 @@ from mock_scheduler.determinism.settings import (
     is_deterministic_mode,
 )
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 _LAUNCHED_WITH = Path("/proc/self/environ")
 

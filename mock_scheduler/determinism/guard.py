@@ -23,7 +23,7 @@ from mock_scheduler.determinism.settings import (
     recorded_names,
 )
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 UNSET = "unset"
 

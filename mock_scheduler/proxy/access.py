@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
 from mock_scheduler.proxy.routing import Route, Router
 from mock_scheduler.proxy.settings import ProxySettings
@@ -26,6 +25,7 @@ from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.writing.info_differences import info_differences
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

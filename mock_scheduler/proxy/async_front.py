@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
@@ -20,6 +19,7 @@ from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, 
 from mock_scheduler.proxy.failures import is_raised_already
 from mock_scheduler.proxy.lock_table import LockTable
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 
 class AsyncProxyScheduler:

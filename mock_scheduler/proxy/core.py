@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
 from mock_scheduler.proxy.answers import Answer, as_rollout_batch, judge_batch
@@ -29,6 +28,7 @@ from mock_scheduler.scheduler import (
     RolloutRequest,
     whole_number,
 )
+from mock_scheduler.support.digests import JSON
 
 RECORDED_PREFIX = "recorded/"
 

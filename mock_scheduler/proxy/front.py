@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from types import TracebackType
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
@@ -16,6 +15,7 @@ from mock_scheduler.proxy.failures import is_raised_already
 from mock_scheduler.proxy.lock_table import LockTable
 from mock_scheduler.proxy.loop_thread import LoopThread
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 
 class ProxyScheduler:

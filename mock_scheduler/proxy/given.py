@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.recording import Contract
 from mock_scheduler.scheduler import RolloutRequest, shown
+from mock_scheduler.support.digests import JSON
 
 _MAX_RUN_ID = 128
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded
 from mock_scheduler.proxy.held_calls import HeldCalls
 from mock_scheduler.scheduler import SchedulerMethod, SchedulerMethods, scheduler_methods
+from mock_scheduler.support.digests import JSON
 
 
 class RealScheduler:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.recording.retention import is_train
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 
 class ProxyState:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mock_scheduler.config.schema import RolloutMockConfig
-from mock_scheduler.digests import JSON
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording import Contract
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
+from mock_scheduler.support.digests import JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

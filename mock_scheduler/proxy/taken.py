@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.proxy.routing import RequestKey, request_key
 from mock_scheduler.proxy.told import read_metrics, read_state
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.digests import JSON, canonical_json, check_json
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.matching import Comparison, check_value, compare_values, show
 from mock_scheduler.recording.matching import Match as Match
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON, canonical_json, check_json
+from mock_scheduler.support.text import count_of
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

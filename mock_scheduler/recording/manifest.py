@@ -16,14 +16,14 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.packages import read_package_versions
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
 from mock_scheduler.recording.storage import Storage
-from mock_scheduler.text import list_some
+from mock_scheduler.support.digests import JSON, check_json
+from mock_scheduler.support.packages import read_package_versions
+from mock_scheduler.support.text import list_some
 
 MANIFEST_FORMAT = "rollout-recording"
 MANIFEST_VERSION = 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard
 
-from mock_scheduler.digests import JSON, canonical_json, iterate_leaves
+from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 
 _DIGEST_LENGTH = 12  # shown of a digest
 _SHOWN_LENGTH = 120  # shown of any value

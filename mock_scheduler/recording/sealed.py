@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mock_scheduler.digests import JSON, open_sealed, seal
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.files import encode_json
 from mock_scheduler.recording.storage import Storage
+from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.files import encode_json
 
 MAX_SEALED_BYTES = 16 * 2**20
 

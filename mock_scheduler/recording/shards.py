@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
 from mock_scheduler.recording.paths import (
     COMMIT_NAME,
@@ -29,6 +28,7 @@ from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RowShard
+from mock_scheduler.support.digests import JSON, canonical_json
 
 COMMIT_FORMAT = "rollout-commit"
 COMMIT_VERSION = 1

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ServiceError
 from mock_scheduler.remote.protocol import (
     PROTOCOL_VERSION,
@@ -26,7 +25,8 @@ from mock_scheduler.remote.protocol import (
     encode_datums,
     parse_metrics,
 )
-from mock_scheduler.text import bullet_list, shorten
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import bullet_list, shorten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

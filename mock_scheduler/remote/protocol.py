@@ -33,11 +33,11 @@ from safetensors.torch import load, save
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import TensorColumn
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import MockSchedulerError, ServiceError
 from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
-from mock_scheduler.tensor_bytes import shape_text
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.tensor_bytes import shape_text
+from mock_scheduler.support.text import bullet_list
 
 PROTOCOL_VERSION = 1
 VALUE_NAMES = ("advantages", "returns")

@@ -52,8 +52,8 @@ from mock_scheduler.report.comparison_view import (
     tensors_to_show,
     worst_judged,
 )
-from mock_scheduler.run_files import TRACE_FOLDER
-from mock_scheduler.text import count_of
+from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import TraceReader
 

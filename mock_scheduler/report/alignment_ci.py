@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 
 from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.files import written_aside
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
-from mock_scheduler.text import list_some
+from mock_scheduler.support.files import written_aside
+from mock_scheduler.support.text import list_some
 
 _NUM_NAMES = 12
 _FILES = {

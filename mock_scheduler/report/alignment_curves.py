@@ -16,7 +16,7 @@ from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, M
 from mock_scheduler.errors import TraceError
 from mock_scheduler.report.alignment_heat import describe_times
 from mock_scheduler.report.comparison_view import metrics_to_show
-from mock_scheduler.run_files import METRICS_FILE
+from mock_scheduler.support.run_files import METRICS_FILE
 
 MAX_STEPS = 200
 

@@ -14,7 +14,7 @@ from mock_scheduler.report.alignment_curves import Curve
 from mock_scheduler.report.alignment_heat import HeatCell, HeatTable
 from mock_scheduler.report.comparison_view import format_size
 from mock_scheduler.report.page_figures import end_of_name
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _WIDTH, _HEIGHT = 400, 176
 _LEFT, _RIGHT, _INSET = 56, 392, 16

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import yaml
 
-from mock_scheduler.digests import JSON, iterate_leaves
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.recording.contract import ContractField
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
-from mock_scheduler.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.digests import JSON, iterate_leaves
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)
 _SECONDS = ("wall_s", "rollout_s", "train_s", "validation_s")

@@ -22,7 +22,7 @@ from mock_scheduler.report.error_path import (
     list_points,
     step_grid,
 )
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 LEAST_COLUMNS = 4
 

@@ -11,7 +11,7 @@ from mock_scheduler.compare.results import AlignmentTimes, CandidateResult
 from mock_scheduler.report.alignment_folders import RunFacts
 from mock_scheduler.report.alignment_heat import describe_times
 from mock_scheduler.report.comparison_view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20

@@ -15,7 +15,7 @@ from mock_scheduler.report.alignment_trajectory import sample_html
 from mock_scheduler.report.alignment_view import CandidateView, ProofView, TensorLine
 from mock_scheduler.report.alignment_words import PROOF_MARKS
 from mock_scheduler.report.page_parts import facts
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _NUM_DETAILED = 5
 

@@ -19,7 +19,7 @@ from mock_scheduler.compare.results import CandidateResult
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import align_tokens
 from mock_scheduler.errors import MockSchedulerError
-from mock_scheduler.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
 from mock_scheduler.trace.reader import TraceReader, open_trace

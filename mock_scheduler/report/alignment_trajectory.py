@@ -12,7 +12,7 @@ from itertools import groupby
 
 from mock_scheduler.report.alignment_sample import SampleTurn, SampleView
 from mock_scheduler.report.comparison_view import format_size
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _NUM_WORST = 5
 _NEWLINE = "⏎\n"

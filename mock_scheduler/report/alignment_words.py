@@ -14,7 +14,7 @@ from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, Tenso
 from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.report.alignment_heat import describe_ratio
 from mock_scheduler.report.comparison_view import worst_judged
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TraceKind
 
 #: How to read each verdict, in one sentence.

@@ -15,7 +15,6 @@ from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, M
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Verdict
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison_view import (
     count_tiers,
@@ -36,8 +35,9 @@ from mock_scheduler.report.metric_figure import metric_figure
 from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import bullets, facts, metrics_html, more_line, tensors_html, tiers_html
 from mock_scheduler.report.path_figure import path_figure
-from mock_scheduler.run_files import METRICS_FILE
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.run_files import METRICS_FILE
+from mock_scheduler.support.text import count_of
 
 MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2

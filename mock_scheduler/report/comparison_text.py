@@ -35,7 +35,7 @@ from mock_scheduler.report.recording_diff import print_differences
 from mock_scheduler.report.tensor_table import print_tensors
 from mock_scheduler.report.terminal import VERDICT_STYLES
 from mock_scheduler.report.text import print_wrapped
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _NUM_SHOWN = 5
 _NUM_METRICS = 12

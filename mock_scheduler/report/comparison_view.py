@@ -24,7 +24,7 @@ from mock_scheduler.compare.tensors import (
 )
 from mock_scheduler.compare.verdict import Alignment
 from mock_scheduler.report.text import shortest_names
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 

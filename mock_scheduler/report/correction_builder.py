@@ -54,7 +54,7 @@ from mock_scheduler.report.correction_view import (
 )
 from mock_scheduler.report.correction_worst import WorstFinder
 from mock_scheduler.report.vocabulary import Vocabulary
-from mock_scheduler.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some
 
 #: Weights of the ratio of every token, without rules: what is measured of the two policies themselves.
 _MEASURE = CorrectionSpec(weight="token")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.report.correction_view import StepHealth
 from mock_scheduler.report.page_figures import plain_layout
+from mock_scheduler.support.digests import JSON
 
 #: More steps than this are thinned out.
 MAX_STEPS = 2000

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mock_scheduler.report.correction_presets import Outcome
 from mock_scheduler.report.correction_view import CorrectionReport, Measured, StepHealth, TrainingSide
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _LABELS = {
     "kl": "KL(rollout || training), mean of -log ratio",

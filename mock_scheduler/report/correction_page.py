@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.correction_advice import Advice
@@ -38,6 +37,7 @@ from mock_scheduler.report.correction_view import (
 )
 from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import facts
+from mock_scheduler.support.digests import JSON
 
 MAX_STEPS = 200
 _TONES = {"problem": "bad", "warning": "warn", "note": "good"}

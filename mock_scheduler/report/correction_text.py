@@ -27,7 +27,7 @@ from mock_scheduler.report.correction_format import (
 from mock_scheduler.report.correction_presets import CONFIGURED, Outcome
 from mock_scheduler.report.correction_view import Bucket, CorrectionReport, Measured, StepHealth, WorstToken
 from mock_scheduler.report.text import print_labelled, print_wrapped
-from mock_scheduler.text import shorten
+from mock_scheduler.support.text import shorten
 
 _STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold"}
 _NUM_STEPS = 20

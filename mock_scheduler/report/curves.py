@@ -12,8 +12,8 @@ from plotly.subplots import make_subplots
 from mock_scheduler.compare.metrics import MetricLog, load_metrics
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.text import shortest_names
-from mock_scheduler.run_files import METRICS_FILE
-from mock_scheduler.text import list_some
+from mock_scheduler.support.run_files import METRICS_FILE
+from mock_scheduler.support.text import list_some
 
 # Readable on white and on paper, and apart for colour-blind eyes (Okabe and Ito, 2008).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

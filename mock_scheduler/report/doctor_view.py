@@ -8,9 +8,9 @@ from rich.text import Text
 
 from mock_scheduler.compare.diagnosis import Diagnosis
 from mock_scheduler.determinism.doctor import Cause, Difference, StepComparison
-from mock_scheduler.digests import JSON
 from mock_scheduler.report.json_values import dataclass_to_json, to_json
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import count_of
 
 FORMAT_VERSION = 1
 _NUM_SHOWN = 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from html import escape
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.report.comparison_view import format_size
 from mock_scheduler.report.error_path import Grid, PathPoint, bound_ratio
 from mock_scheduler.report.page_figures import describe_point, end_of_name, plain_layout
+from mock_scheduler.support.digests import JSON
 
 _MAX_TICKS = 28
 _MAX_CELL_TEXTS = 260

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mock_scheduler.digests import JSON
+from mock_scheduler.support.digests import JSON
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

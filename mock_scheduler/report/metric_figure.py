@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 
 from mock_scheduler.compare.metrics import MetricLog, differ
-from mock_scheduler.digests import JSON
 from mock_scheduler.report.page_figures import plain_layout
+from mock_scheduler.support.digests import JSON
 
 #: More steps than this are thinned out.
 MAX_STEPS = 2000

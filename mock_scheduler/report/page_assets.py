@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from mock_scheduler.digests import JSON
+from mock_scheduler.support.digests import JSON
 
 #: Readable on light and dark, and apart for colour-blind eyes (Okabe and Ito, 2008, lightened for dark pages).
 _LIGHT = {

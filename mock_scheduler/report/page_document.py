@@ -8,10 +8,10 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import MockSchedulerError
-from mock_scheduler.files import written_aside
 from mock_scheduler.report.page_assets import SCRIPT, STYLE, embed_json
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import written_aside
 
 
 def render_document(title: str, heading: str, sections: Iterable[str], *, footer: str, figures: Sequence[JSON]) -> str:

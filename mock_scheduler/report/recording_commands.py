@@ -13,9 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
-from mock_scheduler.files import encode_json, save_json
 from mock_scheduler.recording.inspection.comparison import compare_recordings
 from mock_scheduler.recording.inspection.description import describe_recording
 from mock_scheduler.recording.inspection.verification import verify_recording
@@ -31,6 +29,8 @@ from mock_scheduler.report.recording_view import print_description
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.scheduler import Mode
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import encode_json, save_json
 
 FORMAT_VERSION = 1
 

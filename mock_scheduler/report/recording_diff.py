@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
     NAMES,
@@ -18,7 +17,8 @@ from mock_scheduler.recording.inspection.comparison import (
 )
 from mock_scheduler.recording.inspection.diff_fields import FieldDifference
 from mock_scheduler.report.text import print_wrapped
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import count_of
 
 FORMAT_VERSION = 1
 _NUM_DETAILED = 3

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.report.text import cut
-from mock_scheduler.text import count_of, format_bytes
+from mock_scheduler.support.text import count_of, format_bytes
 
 _NUM_NOTES = 10
 _NUM_PROBLEMS = 50

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
@@ -19,7 +18,8 @@ from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.bars import draw_bars
 from mock_scheduler.report.columns import TextColumn, lay_out
 from mock_scheduler.report.text import cut, print_labelled, print_wrapped
-from mock_scheduler.text import count_of, format_bytes, list_some, shorten
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10

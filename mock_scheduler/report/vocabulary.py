@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import JSON
 
 _EXPECTED = (
     'expected a JSON list of texts, an object {"id": "text"} or {"text": id}, or a tokenizer.json of Hugging Face'

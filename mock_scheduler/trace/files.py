@@ -53,10 +53,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mock_scheduler.digests import JSON, canonical_json, seal
 from mock_scheduler.errors import TraceError
-from mock_scheduler.files import rename_away, written_aside
-from mock_scheduler.tensor_bytes import has_plain_bytes, shape_text
+from mock_scheduler.support.digests import JSON, canonical_json, seal
+from mock_scheduler.support.files import rename_away, written_aside
+from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.footers import footer_as_json
 from mock_scheduler.trace.memory import allocate_zeros

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mock_scheduler.digests import JSON
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.entries import LedgerCall, RowTable, StepFooter, Unobserved
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mock_scheduler.digests import compute_json_digest, open_sealed
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.digests import compute_json_digest, open_sealed
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.files import (
     FORMAT_VERSION,

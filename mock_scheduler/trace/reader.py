@@ -14,8 +14,8 @@ from types import TracebackType
 import torch
 from safetensors import SafetensorError
 
-from mock_scheduler.digests import compute_tensor_digest
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.trace.coverage import holds_element
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS

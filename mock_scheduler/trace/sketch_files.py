@@ -30,10 +30,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from mock_scheduler.digests import JSON, canonical_json, compute_tensor_digest, seal
 from mock_scheduler.errors import TraceError
-from mock_scheduler.files import written_aside
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.digests import JSON, canonical_json, compute_tensor_digest, seal
+from mock_scheduler.support.files import written_aside
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.files import PART_FILE, SKETCH_FILE, RankStep, check_unwritten, find_steps, step_folder
 from mock_scheduler.trace.footers import footer_as_json

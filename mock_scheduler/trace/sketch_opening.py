@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mock_scheduler.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.errors import TraceError
-from mock_scheduler.tensor_bytes import DTYPES
+from mock_scheduler.support.digests import compute_tensor_digest, open_sealed
+from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.files import SKETCH_FILE, find_steps
 from mock_scheduler.trace.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements

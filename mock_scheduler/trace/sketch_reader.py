@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.tensor_bytes import DTYPES
+from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS
 from mock_scheduler.trace.rectangles import ElementSet, count_union, find_cover

@@ -21,7 +21,7 @@ from mock_scheduler.correction import (
 from mock_scheduler.correction.batches import BatchTokens
 from mock_scheduler.correction.comparable import comparison_problems, logprob_problems, valid_logprobs
 from mock_scheduler.errors import CorrectionError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 #: What no release of verl says of a batch, and a run with ``verl_compat`` says beside that release's metrics.
 _OWN_COUNTS = tuple(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 from pipelines.batching.plan import StepPlan
 from pipelines.batching.trajectories import trajectory_index
 

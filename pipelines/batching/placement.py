@@ -13,7 +13,7 @@ import numpy as np
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 from pipelines.batching.trajectories import trajectory_index
 
 

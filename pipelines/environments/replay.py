@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from mock_scheduler.batch import Termination, Trajectory
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from pipelines.environments.base import StepResult, TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 

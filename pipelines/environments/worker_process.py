@@ -11,7 +11,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from mock_scheduler.processes import end_with_parent
+from mock_scheduler.support.processes import end_with_parent
 from pipelines.environments import gymnasium_ids as gymnasium_ids  # loaded while the parent still prepares
 from pipelines.environments.slots import EnvironmentSlots
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TypeVar
 
 from mock_scheduler.config.environments import CustomEnvConfig
 from mock_scheduler.errors import ConfigError, SchedulerError
-from mock_scheduler.processes import PARENT_VARIABLE, describe_signal
-from mock_scheduler.text import list_some
+from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal
+from mock_scheduler.support.text import list_some
 from pipelines.environments.base import ResetRequest as ResetRequest
 from pipelines.environments.base import ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from pipelines.layouts.cases import Case
 
 _WORKER = "pipelines.layouts.worker"

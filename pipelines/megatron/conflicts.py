@@ -17,7 +17,7 @@ from mock_scheduler.config.known_wrong import LOSS_VALUES
 from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.determinism.megatron import Setup
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 
 
 def megatron_values(

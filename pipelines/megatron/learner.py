@@ -14,7 +14,7 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction.comparable import valid_logprobs
-from mock_scheduler.digests import JSON
+from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
 from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.megatron.bypass import BypassCorrector, correction_of

@@ -18,7 +18,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.proofs import UNIT_ROUNDOFFS, PerturbationConfig
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, cut_shard
 
 # Odd constants of splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit integers.

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.remote.protocol import MAX_REQUEST_BYTES
+from mock_scheduler.support.digests import JSON
 
 _POLL_S = 0.2
 _SILENCE_S = 60.0  # of a connection, in the middle of its request or of reading its answer

@@ -17,9 +17,9 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
-from mock_scheduler.files import save_json
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
-from mock_scheduler.run_files import METRICS_FILE
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.run_files import METRICS_FILE
 from pipelines.clock import Clock
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect

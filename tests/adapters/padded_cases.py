@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mock_scheduler.adapters.padded import AREAL, ROLL_AGENTIC, ROLL_RLVR, VERL, Frame, PaddedCodec, PaddedLayout
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.tensor_bytes import as_bytes
+from mock_scheduler.support.tensor_bytes import as_bytes
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, logprobs_mode="processed")
 REQUEST = RolloutRequest(global_step=3, batch_size=4, policy_version=5)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mock_scheduler.adapters.padded.values import from_json, to_json
-from mock_scheduler.digests import canonical_json
 from mock_scheduler.errors import BatchError
+from mock_scheduler.support.digests import canonical_json
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(

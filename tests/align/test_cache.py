@@ -21,7 +21,7 @@ from mock_scheduler.align.cache import (
     save_fingerprint,
 )
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.digests import JSON, seal
+from mock_scheduler.support.digests import JSON, seal
 from tests.align.finished_runs import finish, plan_run
 from tests.recording.recordings import record
 

@@ -16,8 +16,8 @@ from mock_scheduler.align import execution
 from mock_scheduler.align.execution import Outcome, Watch, execute_runs
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.compare.finished_run import RunFailure
-from mock_scheduler.launcher import LaunchPlan, run_plan
-from mock_scheduler.session_files import RunStatus, write_status
+from mock_scheduler.launch.launcher import LaunchPlan, run_plan
+from mock_scheduler.launch.sessions import RunStatus, write_status
 from tests.align.simulated import planned
 
 FAILED = {"type": "ContractError", "message": "it went wrong", "exit_code": 3, "global_rank": 0}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.align.extract import run_extract
-from mock_scheduler.files import load_json_object
+from mock_scheduler.support.files import load_json_object
 from tests.pipelines.tiny_runs import ROOT, run_cli, run_command, write_tiny_config
 
 CHANGE = "pg_clip=0.1"

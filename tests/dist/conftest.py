@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.launcher import LaunchPlan, run_plan
+from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from tests.sharing import make_once
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str 
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
         torchrun = (
             "-m",
-            "mock_scheduler.launcher",
+            "mock_scheduler.launch.launcher",
             str(folder),
             "--nproc-per-node",
             str(num_ranks),

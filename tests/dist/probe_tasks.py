@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
-from mock_scheduler.tensor_bytes import as_bytes
+from mock_scheduler.support.tensor_bytes import as_bytes
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput
 from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mock_scheduler.launcher import LaunchPlan, run_plan
+from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from tests.dist.experts_worker import (
     CASES,
     LEARNING_RATE,
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensors]]:
     ranks = ("--nproc-per-node", str(NUM_RANKS), "--nnodes", "1", *rendezvous)
     worker = ("-m", "tests.dist.experts_worker", str(folder))
     plan = LaunchPlan(
-        argv=(sys.executable, "-m", "mock_scheduler.launcher", str(folder), *ranks, *worker),
+        argv=(sys.executable, "-m", "mock_scheduler.launch.launcher", str(folder), *ranks, *worker),
         env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         num_processes=NUM_RANKS,
         world_size=NUM_RANKS,

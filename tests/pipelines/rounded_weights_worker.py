@@ -18,8 +18,8 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.schema import PipelineConfig
-from mock_scheduler.digests import compute_tensor_digest
 from mock_scheduler.ledger import Ledger
+from mock_scheduler.support.digests import compute_tensor_digest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.learner import Learner

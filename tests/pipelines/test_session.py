@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launcher import LaunchPlan, plan_launch, plan_session, run_plan
-from mock_scheduler.session_files import (
+from mock_scheduler.launch.launcher import LaunchPlan, plan_launch, plan_session, run_plan
+from mock_scheduler.launch.sessions import (
     STATUS_FILE,
     RunStatus,
     SessionRun,
@@ -247,7 +247,16 @@ def test_several_processes_of_a_session_go_through_torchrun(tmp_path: Path) -> N
     run = session_run(configs, tmp_path, "one", ("parallel.data_parallel_size=2",))
     plan = plan_session([run], plan_path=tmp_path / "other" / "plan.json", python="python")
     path = str(tmp_path / "other" / "plan.json")
-    assert plan.argv[:8] == ("python", "-m", "mock_scheduler.launcher", path, "--nproc-per-node", "2", "--nnodes", "1")
+    assert plan.argv[:8] == (
+        "python",
+        "-m",
+        "mock_scheduler.launch.launcher",
+        path,
+        "--nproc-per-node",
+        "2",
+        "--nnodes",
+        "1",
+    )
     assert plan.argv[-3:] == ("-m", "pipelines.session", path)
 
 
@@ -293,7 +302,7 @@ def test_a_session_in_too_few_processes_starts_nothing(tmp_path: Path) -> None:
     assert run_plan(plan, log_path=tmp_path / "log", cwd=ROOT) == 5
     assert (tmp_path / "log").read_text(encoding="utf-8") == (
         "[rank 0] LayoutError: the session's runs need 2 processes each, but 1 were started; start it as "
-        "mock_scheduler.launcher.plan_session plans it\n"
+        "mock_scheduler.launch.launcher.plan_session plans it\n"
     )
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["error.json"]
 

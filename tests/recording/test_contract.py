@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule, check_contract
+from mock_scheduler.support.digests import JSON, canonical_json
 from tests.recording.builders import make_contract
 
 

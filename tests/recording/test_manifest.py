@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import RecordingError, StepNotFoundError
-from mock_scheduler.packages import DISTRIBUTIONS
 from mock_scheduler.recording import manifest, open_storage
 from mock_scheduler.recording.manifest import (
     Manifest,
@@ -19,6 +18,7 @@ from mock_scheduler.recording.manifest import (
     read_git_revision,
     save_manifest,
 )
+from mock_scheduler.support.packages import DISTRIBUTIONS
 from tests.recording.builders import make_contract
 
 

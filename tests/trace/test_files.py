@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from mock_scheduler.digests import seal
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.digests import seal
 from mock_scheduler.trace.entries import LedgerCall, StepFooter, Unobserved
 from mock_scheduler.trace.files import METADATA_KEY, remove_steps_from
 from mock_scheduler.trace.reader import open_trace

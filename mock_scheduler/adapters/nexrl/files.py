@@ -24,8 +24,8 @@ import torch
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.config.debug import DumpFormat
 from mock_scheduler.errors import StepExistsError, TraceError
-from mock_scheduler.files import publish_new, written_aside
-from mock_scheduler.tensor_bytes import DTYPES, dtype_name
+from mock_scheduler.support.files import publish_new, written_aside
+from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name
 
 #: What a file holds: a dict of texts, numbers, bools, None, lists, dicts with text keys, and tensors.
 Content: TypeAlias = "dict[str, Any]"

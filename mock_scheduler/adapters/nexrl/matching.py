@@ -14,7 +14,7 @@ from typing import Literal
 from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, group_id_of
 from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.errors import BatchError
-from mock_scheduler.text import bullet_list, list_some
+from mock_scheduler.support.text import bullet_list, list_some
 
 _Ids = tuple[str, int]
 _MAX_LISTED = 6

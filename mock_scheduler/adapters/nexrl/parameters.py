@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.text import list_some
+from mock_scheduler.support.text import list_some
 
 _MAX_LISTED = 8
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")

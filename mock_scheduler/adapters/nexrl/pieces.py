@@ -10,7 +10,7 @@ import torch
 
 from mock_scheduler.adapters.nexrl.parameters import NamedRows
 from mock_scheduler.errors import TraceError
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import Block, ShardSpec, owned_mask
 
 

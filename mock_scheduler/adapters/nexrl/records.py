@@ -18,7 +18,7 @@ from mock_scheduler.batch import RolloutBatch, SampleIdentity, Termination, Traj
 from mock_scheduler.batch.columns import Ragged, RowValue
 from mock_scheduler.batch.trajectory import sampling_as_json
 from mock_scheduler.errors import BatchError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 Record = dict[str, Any]
 

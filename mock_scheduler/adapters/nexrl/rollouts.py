@@ -18,10 +18,10 @@ from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, read_traject
 from mock_scheduler.adapters.nexrl.rows import build_row
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.config.debug import DumpFormat, RolloutWorkerConfig
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, RecordingError, StepNotFoundError
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import bullet_list
 
 PlanFunction = Callable[[RolloutRequest], Sequence[PlannedTrajectory]]
 """The trajectories that a request asks for."""

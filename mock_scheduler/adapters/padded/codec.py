@@ -39,9 +39,9 @@ from mock_scheduler.adapters.padded.other import (
 from mock_scheduler.adapters.padded.values import from_json
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 META_KEY = "padded"
 ROW_COLUMN = f"{IDENTITY_EXTRAS}row"

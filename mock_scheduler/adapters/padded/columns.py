@@ -18,9 +18,9 @@ from mock_scheduler.adapters.padded.rows import RowSpans
 from mock_scheduler.adapters.padded.segments import SegmentReader, TokenFields, write_segment
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, TensorColumn
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes
 
 PROGRAM_COLUMN = "padded.program"
 VALUES_COLUMN = "padded.values"

@@ -17,7 +17,7 @@ from mock_scheduler.adapters.padded.layout import Frame, PaddedLayout
 from mock_scheduler.adapters.padded.segments import Lanes
 from mock_scheduler.batch.checks import MAX_LISTED_PROBLEMS
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import as_bytes, has_plain_bytes, shape_text
+from mock_scheduler.support.tensor_bytes import as_bytes, has_plain_bytes, shape_text
 
 Native: TypeAlias = "Mapping[str, object]"
 

@@ -11,8 +11,8 @@ import torch
 from mock_scheduler.adapters.padded.values import from_json, to_json
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError
+from mock_scheduler.support.digests import JSON
 
 
 def write_rows(name: str, values: Sequence[object], order: Sequence[int]) -> JsonColumn:

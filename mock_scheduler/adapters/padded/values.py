@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.digests import JSON, MAX_JSON_DEPTH
 from mock_scheduler.errors import BatchError
-from mock_scheduler.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes, has_plain_bytes
+from mock_scheduler.support.digests import JSON, MAX_JSON_DEPTH
+from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes, has_plain_bytes
 
 _PLAIN_NAN = struct.pack(">d", math.nan).hex()
 

@@ -16,7 +16,7 @@ from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.noise.slopes import SlopeSummary
 from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 #: Standard deviations of the sum of fair signs.
 LARGEST_SIGMA = 3.0

@@ -17,7 +17,7 @@ from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import LARGEST_Z, describe_ratio, robust_z, slope_of, suspect_scale
 from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import PHASES, Phase
 
 _FEWEST_TENSORS = 8

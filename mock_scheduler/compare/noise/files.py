@@ -19,9 +19,9 @@ from typing import Any, get_args
 from mock_scheduler.compare.noise.building import digest_of
 from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.tensor_noise import TensorNoise
-from mock_scheduler.digests import JSON, open_sealed, seal
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.files import save_json
+from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.files import save_json
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
 

@@ -11,7 +11,7 @@ from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
 from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 _MOST_PLACES = 8
 

@@ -29,7 +29,7 @@ from mock_scheduler.compare.noise.heavy_tails import Pool, describe_factors, fin
 from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.compare.noise.token_shares import TokenShares, is_share
 from mock_scheduler.compare.routing import is_choice
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
 

@@ -21,7 +21,7 @@ from mock_scheduler.compare.factors import name_factor
 from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 #: |z|, and standard deviations of one tensor's slope, beyond which a slope is no noise.
 LARGEST_Z = 5.0

@@ -11,7 +11,7 @@ from mock_scheduler.config.correction.presets import PRESETS
 from mock_scheduler.config.correction.rules import INVERTED_RELEASES
 from mock_scheduler.config.correction.thresholds import parse_ratio_band, split_thresholds
 from mock_scheduler.config.correction.verl_keys import NEWER_OPTIONS, never_rejects
-from mock_scheduler.text import count_of
+from mock_scheduler.support.text import count_of
 
 if TYPE_CHECKING:
     from mock_scheduler.config.correction.algorithm import AlgorithmConfig

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 ABSENT = "absent"
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from mock_scheduler.determinism.doctor.differences import Difference, DifferenceKind
 from mock_scheduler.determinism.settings import find_setting
 from mock_scheduler.determinism.settings.setting import Setting
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 _UNSET = "unset"
 _DETERMINISTIC = ("torch.deterministic_algorithms", "torch.deterministic_warn_only")

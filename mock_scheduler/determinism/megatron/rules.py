@@ -16,7 +16,7 @@ from mock_scheduler.determinism.megatron.facts import FACT_RULES
 from mock_scheduler.determinism.megatron.layouts import LAYOUT_RULES
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 logger = logging.getLogger(__name__)
 

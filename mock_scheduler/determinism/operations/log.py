@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.run_files import OPERATIONS_FOLDER
+from mock_scheduler.support.run_files import OPERATIONS_FOLDER
 
 FORMAT_VERSION = 1
 

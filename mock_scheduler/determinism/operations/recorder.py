@@ -37,9 +37,9 @@ from mock_scheduler.determinism.operations.operators import (
 from mock_scheduler.determinism.operations.program_place import ProgramPlace
 from mock_scheduler.determinism.operations.watching import WatchingMode
 from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
-from mock_scheduler.files import written_aside
-from mock_scheduler.tensor_bytes import dtype_name
-from mock_scheduler.text import shorten
+from mock_scheduler.support.files import written_aside
+from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.text import shorten
 
 _LONGEST_TEXT = 300
 _NamedTensors = list[tuple[str, torch.Tensor]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mock_scheduler.determinism.settings.setting import Between, Kind, ReadAt, Setting
-from mock_scheduler.packages import DISTRIBUTIONS
+from mock_scheduler.support.packages import DISTRIBUTIONS
 
 # Those that compute. torch has a row of its own, with its build; safetensors only stores.
 _COMPUTING = (

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.contract import Contract, Rule
 from mock_scheduler.recording.inspection.diff import BatchDifferences, compare_batches
@@ -19,6 +18,7 @@ from mock_scheduler.recording.inspection.diff_fields import ABSENT, FieldDiffere
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.support.digests import JSON, canonical_json
 
 #: What the two recordings are called.
 NAMES = ("A", "B")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
 from mock_scheduler.recording.inspection.statistics import RecordingStatistics, RecordingTotals, StepStatistics
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import FolderListing, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import load_retention
+from mock_scheduler.support.digests import JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

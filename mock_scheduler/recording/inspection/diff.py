@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, sampling_as_json
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.recording.inspection.diff_fields import (
     ABSENT,
     FieldDifference,
@@ -19,7 +18,8 @@ from mock_scheduler.recording.inspection.diff_fields import (
     json_difference,
     pair_fields,
 )
-from mock_scheduler.text import count_of
+from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.text import count_of
 
 _NUM_SHOWN = 20
 

@@ -14,9 +14,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
-from mock_scheduler.digests import JSON, canonical_json
-from mock_scheduler.tensor_bytes import as_bytes, dtype_name
-from mock_scheduler.text import shorten
+from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.support.text import shorten
 
 ABSENT = "absent"
 

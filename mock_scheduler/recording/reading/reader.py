@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import canonical_json
 from mock_scheduler.errors import RecordingError, StepNotFoundError
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.paths import (
@@ -31,6 +30,7 @@ from mock_scheduler.recording.retention import RetentionRecord, load_retention, 
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.support.digests import canonical_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

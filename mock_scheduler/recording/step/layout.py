@@ -21,8 +21,8 @@ import torch
 from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.batch.trajectory import build_identities
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.recording.step.row_keys import RowKeys
+from mock_scheduler.support.digests import JSON, canonical_json
 
 _DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "rewards": (torch.float32, ()),

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
 from mock_scheduler.recording.step.blocks import BlockReader, TensorRange
 from mock_scheduler.recording.step.header import StepHeader, parse_head, read_head
@@ -35,7 +34,8 @@ from mock_scheduler.recording.step.row_keys import RowKeys
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.step.stored import view_array, view_tensor
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.tensor_bytes import dtype_name
 
 _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 

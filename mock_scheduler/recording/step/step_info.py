@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mock_scheduler.digests import JSON, check_json
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.scheduler import Mode
+from mock_scheduler.support.digests import JSON, check_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

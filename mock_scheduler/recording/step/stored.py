@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
 
 _SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",

@@ -14,9 +14,9 @@ from urllib.parse import unquote, urlsplit
 
 from mock_scheduler.config.rollout_mock import normalize_location
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.files import Buffer as Buffer
 from mock_scheduler.recording.storage.byte_sources import ByteSource as ByteSource
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.support.files import Buffer as Buffer
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters at least: C:// is a drive
 

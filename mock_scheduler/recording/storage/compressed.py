@@ -13,8 +13,8 @@ from io import RawIOBase
 from types import ModuleType
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.files import Buffer
 from mock_scheduler.recording.storage.byte_sources import check_range
+from mock_scheduler.support.files import Buffer
 
 COMPRESSED_ENDING = ".zst"
 MAX_DECOMPRESSED_BYTES = 16 * 2**30

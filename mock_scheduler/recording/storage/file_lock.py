@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.files import make_folder
+from mock_scheduler.support.files import make_folder
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

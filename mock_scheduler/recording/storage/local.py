@@ -16,7 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.files import (
+from mock_scheduler.recording.storage.byte_sources import ByteSource, open_file, open_regular
+from mock_scheduler.recording.storage.compressed import COMPRESSED_ENDING, compress, open_compressed
+from mock_scheduler.recording.storage.file_lock import FileLock, claim_folder, lock_folder
+from mock_scheduler.recording.storage.names import check_name
+from mock_scheduler.support.files import (
     Buffer,
     make_folder,
     publish_new,
@@ -24,10 +28,6 @@ from mock_scheduler.files import (
     rename_away,
     written_aside,
 )
-from mock_scheduler.recording.storage.byte_sources import ByteSource, open_file, open_regular
-from mock_scheduler.recording.storage.compressed import COMPRESSED_ENDING, compress, open_compressed
-from mock_scheduler.recording.storage.file_lock import FileLock, claim_folder, lock_folder
-from mock_scheduler.recording.storage.names import check_name
 
 
 class LocalStorage:

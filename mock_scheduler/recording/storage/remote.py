@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.files import Buffer
 from mock_scheduler.recording.storage.byte_sources import ByteSource, check_range
 from mock_scheduler.recording.storage.compressed import (
     COMPRESSED_ENDING,
@@ -26,6 +25,7 @@ from mock_scheduler.recording.storage.compressed import (
     open_compressed,
 )
 from mock_scheduler.recording.storage.names import check_name
+from mock_scheduler.support.files import Buffer
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")

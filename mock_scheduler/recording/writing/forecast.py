@@ -13,7 +13,7 @@ from typing import Literal
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.text import format_bytes
+from mock_scheduler.support.text import format_bytes
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.digests import JSON, canonical_json
 from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.support.digests import JSON, canonical_json
 
 
 def info_differences(recorded: StepInfo, played: StepInfo) -> list[str]:

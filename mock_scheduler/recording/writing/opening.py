@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, collect_provenance, load_manifest
@@ -28,6 +27,7 @@ from mock_scheduler.recording.writing.writer import RecordingWriter as Recording
 from mock_scheduler.recording.writing.writer import WriterOptions as WriterOptions
 from mock_scheduler.recording.writing.writer import WrittenStep as WrittenStep
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.digests import JSON
 
 _NO_OPTIONS = WriterOptions()
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
-from mock_scheduler.text import list_some
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import list_some
 
 #: In the provenance of a cut recording: what it was cut from.
 CUT_FROM = "cut_from"

@@ -28,8 +28,8 @@ from mock_scheduler.config.proofs import GraftConfig
 from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
-from mock_scheduler.tensor_bytes import dtype_name
-from mock_scheduler.text import bullet_list, list_some
+from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import cut_shard

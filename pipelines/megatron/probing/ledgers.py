@@ -23,7 +23,7 @@ from mock_scheduler.determinism.operations.operators import (
     flatten_tensors,
 )
 from mock_scheduler.determinism.operations.watching import WatchingMode
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import LedgerCall
 
 # Operators of torch 2.13 by the words in their names, longest first; functional and in-place forms are one operation.

@@ -29,7 +29,7 @@ import torch
 
 from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.megatron.places import OwnBatch

@@ -13,8 +13,8 @@ from mock_scheduler.adapters.nexrl.comparison.dumps import StepReport
 from mock_scheduler.adapters.nexrl.comparison.pairing import Item
 from mock_scheduler.adapters.nexrl.comparison.sections import Section
 from mock_scheduler.adapters.nexrl.comparison.values import MISSING, Difference
-from mock_scheduler.digests import JSON
 from mock_scheduler.errors import ExitCode
+from mock_scheduler.support.digests import JSON
 
 MAX_JSON_ITEMS = 1000
 MAX_LINES = 20

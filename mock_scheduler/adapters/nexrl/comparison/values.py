@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name
 
 Status = Literal["identical", "close", "different", "dtype", "shape", "unusable", "missing_first", "missing_second"]
 """``close``: within the tolerance. ``dtype``: of two, whatever the values. ``unusable``: neither number nor tensor."""

@@ -4,7 +4,7 @@ Contract: importing this module imports no torch. One process is started directl
 picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and
 SIGHUP it is asked to and waited for; on Linux every process ends too where the one that started it was killed.
 
-``python -m mock_scheduler.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed rank's
+``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed rank's
 own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. Where a
 signal ended a rank, it says which, on stderr and in the run's ``error.json``.
 """
@@ -27,7 +27,8 @@ from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.processes import (
+from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, find_running, write_plan
+from mock_scheduler.support.processes import (
     PARENT_VARIABLE,
     RankExit,
     describe_signal,
@@ -37,8 +38,7 @@ from mock_scheduler.processes import (
     meant_exit_code,
     write_signal_error,
 )
-from mock_scheduler.session_files import STATUS_FILE, SessionRun, check_session, find_running, write_plan
-from mock_scheduler.text import bullet_list
+from mock_scheduler.support.text import bullet_list
 
 DEFAULT_ENTRY = "pipelines.agentic"
 SESSION_ENTRY = "pipelines.session"
@@ -142,7 +142,7 @@ def _start_program(
     env = launch_environment(config.system_envs)
     if config.parallel.world_size == 1:
         return (python, *program), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return (python, "-m", "mock_scheduler.launcher", told_to, *torchrun, *program), env
+    return (python, "-m", "mock_scheduler.launch.launcher", told_to, *torchrun, *program), env
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mock_scheduler.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 

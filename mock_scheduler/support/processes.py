@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.files import save_json
-from mock_scheduler.run_files import ERROR_FILE
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.run_files import ERROR_FILE
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
