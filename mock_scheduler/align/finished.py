@@ -24,13 +24,13 @@ from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.compare.walk import OnKey
+from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.comparison_page import write_comparison_page
 from mock_scheduler.report.comparison_text import print_comparison, print_replicas
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
-from mock_scheduler.report.progress_bar import show_progress
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes

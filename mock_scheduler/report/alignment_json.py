@@ -37,8 +37,8 @@ from mock_scheduler.compare.bounds import Bounds
 from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.verdict import Alignment, Divergence
+from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison_view import count_tiers
-from mock_scheduler.report.json_values import dataclass_to_json, to_json
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.reader import ReplicaConflict
 

@@ -15,6 +15,7 @@ from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, M
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison_view import (
     count_tiers,
@@ -32,7 +33,6 @@ from mock_scheduler.report.comparison_view import (
 from mock_scheduler.report.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
 from mock_scheduler.report.grid_figure import grid_figure
 from mock_scheduler.report.metric_figure import metric_figure
-from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import bullets, facts, metrics_html, more_line, tensors_html, tiers_html
 from mock_scheduler.report.path_figure import path_figure
 from mock_scheduler.support.digests import JSON

@@ -17,6 +17,7 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
+from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison_view import (
     TierCounts,
@@ -34,7 +35,6 @@ from mock_scheduler.report.metrics_table import metrics_table
 from mock_scheduler.report.recording_diff import print_differences
 from mock_scheduler.report.tensor_table import print_tensors
 from mock_scheduler.report.terminal import VERDICT_STYLES
-from mock_scheduler.report.text import print_wrapped
 from mock_scheduler.support.text import count_of
 
 _NUM_SHOWN = 5

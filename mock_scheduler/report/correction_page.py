@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.correction_advice import Advice
@@ -35,7 +36,6 @@ from mock_scheduler.report.correction_view import (
     WorstSequence,
     WorstToken,
 )
-from mock_scheduler.report.page_document import render_document, write_document
 from mock_scheduler.report.page_parts import facts
 from mock_scheduler.support.digests import JSON
 

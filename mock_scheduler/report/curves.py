@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from mock_scheduler.compare.metrics import MetricLog, load_metrics
+from mock_scheduler.display.text import shortest_names
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.text import shortest_names
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import list_some
 

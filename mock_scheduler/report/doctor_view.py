@@ -8,7 +8,7 @@ from rich.text import Text
 
 from mock_scheduler.compare.diagnosis import Diagnosis
 from mock_scheduler.determinism.doctor import Cause, Difference, StepComparison
-from mock_scheduler.report.json_values import dataclass_to_json, to_json
+from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.json_values import dataclass_to_json
+from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
 from mock_scheduler.recording.inspection.comparison import compare_recordings
 from mock_scheduler.recording.inspection.description import describe_recording
@@ -20,8 +22,6 @@ from mock_scheduler.recording.inspection.verification import verify_recording
 from mock_scheduler.recording.paths import describe_absent, format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.json_values import dataclass_to_json
-from mock_scheduler.report.progress_bar import show_progress
 from mock_scheduler.report.recording_diff import differences_to_json, print_differences
 from mock_scheduler.report.recording_show import find_row, print_trajectory
 from mock_scheduler.report.recording_verify import print_verification

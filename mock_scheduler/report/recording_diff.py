@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
     NAMES,
@@ -16,7 +17,6 @@ from mock_scheduler.recording.inspection.comparison import (
     StepDifference,
 )
 from mock_scheduler.recording.inspection.diff_fields import FieldDifference
-from mock_scheduler.report.text import print_wrapped
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.columns import TextColumn, lay_out
+from mock_scheduler.display.text import cut, print_labelled, print_wrapped
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
@@ -16,8 +18,6 @@ from mock_scheduler.recording.inspection.statistics import RecordingTotals, Stal
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.bars import draw_bars
-from mock_scheduler.report.columns import TextColumn, lay_out
-from mock_scheduler.report.text import cut, print_labelled, print_wrapped
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.report.comparison_view import (
     describe_details,
     format_bound,
@@ -16,7 +17,6 @@ from mock_scheduler.report.comparison_view import (
     format_slope,
     tensors_to_show,
 )
-from mock_scheduler.report.text import print_wrapped
 
 _NUM_SHOWN = 10
 _NUM_NEAREST = 3

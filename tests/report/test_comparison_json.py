@@ -14,10 +14,10 @@ import pytest
 from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.display.json_values import to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_json import MAX_LISTED
 from mock_scheduler.report.json_file import comparison_to_json, save_comparison, save_replicas
-from mock_scheduler.report.json_values import to_json
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.reader import ReplicaConflict
 from tests.report.comparisons import (

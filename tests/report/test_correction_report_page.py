@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.display import page_document
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report import page_document
 from mock_scheduler.report.correction_format import number, percent
 from mock_scheduler.report.correction_page import MAX_STEPS, render_correction_page, write_correction_page
 from mock_scheduler.report.correction_text import print_correction

@@ -13,10 +13,10 @@ from rich.console import Console
 from mock_scheduler import cli
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
-from mock_scheduler.report.progress_bar import show_progress
 from tests.recording.builders import SAMPLING, make_batch, make_contract, make_row
 from tests.report.recordings import flip_last_byte, inspect, make_odd_batch, make_played, record, size_of
 

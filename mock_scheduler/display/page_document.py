@@ -8,8 +8,8 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
+from mock_scheduler.display.page_assets import SCRIPT, STYLE, embed_json
 from mock_scheduler.errors import MockSchedulerError
-from mock_scheduler.report.page_assets import SCRIPT, STYLE, embed_json
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
 
