@@ -41,10 +41,10 @@ from mock_scheduler.compare.bounds import UNBOUNDED
 from mock_scheduler.compare.walk import compare_traces
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split
-from mock_scheduler.trace.writing import FullSink
 
 _ROWS, _COLUMNS = 4096, 4096
 _TENSOR_BYTES = _ROWS * _COLUMNS * 4

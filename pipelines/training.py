@@ -18,7 +18,7 @@ from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.trace.files import remove_steps_from
+from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.clock import Clock
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.grid_tokens import GridTokenizer

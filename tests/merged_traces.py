@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import MergedTensor, open_trace
+from mock_scheduler.trace.full.reader import MergedTensor, open_trace
 
 Merged = Mapping[TraceKey, MergedTensor]
 

@@ -30,7 +30,7 @@ from mock_scheduler.report.correction_view import TrainingSide
 from mock_scheduler.support.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader, open_trace
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 
 _SCORES = "old_logprobs"
 _TRACED = "trace.level=full 'trace.kinds=[score]'"

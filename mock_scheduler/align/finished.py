@@ -34,7 +34,7 @@ from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 
 _STDOUT = "-"
 _NUM_ROWS = 5

@@ -28,7 +28,7 @@ from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import list_some
-from mock_scheduler.trace.files import find_steps
+from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 
 _NUM_RUNS = 20

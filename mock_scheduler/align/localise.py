@@ -54,7 +54,7 @@ from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30

@@ -16,7 +16,7 @@ from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TRACE_KINDS
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 
 #: At least so many of the first tensors that differ are traced whole, however large they are.
 _FEWEST_NAMES = 8

@@ -27,8 +27,8 @@ from mock_scheduler.compare.traces import trace_level
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
 
 _REFERENCE, _ROLLOUT = "KL to the reference policy", "KL from the rollout policy"
 

@@ -16,7 +16,7 @@ from mock_scheduler.compare.blocks import split_chunks
 from mock_scheduler.compare.decisions import find_without_gradient
 from mock_scheduler.compare.pairs import TracePair
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import MergedTensor
+from mock_scheduler.trace.full.reader import MergedTensor
 
 #: A critic's parameters are no policy.
 _CRITIC = "critic."

@@ -17,8 +17,8 @@ from mock_scheduler.compare.order import order_keys
 from mock_scheduler.compare.sentence import describe_before, describe_tensor, name_place
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
-from mock_scheduler.trace.reader import ReplicaConflict
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.

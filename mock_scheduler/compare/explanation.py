@@ -25,8 +25,8 @@ from mock_scheduler.compare.routing import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
-from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
 
 #: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
 NUM_FIRST = 6

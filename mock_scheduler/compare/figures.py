@@ -24,7 +24,7 @@ from mock_scheduler.compare.blocks import (
     split_chunks,
 )
 from mock_scheduler.compare.differences import Figures, WorstElement
-from mock_scheduler.trace.files import view_as_bits
+from mock_scheduler.trace.full.files import view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
 

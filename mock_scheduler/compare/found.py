@@ -16,7 +16,7 @@ from mock_scheduler.compare.selection import (
     list_not_compared,
 )
 from mock_scheduler.compare.tensors import ExpertFlips, LedgerComparison, TensorComparison, TensorDifference
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 
 SIDES: tuple[Side, Side] = ("baseline", "candidate")
 

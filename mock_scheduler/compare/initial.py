@@ -18,7 +18,7 @@ from mock_scheduler.compare.pairs import TensorPair, TracePair
 from mock_scheduler.compare.permutations import find_holders
 from mock_scheduler.compare.residual import classify_residual
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 
 #: ||a - b|| / ||a|| from which on it may be another tensor.
 _OTHER = 0.1

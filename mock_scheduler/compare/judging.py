@@ -37,7 +37,7 @@ from mock_scheduler.compare.figures import PairSums, compute_figures, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.files import view_as_bits
+from mock_scheduler.trace.full.files import view_as_bits
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same tensor of baseline and candidate."""

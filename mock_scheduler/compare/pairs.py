@@ -17,7 +17,7 @@ from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName, TraceKey
-from mock_scheduler.trace.reader import MergedTensor, TraceReader
+from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

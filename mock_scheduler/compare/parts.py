@@ -18,7 +18,7 @@ from mock_scheduler.compare.factors import name_factor
 from mock_scheduler.compare.pairs import TensorPair
 from mock_scheduler.compare.residual import ENOUGH, classify_residual
 from mock_scheduler.compare.tokens import TokenAlignment
-from mock_scheduler.trace.reader import ReplicaConflict, TraceReader
+from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 
 _MOST_ELEMENTS = 1 << 20
 _MOST_PLACES = 16

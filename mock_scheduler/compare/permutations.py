@@ -15,7 +15,7 @@ import torch
 
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import RankPlace, TraceKey
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.shards import Block
 
 _NUM_NAMED = 4

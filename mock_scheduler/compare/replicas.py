@@ -16,7 +16,7 @@ from mock_scheduler.compare.results import ReplicaResult
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.trace.entries import RankPlace
-from mock_scheduler.trace.reader import Piece, ReplicaConflict, TraceReader
+from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader
 
 
 def check_replicas(

@@ -18,7 +18,7 @@ from mock_scheduler.compare.walk import OnKey
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

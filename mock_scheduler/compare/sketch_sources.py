@@ -6,9 +6,9 @@ from typing import Protocol
 
 from mock_scheduler.compare.ledgers import LedgerSource
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader
-from mock_scheduler.trace.sketch import NUM_BUCKETS, sketch_of
-from mock_scheduler.trace.sketch_reader import MergedSketch
+from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.trace.sketch.reader import MergedSketch
+from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
 
 class SketchSource(LedgerSource, Protocol):

@@ -29,8 +29,8 @@ from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.tokens import find_row_differences
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.sketch import Estimate, Sketch, difference
-from mock_scheduler.trace.sketch_reader import MergedSketch
+from mock_scheduler.trace.sketch.reader import MergedSketch
+from mock_scheduler.trace.sketch.sketch import Estimate, Sketch, difference
 
 _SketchPair = tuple[MergedSketch, MergedSketch]
 

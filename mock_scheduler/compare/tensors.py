@@ -10,8 +10,8 @@ from typing import Literal
 from mock_scheduler.compare.differences import Figures, Locality, Residual, Tier
 from mock_scheduler.compare.findings import Finding, Side
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import TRACE_KINDS, LedgerKind, TraceKind
-from mock_scheduler.trace.reader import ReplicaConflict
 
 #: The kinds that a verdict must have compared.
 JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")

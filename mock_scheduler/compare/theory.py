@@ -31,7 +31,7 @@ from mock_scheduler.compare.sketch_sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.traces import find_epsilon, open_sources
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
-from mock_scheduler.trace.sketch import difference
+from mock_scheduler.trace.sketch.sketch import difference
 
 GROWTH = 1.03
 FACTOR = 4.0

@@ -16,11 +16,11 @@ from mock_scheduler.compare.sketches import compare_sketches
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk import OnKey, compare_traces
 from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
-from mock_scheduler.trace.sketch import NUM_BUCKETS
-from mock_scheduler.trace.sketch_files import has_full, has_sketches
-from mock_scheduler.trace.sketch_reader import SketchReader, open_sketches
+from mock_scheduler.trace.sketch.files import has_full, has_sketches
+from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
+from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS
 
 _COMPUTED_IN: tuple[TraceKind, ...] = ("initial", "parameter", "activation", "weight")
 _NARROWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

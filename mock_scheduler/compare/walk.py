@@ -19,7 +19,7 @@ from mock_scheduler.compare.step_walk import StepWalk
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.support.threads import without_inner_threads
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 
 #: Called with how many tensors are done, of how many.
 OnKey = Callable[[int, int], None]

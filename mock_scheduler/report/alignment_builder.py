@@ -55,7 +55,7 @@ from mock_scheduler.report.comparison_view import (
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map

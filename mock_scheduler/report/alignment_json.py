@@ -40,7 +40,7 @@ from mock_scheduler.compare.verdict import Alignment, Divergence
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison_view import count_tiers
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 
 Item = TypeVar("Item")
 

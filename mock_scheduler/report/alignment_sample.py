@@ -22,7 +22,7 @@ from mock_scheduler.report.comparison_view import format_size
 from mock_scheduler.report.recording_show import Stretch, find_row, has_logprobs, split_stretches
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.reader import TraceReader
+from mock_scheduler.trace.full.reader import TraceReader
 
 MAX_TOKENS = 1500
 _TRAIN = "train"

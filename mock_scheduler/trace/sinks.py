@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import RankPlace, TraceSink
-from mock_scheduler.trace.sketch_files import SketchSink
-from mock_scheduler.trace.writing import FullSink
+from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 
 
 def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import MergedTensor, open_trace
+from mock_scheduler.trace.full.reader import MergedTensor, open_trace
 from pipelines.layouts.worker import METRICS_FILE
 
 # A metric that is a difference of nearly equal numbers is judged against what was subtracted, which is of this size.

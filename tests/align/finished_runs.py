@@ -12,7 +12,7 @@ import torch
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 
 CONFIG = "exp_name: lake\nmax_steps: 2\n"

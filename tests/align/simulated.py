@@ -21,11 +21,11 @@ from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
+from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
-from mock_scheduler.trace.sketch_files import SketchSink
-from mock_scheduler.trace.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 
 HIDDEN, TOKENS, NUM_LAYERS = 16, 12, 2
 ROWS = RowTable(identities=("train/0/a", "train/0/b"), lengths=(5, 7))

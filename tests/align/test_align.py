@@ -22,7 +22,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 
 CONFIG = """

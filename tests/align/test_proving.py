@@ -10,7 +10,7 @@ from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
 from mock_scheduler.trace.entries import RankPlace, TraceKey
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 

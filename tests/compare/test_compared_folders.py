@@ -18,10 +18,10 @@ from mock_scheduler.compare.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.writing import FullSink
 from tests.recording.builders import make_batch, make_info
 from tests.recording.recordings import open_writer
 

@@ -20,7 +20,7 @@ from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.sketch_files import SketchSink
+from mock_scheduler.trace.sketch.files import SketchSink
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
 from tests.trace.builders import entry, place, save, token_piece

@@ -11,7 +11,7 @@ import pytest
 
 from mock_scheduler.compare.consequence import consequence_kinds, find_consequence
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader, open_trace
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from tests.pipelines.tiny_runs import run_cli, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}

@@ -18,9 +18,9 @@ from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import whole
 from tests.compare.stated import stated
 

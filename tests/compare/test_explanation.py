@@ -9,9 +9,9 @@ import torch
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.writing import FullSink
 from tests.compare.stated import stated
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"

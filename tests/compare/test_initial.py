@@ -9,8 +9,8 @@ import torch
 
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
-from mock_scheduler.trace.writing import FullSink
 from tests.compare.stated import stated
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"

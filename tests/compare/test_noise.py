@@ -22,7 +22,7 @@ from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Verdict, decide
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 
 WEIGHT = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.mlp.linear_fc1.weight")

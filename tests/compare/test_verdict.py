@@ -10,7 +10,7 @@ import torch
 from mock_scheduler.compare.results import compare_runs
 from mock_scheduler.compare.verdict import Alignment, Verdict, worst_exit_code
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 from tests.compare.stated import stated

@@ -25,11 +25,11 @@ from mock_scheduler.trace.entries import (
     TraceEntry,
     Unobserved,
 )
+from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.reader import open_trace
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
-from mock_scheduler.trace.sketch_files import SketchSink
-from mock_scheduler.trace.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 from tests.compare.stated import stated
 
 BOUNDS = stated()

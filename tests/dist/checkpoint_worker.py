@@ -26,7 +26,7 @@ from mock_scheduler.config.proofs import PerturbationConfig
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.layouts.cases import parallel_of

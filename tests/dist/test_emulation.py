@@ -14,7 +14,7 @@ import torch
 
 from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import MergedTensor, open_trace
+from mock_scheduler.trace.full.reader import MergedTensor, open_trace
 from tests.dist.conftest import launch
 from tests.dist.emulation_cases import EMULATED_MODELS, EmulationCase
 from tests.dist.emulation_worker import METRICS_FILE

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from pipelines.layouts.__main__ import app
 from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, Case, build_config, layout_cases

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from pipelines.megatron.weights import canonical_initial_weight
 from tests.dist.conftest import LAYOUTS
 from tests.dist.worker import VARIANTS

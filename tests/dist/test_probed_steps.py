@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
-from mock_scheduler.trace.reader import TraceReader, open_trace
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from pipelines.layouts.cases import LONGEST_ROW, SEED
 from pipelines.layouts.rows import random_batch
 from tests.dist.traced_steps import LAYOUTS, WAYS, traced_steps

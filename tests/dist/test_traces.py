@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, Case
 from tests.dist.conftest import launch
 from tests.dist.traced_steps import FAULT, SHORT, TWICE, case_of, traced_steps

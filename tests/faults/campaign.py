@@ -21,7 +21,7 @@ from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from pipelines.layouts.cases import parallel_of
 from tests.faults.cases import reference_of, world_size
 from tests.faults.evidence import Evidence

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from tests.gpu.training_worker import FACTS_FILE, NUM_STEPS
 
 pytestmark = [

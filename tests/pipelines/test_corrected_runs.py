@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from tests.pipelines.test_training_service import serving, train_there
 from tests.pipelines.tiny_runs import DETERMINISTIC, run_command, write_tiny_config
 

@@ -15,9 +15,9 @@ from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.writing import FullSink
 from pipelines.clock import Clock
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource, put_elements

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import place_shard
 from pipelines.layouts.cases import LONGEST_ROW, SEED

@@ -10,7 +10,7 @@ import torch
 
 from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.errors import ConfigError, LayoutError
-from mock_scheduler.trace.files import remove_steps_from
+from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.megatron.checkpoint import (
     RunState,
     check_same_settings,

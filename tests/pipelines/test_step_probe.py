@@ -19,7 +19,7 @@ from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement.rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader, open_trace
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.clock import Clock
 from pipelines.debug_dump.build import build_debug_dump
@@ -250,7 +250,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
             assert list(tmp_path.rglob("*.safetensors"))
             if fails_when == "training":
                 raise RuntimeError("out of memory")
-            monkeypatch.setattr("mock_scheduler.trace.files.save_file", refuse)
+            monkeypatch.setattr("mock_scheduler.trace.full.files.save_file", refuse)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")

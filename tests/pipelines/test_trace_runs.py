@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
 
 

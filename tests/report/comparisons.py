@@ -22,7 +22,7 @@ from mock_scheduler.compare.tensors import (
 )
 from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict, failed_run
 from mock_scheduler.trace.entries import RankPlace, TraceKey
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from tests.compare.stated import stated
 
 BOUNDS = stated()

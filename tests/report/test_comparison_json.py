@@ -19,7 +19,7 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_json import MAX_LISTED
 from mock_scheduler.report.json_file import comparison_to_json, save_comparison, save_replicas
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from tests.report.comparisons import (
     SENTENCE,
     TP0,

@@ -23,7 +23,7 @@ from mock_scheduler.report.comparison_view import (
     name_sides,
 )
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from tests.report.comparisons import (
     SENTENCE,
     TP0,

@@ -22,7 +22,7 @@ from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.trace.entries import RankPlace, TraceKey
-from mock_scheduler.trace.reader import ReplicaConflict
+from mock_scheduler.trace.full.reader import ReplicaConflict
 from tests.report import alignments
 
 BOUNDS = StatedBounds(

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import seal
 from mock_scheduler.trace.entries import LedgerCall, StepFooter, Unobserved
-from mock_scheduler.trace.files import METADATA_KEY, remove_steps_from
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.files import METADATA_KEY, remove_steps_from
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
-from mock_scheduler.trace.sketch_files import SketchSink
+from mock_scheduler.trace.sketch.files import SketchSink
 from tests.trace.builders import (
     FC1,
     NORM,
@@ -369,7 +369,7 @@ def test_a_step_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pyt
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mock_scheduler.trace.files.shutil.rmtree", refuse)
+    monkeypatch.setattr("mock_scheduler.trace.full.files.shutil.rmtree", refuse)
     with pytest.raises(TraceError) as caught:
         remove_steps_from(tmp_path, 0)
     assert str(caught.value) == (

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from mock_scheduler.trace.memory import MemoryPool
+from mock_scheduler.trace.full.memory import MemoryPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped on Linux only")
 

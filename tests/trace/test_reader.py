@@ -11,9 +11,9 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import LedgerCall, RowTable, StepFooter, TraceEntry
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
-from mock_scheduler.trace.writing import FullSink
 from tests.trace.builders import (
     FC1,
     LOGPROBS,

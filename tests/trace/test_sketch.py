@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace import sketch_sums
 from mock_scheduler.trace.shards import (
     Block,
     ShardSpec,
@@ -21,7 +20,8 @@ from mock_scheduler.trace.shards import (
     even_split,
     whole,
 )
-from mock_scheduler.trace.sketch import (
+from mock_scheduler.trace.sketch.constants import BLOCK, NUM_SLOTS
+from mock_scheduler.trace.sketch.sketch import (
     Estimate,
     Sketch,
     add,
@@ -32,8 +32,8 @@ from mock_scheduler.trace.sketch import (
     sketch_of,
     sketch_piece,
 )
-from mock_scheduler.trace.sketch_constants import BLOCK, NUM_SLOTS
-from mock_scheduler.trace.sketch_sums import SketchSums
+from mock_scheduler.trace.sketch.sketch import sums as sketch_sums
+from mock_scheduler.trace.sketch.sums import SketchSums
 
 _MASK = (1 << 64) - 1
 NUM_PAIRS = 400

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, compute_tensor_digest, open_sealed, seal
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.files import save_rank_trace
+from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split, whole
-from mock_scheduler.trace.sketch import difference, sketch_of
-from mock_scheduler.trace.sketch_files import (
+from mock_scheduler.trace.sketch.files import (
     SketchReader,
     SketchSink,
     has_full,
@@ -26,7 +25,8 @@ from mock_scheduler.trace.sketch_files import (
     open_sketches,
     sketch_path,
 )
-from mock_scheduler.trace.sketch_opening import METADATA_KEY
+from mock_scheduler.trace.sketch.opening import METADATA_KEY
+from mock_scheduler.trace.sketch.sketch import difference, sketch_of
 
 W = "decoder.layers.0.mlp.linear_fc1.weight"
 ROWS = RowTable(identities=("a", "b", "c"), lengths=(3, 2, 4))

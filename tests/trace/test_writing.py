@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import mock_scheduler.trace.writing as writing
+import mock_scheduler.trace.full.writing as writing
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceSink
-from mock_scheduler.trace.files import save_rank_trace
-from mock_scheduler.trace.reader import open_trace
+from mock_scheduler.trace.full.files import save_rank_trace
+from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sinks import open_sink
-from mock_scheduler.trace.sketch_files import SketchSink
-from mock_scheduler.trace.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 from tests.trace.builders import LOGPROBS, NORM, entry, key, place, refused, save_one, token_piece
 
 
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_leaves_nothing_and_the_step_can_be_written_again(
     sink._wait()
     assert part_names(tmp_path) == ["rank_00000.part_000.safetensors", "rank_00000.part_001.safetensors"]
     with monkeypatch.context() as patched:
-        patched.setattr("mock_scheduler.trace.files.save_file", full)
+        patched.setattr("mock_scheduler.trace.full.files.save_file", full)
         with pytest.raises(TraceError, match="No space left on device"):
             sink.close(StepFooter())
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.files import find_steps
+from mock_scheduler.trace.full.files import find_steps
 
 #: Called with which perturbed run is compared, from 0, of how many.
 OnRun = Callable[[int, int], None]

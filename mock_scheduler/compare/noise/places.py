@@ -22,8 +22,8 @@ from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.pairs import TensorPair, pair_up
 from mock_scheduler.compare.tokens import align_tokens
 from mock_scheduler.trace.entries import DimName
-from mock_scheduler.trace.reader import TraceReader, open_trace
-from mock_scheduler.trace.sketch_files import has_full
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
+from mock_scheduler.trace.sketch.files import has_full
 
 
 class PlaceNoise:

@@ -31,7 +31,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.reader import TraceReader, open_trace
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe

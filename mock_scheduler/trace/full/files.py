@@ -58,9 +58,9 @@ from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import rename_away, written_aside
 from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.footers import footer_as_json
-from mock_scheduler.trace.memory import allocate_zeros
-from mock_scheduler.trace.pieces import (
+from mock_scheduler.trace.full.footers import footer_as_json
+from mock_scheduler.trace.full.memory import allocate_zeros
+from mock_scheduler.trace.full.pieces import (
     PieceRecord,
     check_spec,
     pieces_as_json,

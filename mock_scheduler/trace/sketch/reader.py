@@ -20,8 +20,8 @@ from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.kinds import STEP_KINDS
 from mock_scheduler.trace.rectangles import ElementSet, count_union, find_cover
-from mock_scheduler.trace.sketch import Sketch, add, difference
-from mock_scheduler.trace.sketch_opening import RankSketches, StoredSketch, open_sketch_steps
+from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
+from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

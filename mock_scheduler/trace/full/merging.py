@@ -15,11 +15,11 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.coverage import count_cells, element_places, fill_local_tensor
 from mock_scheduler.trace.entries import RowTable, TraceKey
-from mock_scheduler.trace.files import view_as_bits
-from mock_scheduler.trace.memory import MemoryPool
-from mock_scheduler.trace.merged import ConflictTally, MergedTensor
-from mock_scheduler.trace.pieces import Piece
-from mock_scheduler.trace.presence import Expectation, check_present, held_twice
+from mock_scheduler.trace.full.files import view_as_bits
+from mock_scheduler.trace.full.memory import MemoryPool
+from mock_scheduler.trace.full.merged import ConflictTally, MergedTensor
+from mock_scheduler.trace.full.pieces import Piece
+from mock_scheduler.trace.full.presence import Expectation, check_present, held_twice
 from mock_scheduler.trace.shards import place_shard
 
 Load = Callable[[Piece], torch.Tensor]

@@ -17,12 +17,12 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest, open_sealed
 from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.files import SKETCH_FILE, find_steps
-from mock_scheduler.trace.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements
+from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
+from mock_scheduler.trace.full.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements
+from mock_scheduler.trace.full.opening import DAMAGED, open_file
 from mock_scheduler.trace.kinds import TRACE_KINDS
-from mock_scheduler.trace.opening import DAMAGED, open_file
 from mock_scheduler.trace.rectangles import ElementSet, Rectangle
-from mock_scheduler.trace.sketch import Sketch
+from mock_scheduler.trace.sketch.sketch import Sketch
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mock_scheduler.sketch"

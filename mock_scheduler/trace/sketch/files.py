@@ -35,14 +35,14 @@ from mock_scheduler.support.digests import JSON, canonical_json, compute_tensor_
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.files import PART_FILE, SKETCH_FILE, RankStep, check_unwritten, find_steps, step_folder
-from mock_scheduler.trace.footers import footer_as_json
-from mock_scheduler.trace.pieces import check_spec
+from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, RankStep, check_unwritten, find_steps, step_folder
+from mock_scheduler.trace.full.footers import footer_as_json
+from mock_scheduler.trace.full.pieces import check_spec
 from mock_scheduler.trace.rectangles import ElementSet, Rectangle, count_union, join
-from mock_scheduler.trace.sketch import NUM_BUCKETS, Sketch, finish_sketches
-from mock_scheduler.trace.sketch_opening import FORMAT_VERSION, METADATA_KEY
-from mock_scheduler.trace.sketch_reader import MergedSketch, SketchConflict, SketchReader, open_sketches
-from mock_scheduler.trace.sketch_sums import SketchSums
+from mock_scheduler.trace.sketch.opening import FORMAT_VERSION, METADATA_KEY
+from mock_scheduler.trace.sketch.reader import MergedSketch, SketchConflict, SketchReader, open_sketches
+from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, Sketch, finish_sketches
+from mock_scheduler.trace.sketch.sums import SketchSums
 
 __all__ = [
     "MergedSketch",

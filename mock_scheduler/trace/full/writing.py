@@ -19,8 +19,8 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.files import Ending, EntryIntake, RankStep, check_unwritten, write_part
-from mock_scheduler.trace.pieces import PieceRecord, record_entry
+from mock_scheduler.trace.full.files import Ending, EntryIntake, RankStep, check_unwritten, write_part
+from mock_scheduler.trace.full.pieces import PieceRecord, record_entry
 
 DEFAULT_PART_BYTES = 1 << 30
 

@@ -10,9 +10,9 @@ import torch
 
 from mock_scheduler.trace.coverage import canonical_mask
 from mock_scheduler.trace.entries import DimName, RankPlace, TraceKey
-from mock_scheduler.trace.files import view_as_bits
+from mock_scheduler.trace.full.files import view_as_bits
+from mock_scheduler.trace.full.pieces import Piece
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.trace.pieces import Piece
 
 _PLURALS: Mapping[TraceKind, str] = {
     "initial": "initial parameters",

@@ -20,7 +20,7 @@ import torch
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name
 from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, TraceEntry, TraceKey
-from mock_scheduler.trace.footers import as_count, as_counts
+from mock_scheduler.trace.full.footers import as_count, as_counts
 from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 

@@ -15,7 +15,7 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RowTable, TraceKey
-from mock_scheduler.trace.pieces import Piece
+from mock_scheduler.trace.full.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_json_digest, open_sealed
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.files import (
+from mock_scheduler.trace.full.files import (
     FORMAT_VERSION,
     METADATA_KEY,
     OLD_RANK_FILE,
@@ -26,8 +26,8 @@ from mock_scheduler.trace.files import (
     Ending,
     find_steps,
 )
-from mock_scheduler.trace.footers import as_count, as_world_size, parse_footer, shared_statements
-from mock_scheduler.trace.pieces import Piece, PieceRecord, parse_pieces
+from mock_scheduler.trace.full.footers import as_count, as_world_size, parse_footer, shared_statements
+from mock_scheduler.trace.full.pieces import Piece, PieceRecord, parse_pieces
 
 DAMAGED = "the file was changed or damaged after it was written"
 

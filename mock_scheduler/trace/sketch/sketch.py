@@ -37,8 +37,8 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, whole
-from mock_scheduler.trace.sketch_constants import BLOCK, MAX_BUCKETS, NUM_SLOTS, ROWS, bucket_weights, dtype_key
-from mock_scheduler.trace.sketch_sums import SketchSums
+from mock_scheduler.trace.sketch.constants import BLOCK, MAX_BUCKETS, NUM_SLOTS, ROWS, bucket_weights, dtype_key
+from mock_scheduler.trace.sketch.sums import SketchSums
 
 NUM_BUCKETS = 64
 

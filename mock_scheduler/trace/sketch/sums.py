@@ -17,7 +17,7 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.rectangles import Rectangle, rectangles_of
 from mock_scheduler.trace.shards import ShardSpec
-from mock_scheduler.trace.sketch_constants import (
+from mock_scheduler.trace.sketch.constants import (
     BLOCK,
     NUM_SLOTS,
     ROWS,
