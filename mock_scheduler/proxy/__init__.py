@@ -4,8 +4,8 @@ Contract: ``build_scheduler`` and ``build_async_scheduler`` are the only ways in
 in every mode. Every rank builds one and calls it in the same order; nothing here communicates.
 """
 
-from mock_scheduler.proxy.async_front import AsyncProxyScheduler
+from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.build import BuildOptions, build_async_scheduler, build_scheduler
-from mock_scheduler.proxy.front import ProxyScheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 
 __all__ = ["AsyncProxyScheduler", "BuildOptions", "ProxyScheduler", "build_async_scheduler", "build_scheduler"]
