@@ -17,7 +17,7 @@ from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.order_plan import limits, plan_order
+from mock_scheduler.megatron.order_plan import limits, plan_order
 
 #: Terms whose sum is the same in any order.
 _NUM_ORDERLESS = 2

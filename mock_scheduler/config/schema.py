@@ -45,7 +45,6 @@ from mock_scheduler.config.environments import (
     weights_precision_problem,
 )
 from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.proofs import GraftConfig, OrderConfig, PerturbationConfig
@@ -59,7 +58,8 @@ from mock_scheduler.config.sections import (
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
 from mock_scheduler.config.training_service import TrainingServiceConfig
-from mock_scheduler.order_plan import limits as emulation_limits
+from mock_scheduler.megatron.order_plan import limits as emulation_limits
+from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
 
 __all__ = [

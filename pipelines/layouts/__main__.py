@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mock_scheduler.config.known_wrong import MEGATRON, installed_megatron
+from mock_scheduler.megatron.rules.known_wrong import MEGATRON, installed_megatron
 from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
 from pipelines.layouts.runs import run_cases
 from pipelines.layouts.table import build_results, render

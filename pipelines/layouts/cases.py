@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mock_scheduler.config.known_wrong import find_known_wrong, installed_megatron, layout_values
 from mock_scheduler.config.layout import parse_layout
 from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
+from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
 from pipelines.layouts.models import MODELS
 from pipelines.layouts.options import (
     OPTIONS,

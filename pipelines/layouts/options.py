@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mock_scheduler.config.known_wrong import KNOWN_WRONG
+from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG
 
 PLAIN = "plain"
 SEPARATOR = "+"

@@ -14,9 +14,9 @@ from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
-from mock_scheduler.determinism.megatron import check_conflicts, find_conflicts
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
+from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import METRICS_FILE

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config import known_wrong, schema
-from mock_scheduler.config.known_wrong import (
+from mock_scheduler.config import schema
+from mock_scheduler.config.layout import ParallelConfig, Workload, layout_problems
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.model import ModelConfig
+from mock_scheduler.config.training import TrainingConfig
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.rules import known_wrong
+from mock_scheduler.megatron.rules.known_wrong import (
     KNOWN_WRONG,
     check_allowed_names,
     check_known_wrong,
     find_known_wrong,
     layout_values,
 )
-from mock_scheduler.config.layout import ParallelConfig, Workload, layout_problems
-from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.megatron_rule import Effect
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.training import TrainingConfig
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.rules.rule import Effect
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.16.1", "0.19.2"

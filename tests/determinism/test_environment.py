@@ -277,7 +277,9 @@ def test_torch_alone_is_late_only_for_what_its_import_reads() -> None:
 
 
 def test_environment_and_rules_import_no_torch() -> None:
-    modules = "mock_scheduler.determinism.environment, mock_scheduler.determinism.table, mock_scheduler.launch.launcher"
+    modules = (
+        "mock_scheduler.determinism.environment, mock_scheduler.megatron.rules.table, mock_scheduler.launch.launcher"
+    )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mock_scheduler.determinism.megatron import (
+from mock_scheduler.errors import ConfigError, DeterminismError
+from mock_scheduler.megatron.rules import (
     RULES,
     Conflict,
     Effect,
@@ -16,8 +17,7 @@ from mock_scheduler.determinism.megatron import (
     find_conflicts,
     parse_version,
 )
-from mock_scheduler.determinism.megatron.facts import FACT_RULES
-from mock_scheduler.errors import ConfigError, DeterminismError
+from mock_scheduler.megatron.rules.facts import FACT_RULES
 
 # What the pipeline builds: no rule but facts applies to it.
 CLEAN: dict[str, object] = {

@@ -10,8 +10,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.determinism.megatron import Effect, check_conflicts, find_conflicts
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.megatron.rules import Effect, check_conflicts, find_conflicts
 from pipelines.megatron.conflicts import megatron_values, read_setup
 from pipelines.megatron.model import build_transformer_config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
+from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
 from pipelines.layouts.cases import KNOWN_WRONG_CASES, Case, allowing, build_config, refused_cases
 from pipelines.layouts.comparison import is_first_update, merged_pairs, read_metrics, relative_difference
 from pipelines.layouts.options import PLAIN

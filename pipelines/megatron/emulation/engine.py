@@ -12,7 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.order_plan import OrderPlan, plan_order
+from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from pipelines.megatron.emulation.accumulators import Accumulators
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
 from pipelines.megatron.emulation.modules import EmulatedModules

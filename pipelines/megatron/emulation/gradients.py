@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.optimizer import clip_grads
 
-from mock_scheduler.order_plan import OrderPlan
+from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulator, Accumulators
 from pipelines.megatron.emulation.buffers import owned_ranges
 from pipelines.megatron.emulation.parts import joined, ordered_sum

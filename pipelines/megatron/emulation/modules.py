@@ -19,7 +19,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from mock_scheduler.order_plan import OrderPlan
+from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
 from pipelines.megatron.emulation.attention import emulate_attention
 from pipelines.megatron.emulation.experts import emulate_experts

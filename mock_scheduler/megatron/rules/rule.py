@@ -2,7 +2,7 @@
 
 Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field that the mapping
 lacks does not exist in the installed version, or is not known: it reads as ``None``. The form stands here, below the
-rules of ``mock_scheduler.determinism.megatron``, since a configuration is held against some of them when it is loaded.
+rules of ``mock_scheduler.megatron.rules``, since a configuration is held against some of them when it is loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The settings table and the rules for Megatron as Markdown, for the documentation.
 
-``python -m mock_scheduler.determinism.table docs/determinism.md`` writes them between the page's markers, and a test
+``python -m mock_scheduler.megatron.rules.table docs/determinism.md`` writes them between the page's markers, and a test
 holds that the page is current. Contract: imports no torch.
 """
 
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mock_scheduler.determinism.megatron import RULES, MegatronRule
 from mock_scheduler.determinism.settings import AREAS, FAMILIES, Between, Kind, Setting
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.rules import RULES, MegatronRule
 
 _BEGIN, _END = "<!-- begin {name} -->", "<!-- end {name} -->"
 _BETWEEN = {Between.MUST_MATCH: "must match", Between.REPORTED: "reported", Between.RECORDED: "recorded"}

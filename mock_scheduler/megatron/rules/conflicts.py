@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mock_scheduler.config.megatron_rule import Effect, MegatronRule, Setup
+from mock_scheduler.megatron.rules.rule import Effect, MegatronRule, Setup
 
 _BLACKWELL, _BLACKWELL_WORKSTATION = 10, (12, 0)
 _unrepeatable = partial(MegatronRule, effect=Effect.NOT_REPEATABLE)

@@ -1,7 +1,7 @@
 """Rules for layouts and modes that compute wrong values, or that Megatron refuses, in any run.
 
 ``megatron.training`` guards some of them; who builds a model from ``megatron.core`` alone, as this project does, is not
-guarded. Those that compute wrong values are in ``mock_scheduler.config.known_wrong``.
+guarded. Those that compute wrong values are in ``mock_scheduler.megatron.rules.known_wrong``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mock_scheduler.config.known_wrong import KNOWN_WRONG
-from mock_scheduler.config.megatron_rule import Effect, MegatronRule, Setup
+from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG
+from mock_scheduler.megatron.rules.rule import Effect, MegatronRule, Setup
 
 _refused = partial(MegatronRule, effect=Effect.REFUSED)
 _ARGUMENTS = "megatron/training/arguments.py"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mock_scheduler.config.megatron_rule import Effect, MegatronRule, Setup
+from mock_scheduler.megatron.rules.rule import Effect, MegatronRule, Setup
 
 _CONFIG = "megatron/core/transformer/transformer_config.py"
 

@@ -1,7 +1,7 @@
 """Layouts that Megatron-core runs without an error and computes wrongly, refused before a process starts.
 
 Contract: imports neither torch nor Megatron; the installed version is read from its metadata. The same rules are held
-against Megatron's own objects when a run starts (``mock_scheduler.determinism.megatron``), where what was allowed is
+against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), where what was allowed is
 warned of. ``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.megatron_rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.text import bullet_list
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.order_limits import limits, ranks_of_replica
 from mock_scheduler.config.training import TrainingConfig
+from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
 
 if TYPE_CHECKING:
     from mock_scheduler.config.schema import PipelineConfig

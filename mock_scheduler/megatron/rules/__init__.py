@@ -3,8 +3,8 @@
 Contract: imports neither torch nor Megatron.
 """
 
-from mock_scheduler.config.megatron_rule import Conflict, Effect, MegatronRule, Setup, parse_version
-from mock_scheduler.determinism.megatron.rules import RULES, check_conflicts, find_conflicts
+from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, parse_version
+from mock_scheduler.megatron.rules.rules import RULES, check_conflicts, find_conflicts
 
 __all__ = [
     "RULES",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from mock_scheduler.config.known_wrong import MEGATRON, check_allowed_names
-from mock_scheduler.config.megatron_rule import Conflict, Effect, MegatronRule, Setup, apply_rules
-from mock_scheduler.determinism.megatron.conflicts import CONFLICT_RULES
-from mock_scheduler.determinism.megatron.facts import FACT_RULES
-from mock_scheduler.determinism.megatron.layouts import LAYOUT_RULES
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.megatron.rules.conflicts import CONFLICT_RULES
+from mock_scheduler.megatron.rules.facts import FACT_RULES
+from mock_scheduler.megatron.rules.known_wrong import MEGATRON, check_allowed_names
+from mock_scheduler.megatron.rules.layouts import LAYOUT_RULES
+from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.support.text import bullet_list
 
 logger = logging.getLogger(__name__)
