@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.scheduler import RolloutRequest
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime

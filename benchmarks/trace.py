@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.layouts.cases import Case, build_config
 from pipelines.layouts.options import merge_changes
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
+from pipelines.config.schema import PipelineConfig
 from pipelines.entry import run_entry
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.config.schema import ConfigSection, Mode, PipelineConfig
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
 from mock_scheduler.support.digests import JSON, iterate_leaves
+from pipelines.config.schema import ConfigSection, Mode, PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.initial_weights import compute_initial_weights_digest

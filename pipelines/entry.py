@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mock_scheduler.config.loading import parse_config_arguments
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import apply_system_envs, read_launched_with
 from mock_scheduler.support.processes import end_with_parent
+from pipelines.config.schema import PipelineConfig
 from pipelines.tracking import report_failure
 
 # Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in

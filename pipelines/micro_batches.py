@@ -16,7 +16,6 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.rules import Denominator
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import shape_text
 from mock_scheduler.support.text import bullet_list
@@ -24,6 +23,7 @@ from pipelines.batching.checks import check_plan
 from pipelines.batching.placement import Placement, place_rows
 from pipelines.batching.plan import LossAggMode, MicroBatch, StepPlan, Update
 from pipelines.batching.trajectories import trajectory_index
+from pipelines.config.training import TrainingConfig
 
 __all__ = [
     "LossAggMode",

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.debug_dump.composite import combine
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 
 

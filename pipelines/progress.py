@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 _SHOWN = ("reward", "success", "pg_loss", "entropy", "grad_norm")
 

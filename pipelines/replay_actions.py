@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
-from mock_scheduler.config.schema import Mode, PipelineConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
 from mock_scheduler.recording import RecordingReader
@@ -32,6 +31,7 @@ from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
+from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer

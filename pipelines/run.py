@@ -19,7 +19,6 @@ from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.describe import describe_correction
 from mock_scheduler.config.loading import dump_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import (
@@ -39,6 +38,7 @@ from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect

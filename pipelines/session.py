@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
 from pipelines.agentic import check_replay_is_deterministic
+from pipelines.config.schema import PipelineConfig
 from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
 

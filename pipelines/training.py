@@ -13,13 +13,13 @@ from typing import Protocol
 
 from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect

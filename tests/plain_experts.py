@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 
 Weights = Mapping[str, torch.Tensor]
 

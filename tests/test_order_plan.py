@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.schema import ParallelConfig, PipelineConfig, TrainingConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.order_plan import OrderPlan, limits, plan_order
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import ParallelConfig, PipelineConfig, TrainingConfig
 from pipelines.megatron.emulation.buffers import OwnedRange, owned_ranges
 from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
 from pipelines.megatron.expert_router import RouterLedger

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.support.digests import iterate_leaves
+from pipelines.config.schema import PipelineConfig
 
 ChangeKind = Literal["nothing", "layout", "other"]
 """``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""

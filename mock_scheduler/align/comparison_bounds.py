@@ -19,11 +19,11 @@ from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import check_baseline, find_noise, load_noise
 from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.theory import TheoryBounds, build_theory_bounds
-from mock_scheduler.config.proofs import PerturbationConfig
-from mock_scheduler.config.schema import ToleranceConfig
+from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.schema import ToleranceConfig
 
 
 def resolve_bounds(

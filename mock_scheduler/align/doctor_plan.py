@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, override_keys, quote_override
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.text import count_of
+from pipelines.config.schema import PipelineConfig
 
 FOLDER = "doctor"
 RECORDING_NAME = "recording"

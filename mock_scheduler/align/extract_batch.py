@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from mock_scheduler.align.extract_source import DivergedCandidate
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.support.digests import JSON
+from pipelines.config.schema import PipelineConfig
 
 Values = Mapping[str, JSON]
 

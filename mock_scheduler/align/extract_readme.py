@@ -11,11 +11,11 @@ from mock_scheduler.align.extract_entry import EntryFiles
 from mock_scheduler.align.extract_folder import CHECKPOINT_FOLDER, RECORDING_FOLDER, SCRIPT_FILE, Weights
 from mock_scheduler.align.extract_source import DivergedCandidate
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.run_files import CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some
+from pipelines.config.schema import PipelineConfig
 
 README_FILE = "README.md"
 

@@ -21,7 +21,6 @@ from mock_scheduler.compare.metrics import load_metrics
 from mock_scheduler.compare.results import ComparedInput, InputKind
 from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.traces import trace_level
-from mock_scheduler.config.schema import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
@@ -30,6 +29,7 @@ from mock_scheduler.support.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FI
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
+from pipelines.config.schema import ToleranceConfig
 
 _NUM_RUNS = 20
 

@@ -14,9 +14,9 @@ from mock_scheduler.align.localise_decisions import Differing, GraftKind
 from mock_scheduler.align.overrides import quote_override, quote_value
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.full.reader import TraceReader
+from pipelines.config.schema import PipelineConfig
 
 #: At least so many of the first tensors that differ are traced whole, however large they are.
 _FEWEST_NAMES = 8

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from mock_scheduler.align.overrides import format_override
+from mock_scheduler.config.align import AlignConfig, CandidateConfig, MatrixConfig
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
-from mock_scheduler.config.sections import AlignConfig, CandidateConfig, MatrixConfig
 from mock_scheduler.errors import ConfigError
 
 #: The option that changes nothing; with it a candidate is named by its layout alone.

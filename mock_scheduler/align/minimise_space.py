@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 from mock_scheduler.align.minimise import Levels
 from mock_scheduler.align.overrides import format_override, override_keys
 from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
-from mock_scheduler.config.schema import CandidateConfig, PipelineConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 Value: TypeAlias = "int | bool | str | None"
 DimensionKind = Literal["workload", "layout", "change"]

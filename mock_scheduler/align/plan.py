@@ -25,13 +25,13 @@ from mock_scheduler.align.overrides import (
 )
 from mock_scheduler.align.planned import BASELINE_NAME, PROOFS_NAME, AlignPlan, PlannedRun
 from mock_scheduler.config.loading import ConfigLoader, build_loader
-from mock_scheduler.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.run_files import ALIGN_FILE
+from pipelines.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
 
 __all__ = [
     "BASELINE_NAME",

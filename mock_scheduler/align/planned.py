@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.align.changes import Changes
-from mock_scheduler.config.schema import PipelineConfig, ToleranceConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.support.run_files import LOG_FILE
+from pipelines.config.schema import PipelineConfig, ToleranceConfig
 
 #: Name and folder of the run that candidates are compared with.
 BASELINE_NAME = "baseline"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mock_scheduler.compare.bounds import Bounds, BoundsSource, MetricBound, TensorBound
-from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.trace.entries import TraceKey
 
 if TYPE_CHECKING:

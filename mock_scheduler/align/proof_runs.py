@@ -15,9 +15,9 @@ from mock_scheduler.align.overrides import quote_override
 from mock_scheduler.align.plan import ConfigLoader
 from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.megatron.order_plan import limits, plan_order
+from pipelines.config.schema import PipelineConfig
 
 #: Terms whose sum is the same in any order.
 _NUM_ORDERLESS = 2

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mock_scheduler.config.sections import ToleranceConfig
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
 

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.correction.algorithm import AlgorithmConfig
 from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import AlignmentError
+from pipelines.config.schema import PipelineConfig
 
 #: By their numbers in ``ClipRule.states``.
 CLIP_STATES = ("not clipped", "clipped low", "clipped high", "dual clipped")

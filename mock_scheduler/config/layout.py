@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from mock_scheduler.config.base import ConfigSection, PositiveInt
-from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.support.text import bullet_list, count_of
+from pipelines.config.model import ModelConfig
 
 #: The axes of a layout, as its text names them, and the key of each one's degree.
 LAYOUT_AXES = {

@@ -25,11 +25,11 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from mock_scheduler.config.composing import Composer, parse_overrides
-from mock_scheduler.config.dialects import resolve_dialects
+from mock_scheduler.config.dialects.dialects import resolve_dialects
 from mock_scheduler.config.number_traps import find_number_traps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 DEFAULT_CONFIG_PATH = "configs"
 #: Makes a checked configuration out of overrides ``a.b=c``; raises ``ConfigError``.

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from pydantic import BaseModel
 
 from mock_scheduler.config.base import JoinedTexts
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 _NUMBERS = (int, float, bool, NoneType)
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import IO
 
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, find_running, write_plan
@@ -39,6 +38,7 @@ from mock_scheduler.support.processes import (
     write_signal_error,
 )
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.schema import PipelineConfig
 
 DEFAULT_ENTRY = "pipelines.agentic"
 SESSION_ENTRY = "pipelines.session"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.files import load_json_object, save_json, written_aside
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.schema import PipelineConfig
 
 #: In a run's ``output_dir``, only where it was part of a session.
 STATUS_FILE = "session.json"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.training import TrainingConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 
 
 def ranks_of_replica(layout: ParallelConfig) -> int:

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 
 if TYPE_CHECKING:
-    from mock_scheduler.config.schema import PipelineConfig
+    from pipelines.config.schema import PipelineConfig
 
 __all__ = [
     "AccumulatorOrder",

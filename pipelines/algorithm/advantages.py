@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.config.algorithm import AdvantageEstimator
 from mock_scheduler.config.correction.rules import LoneSurvivor
 from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
 from pipelines.algorithm.rewards import (
@@ -23,6 +22,7 @@ from pipelines.algorithm.rewards import (
     normalize_rewards,
 )
 from pipelines.algorithm.segments import FloatArray, discount_backwards, segment_ids, segment_sums
+from pipelines.config.algorithm import AdvantageEstimator
 
 WHITENING_EPSILON = 1e-8
 

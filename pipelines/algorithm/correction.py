@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction import (
     CorrectionResult,
     CorrectionSpec,
@@ -22,6 +21,7 @@ from mock_scheduler.correction.batches import BatchTokens
 from mock_scheduler.correction.comparable import comparison_problems, logprob_problems, valid_logprobs
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.schema import PipelineConfig
 
 #: What no release of verl says of a batch, and a run with ``verl_compat`` says beside that release's metrics.
 _OWN_COUNTS = tuple(

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.config.algorithm import KlEstimator
 from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.config.algorithm import KlEstimator
 
 MAX_RELATIVE_ERROR = 0.2
 """Where Ziegler et al. (arXiv 1909.08593, section 2.2) clip the controller's relative error."""

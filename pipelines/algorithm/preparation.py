@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction import CorrectionResult
 from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.correction import BatchCorrector, check_correctable, corrected_step_metrics, correction_spec
 from pipelines.algorithm.kl import AdaptiveKl, compute_kl_penalty
 from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.config.schema import PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

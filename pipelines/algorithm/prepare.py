@@ -9,7 +9,6 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.rules import LoneSurvivor
-from mock_scheduler.config.schema import PipelineConfig
 from pipelines.algorithm.advantages import (
     AdvantageConfig,
     AdvantageInputs,
@@ -21,6 +20,7 @@ from pipelines.algorithm.advantages import (
 from pipelines.algorithm.checks import raise_value_error
 from pipelines.algorithm.rewards import clip_rewards
 from pipelines.algorithm.trajectories import build_trajectory_table, find_turn_ends
+from pipelines.config.schema import PipelineConfig
 
 
 def advantage_config(config: PipelineConfig) -> AdvantageConfig:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.text import bullet_list
 from pipelines.batching.trajectories import trajectory_index
+from pipelines.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

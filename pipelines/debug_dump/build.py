@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mock_scheduler.adapters.nexrl.config import PARAMETER_OPTIONS, TrainerDump, read_trainer_dump
 from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files_in, remove_steps_from
-from mock_scheduler.config.debug import PARAMETER_OPTIONS, TrainerDump, read_trainer_dump
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError, StepExistsError
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.parameters import ParameterDump, build_parameter_dump
 from pipelines.debug_dump.probe import DebugProbe, DumpTarget
 from pipelines.megatron.runtime import Runtime

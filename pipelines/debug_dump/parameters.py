@@ -11,8 +11,8 @@ from mock_scheduler.adapters.nexrl.files import Content
 from mock_scheduler.adapters.nexrl.names import DumpKind
 from mock_scheduler.adapters.nexrl.parameters import ModelLayout, check_pattern, matching_tensors
 from mock_scheduler.adapters.nexrl.pieces import Piece, cut_piece, piece_content
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.initial_weights import parameter_shapes
 from pipelines.megatron.probing.state import read_state
 from pipelines.megatron.trained_model import TrainedModel

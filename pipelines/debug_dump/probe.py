@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from mock_scheduler.adapters.nexrl.config import DumpFormat
 from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.debug import DumpFormat
 from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from pipelines.debug_dump.micro_batch import batch_inputs, forward_content, loss_content, token_table

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as GymnasiumFrozenLake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from mock_scheduler.config.environments import FrozenLakeEnvConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import FrozenLakeEnvConfig
 from pipelines.environments.base import UNKNOWN_LENGTH, Split
 from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS, PLAIN, UNDER_PLAYER, board_size
 from pipelines.environments.grid_env import GridEnv, Move

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.environments import FrozenLakeEnvConfig
+from pipelines.config.environments import FrozenLakeEnvConfig
 
 # Their order is that of the vocabulary: changing it changes what recorded token ids mean.
 PLAYER, FROZEN, HOLE, GOAL, PLAYER_IN_HOLE, PLAYER_ON_GOAL = GLYPHS = "P_OGX√"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mock_scheduler.config.environments import CustomEnvConfig
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import CustomEnvConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments import frozen_lake_alphabet, sokoban_alphabet
 from pipelines.environments.base import Split, TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer

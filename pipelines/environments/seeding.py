@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.environments import CustomEnvConfig
-from mock_scheduler.config.schema import Mode
+from pipelines.config.environments import CustomEnvConfig
+from pipelines.config.schema import Mode
 from pipelines.environments.base import Split
 from pipelines.seeds import derive_seed
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mock_scheduler.config.environments import CustomEnvConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import ResetRequest, ResetResult, Split, StepResult, TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment

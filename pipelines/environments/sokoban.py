@@ -9,7 +9,7 @@ rewards included. The episode ends when all boxes are on targets.
 
 from __future__ import annotations
 
-from mock_scheduler.config.environments import SokobanEnvConfig
+from pipelines.config.environments import SokobanEnvConfig
 from pipelines.environments.base import Split
 from pipelines.environments.grid_env import GridEnv, Move
 from pipelines.environments.held_out import check_split

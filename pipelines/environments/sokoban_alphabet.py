@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.environments import SokobanEnvConfig
+from pipelines.config.environments import SokobanEnvConfig
 
 # Their order is that of the vocabulary: changing it changes what recorded token ids mean.
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = GLYPHS = "#_O√XPS"

@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mock_scheduler.config.environments import SokobanEnvConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import SokobanEnvConfig
 from pipelines.environments.base import Split
 from pipelines.environments.held_out import is_in_split
 from pipelines.environments.sokoban_alphabet import (

@@ -22,10 +22,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeVar
 
-from mock_scheduler.config.environments import CustomEnvConfig
 from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal
 from mock_scheduler.support.text import list_some
+from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import ResetRequest as ResetRequest
 from pipelines.environments.base import ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer

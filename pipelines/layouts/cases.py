@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mock_scheduler.config.layout import parse_layout
-from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
 from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
+from pipelines.config.schema import ParallelConfig, PipelineConfig
 from pipelines.layouts.models import MODELS
 from pipelines.layouts.options import (
     OPTIONS,

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner

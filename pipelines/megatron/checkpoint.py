@@ -25,11 +25,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.optimizer_state import (

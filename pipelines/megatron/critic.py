@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mock_scheduler.config.schema import PipelineConfig
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.value_loss import (
     VALUE_METRIC_SUMS,
@@ -15,6 +14,7 @@ from pipelines.algorithm.value_loss import (
     compute_value_loss,
     explained_variance,
 )
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only

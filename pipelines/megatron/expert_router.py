@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from megatron.core.transformer import ModuleSpec, transformer_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.expert_router import LayoutInvariantRouter
 from pipelines.megatron.host_device import define_router_gemm
 

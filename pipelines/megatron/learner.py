@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction.comparable import valid_logprobs
 from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
 from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.emulation.engine import emulated_plan

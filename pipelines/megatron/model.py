@@ -22,8 +22,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from mock_scheduler.config.schema import ModelConfig, PipelineConfig, TrainingConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import ModelConfig, PipelineConfig, TrainingConfig
 from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
 from pipelines.megatron.full_precision import finalize_wide, widen_rotary

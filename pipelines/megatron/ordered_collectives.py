@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mock_scheduler.config.proofs import OrderConfig
+from mock_scheduler.config.instruments import OrderConfig
 from mock_scheduler.determinism.operations.operators import facts_of
 from mock_scheduler.determinism.operations.watching import WatchingMode
 from mock_scheduler.errors import DeterminismError

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from mock_scheduler.config.proofs import UNIT_ROUNDOFFS, PerturbationConfig
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, PerturbationConfig
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, cut_shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mock_scheduler.config.schema import ModelConfig, TrainingConfig
+from pipelines.config.schema import ModelConfig, TrainingConfig
 from pipelines.megatron.expert_router import RouterLedger, all_reduce_router_sums
 from pipelines.megatron.runtime import Runtime
 from pipelines.micro_batches import MicroBatch

@@ -14,8 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from mock_scheduler.config.schema import ParallelConfig
 from mock_scheduler.errors import LayoutError
+from pipelines.config.schema import ParallelConfig
 from pipelines.megatron.host_device import compute_device, has_cuda, use_host_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

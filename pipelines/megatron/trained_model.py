@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.engine import Emulation, emulated_plan
 from pipelines.megatron.emulation.lanes import join_batches
 from pipelines.megatron.model import (

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from megatron.core import parallel_state
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction import CorrectionSpec
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.geometric_loss import VERL_ZERO_WEIGHT_FLOOR, compute_geometric_loss
@@ -22,6 +21,7 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.emulation.lanes import cut_lanes
 from pipelines.megatron.emulation.parts import cut_graph, join_graph

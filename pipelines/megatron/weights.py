@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mock_scheduler.config.schema import ModelConfig
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
+from pipelines.config.schema import ModelConfig
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.runtime import Runtime

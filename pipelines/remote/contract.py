@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.support.digests import JSON, iterate_leaves
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 

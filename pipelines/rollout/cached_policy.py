@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.attention import CacheSlots, KeyValueCache, RowAttention, caching
 from pipelines.megatron.forward import forward_in_sequence

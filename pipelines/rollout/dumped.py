@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts, RolloutLimits
 from mock_scheduler.batch import SamplingParams
-from mock_scheduler.config.schema import Mode, PipelineConfig
 from mock_scheduler.scheduler import RolloutRequest
+from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.rollout.plan import plan_episodes
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mock_scheduler.config.schema import GeneratingArgs
 from mock_scheduler.ledger import Ledger
+from pipelines.config.schema import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.model import DTYPES
 from pipelines.megatron.sampling import sample_tokens

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import SampleIdentity
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.scheduler import Mode, RolloutRequest
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split
 from pipelines.environments.seeding import environment_seed, split_of
 from pipelines.megatron.runtime import Runtime

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.workers import EnvironmentPool

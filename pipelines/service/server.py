@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 from pipelines.entry import run_entry
 
 

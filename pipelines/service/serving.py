@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mock_scheduler.config.loading import dump_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
 from mock_scheduler.determinism.settings import is_deterministic_mode
@@ -21,6 +20,7 @@ from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import METRICS_FILE
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.conflicts import read_setup

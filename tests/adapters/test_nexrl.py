@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.adapters.nexrl.config import DebugConfig, DumpFormat, RolloutWorkerConfig
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files, find_steps, parse_key, remove_steps_from
@@ -22,7 +23,6 @@ from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts, RolloutLimits
 from mock_scheduler.batch import RolloutBatch, SampleIdentity
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.config.debug import DebugConfig, DumpFormat, RolloutWorkerConfig
 from mock_scheduler.errors import (
     BatchError,
     MockSchedulerError,

@@ -17,7 +17,6 @@ import torch
 import yaml
 
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
@@ -26,6 +25,7 @@ from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
+from pipelines.config.schema import PipelineConfig
 
 HIDDEN, TOKENS, NUM_LAYERS = 16, 12, 2
 ROWS = RowTable(identities=("train/0/a", "train/0/b"), lengths=(5, 7))

@@ -19,10 +19,10 @@ from mock_scheduler.align.overrides import override_keys
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.cli import main
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
 from mock_scheduler.recording import Contract, RecordingReader
 from mock_scheduler.recording.writing.subset import load_train_step
+from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_row
 from tests.recording.builders import make_info
 from tests.recording.recordings import open_writer

@@ -11,7 +11,7 @@ from mock_scheduler.align.localise import localise
 from mock_scheduler.compare.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.proofs import GraftedModule, Localisation
-from mock_scheduler.config.sections import ToleranceConfig
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
 from tests.align.simulated import Fault, Runs, planned
 

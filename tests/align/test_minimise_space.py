@@ -7,7 +7,7 @@ import pytest
 
 from mock_scheduler.align.minimise_space import ReductionSpace, build_space
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import CandidateConfig
+from pipelines.config.schema import CandidateConfig
 
 CONFIG = """
 exp_name: lake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mock_scheduler.compare.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.config.schema import ToleranceConfig
+from pipelines.config.schema import ToleranceConfig
 
 
 def stated(

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.problems import validation_problems
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 SECTION = "algorithm.rollout_correction"
 VETO = Rule(level="token", action="reject_sequence", lower=1e-4, name="veto")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAKE = "custom_envs.FrozenLake.env_config"

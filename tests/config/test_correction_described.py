@@ -11,7 +11,7 @@ from mock_scheduler.config.correction.presets import PRESETS
 from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from tests.config.correction_configs import (
     SECTION,
     VETO,

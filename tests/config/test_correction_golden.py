@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rollout_correction.json").read_text(encoding="utf-8"))
 CASES: dict[str, dict[str, Any]] = {

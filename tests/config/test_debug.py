@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfig, TrainerDump, read_trainer_dump
 from mock_scheduler.adapters.nexrl.names import DUMP_KINDS
-from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, TrainerDump, read_trainer_dump
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 ROOT = Path(__file__).parents[2]
 GUIDE = """\

@@ -11,11 +11,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.config.dialect_verl_keys import NOT_READ
-from mock_scheduler.config.dialects import VerlNames, from_areal, from_verl, resolve_dialects
+from mock_scheduler.config.dialects.dialects import VerlNames, from_areal, from_verl, resolve_dialects
+from mock_scheduler.config.dialects.verl_keys import NOT_READ
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.config.schema import PipelineConfig, RolloutMockConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig, RolloutMockConfig
 
 NAMES = VerlNames(experiment="e", project="p", train_batch_size=8, gen_batch_size=4, n=2)
 FOLDER = "e_p_TrainGBS8__InferGBS4__N2"

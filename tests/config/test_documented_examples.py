@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import RetentionConfig, RolloutMockConfig
+from pipelines.config.schema import RetentionConfig, RolloutMockConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("configuration.md", "dialects.md")

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config import schema
 from mock_scheduler.config.layout import ParallelConfig, Workload, layout_problems
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.rules import known_wrong
 from mock_scheduler.megatron.rules.known_wrong import (
@@ -23,6 +20,9 @@ from mock_scheduler.megatron.rules.known_wrong import (
     layout_values,
 )
 from mock_scheduler.megatron.rules.rule import Effect
+from pipelines.config import schema
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.16.1", "0.19.2"

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.config.loading import ConfigSource, dump_config, load_config, parse_config_arguments
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 
 def write_config(folder: Path, text: str, *, name: str = "run") -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from mock_scheduler.config.algorithm import policy_loss_problems
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.algorithm import policy_loss_problems
+from pipelines.config.schema import PipelineConfig
 
 WITHOUT_CONFLICT = {
     "is_per_token": True,

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import (
+from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import (
     ActorInferConfig,
     CustomEnvConfig,
     EnvManagerConfig,
     GeneratingArgs,
     PipelineConfig,
 )
-from mock_scheduler.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

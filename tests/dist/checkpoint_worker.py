@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mock_scheduler.config.proofs import PerturbationConfig
-from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.instruments import PerturbationConfig
+from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace

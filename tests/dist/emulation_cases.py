@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.schema import ParallelConfig, PipelineConfig
 from pipelines.layouts.cases import SEED, parallel_of
 from pipelines.layouts.models import MODELS
 from pipelines.layouts.options import merge_changes

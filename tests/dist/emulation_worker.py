@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.algorithm.losses import PolicyLossOutput
 from pipelines.layouts.cases import LONGEST_ROW, SEED

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from safetensors.torch import save_file
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.expert_router import all_reduce_router_sums, attach_router_ledger
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
 from pipelines.megatron.full_precision import prepare_optimizer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.support.tensor_bytes import as_bytes
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo, encode_step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.config.training import TrainingConfig
+from pipelines.config.training import TrainingConfig
 from mock_scheduler.errors import ConfigError
 from pipelines.batching.placement import place_rows
 from pipelines.layouts.cases import LONGEST_ROW, PRECISIONS, SEED, Case, build_config, option_cases

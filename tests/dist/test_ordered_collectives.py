@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mock_scheduler.config.proofs import OrderConfig
+from mock_scheduler.config.instruments import OrderConfig
 from pipelines.megatron.ordered_collectives import fold_in_order, use_ordered_reductions
 from tests.dist.conftest import launch
 from tests.dist.ordered_worker import DTYPES, SIZE, part_of

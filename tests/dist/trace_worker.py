@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
 from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger

@@ -17,10 +17,10 @@ from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
 from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.config.correction.verl_keys import DIVERGENCE_OPTIONS, RATIO_OPTIONS
 from mock_scheduler.config.loading import load_config
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
 from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, bucket_names
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "rollout_correction.md").read_text(encoding="utf-8")

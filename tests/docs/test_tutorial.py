@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mock_scheduler.align.plan import build_loader, plan_alignment
 from mock_scheduler.cli import app
-from mock_scheduler.config.proofs import GraftConfig, OrderConfig, PerturbationConfig
-from mock_scheduler.config.sections import AlignConfig, MatrixConfig, ProofsConfig
+from mock_scheduler.config.align import AlignConfig, MatrixConfig, ProofsConfig
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mock_scheduler.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.schema import ParallelConfig, PipelineConfig
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.options import merge_changes
 from pipelines.layouts.rows import GROUP_SIZE, NUM_GROUPS

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.schema import ParallelConfig
 from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
+from pipelines.config.schema import ParallelConfig
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import GeneratingArgs, PipelineConfig
 from mock_scheduler.ledger import Ledger
+from pipelines.config.schema import GeneratingArgs, PipelineConfig
 from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.runtime import Runtime, stop_runtime

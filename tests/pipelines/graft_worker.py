@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.proofs import GraftConfig
+from mock_scheduler.config.instruments import GraftConfig
 from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
 from pipelines.debug_dump.composite import combine
 from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import build_chunks, build_transformer_config
 from pipelines.megatron.runtime import start_runtime, stop_runtime
 from pipelines.megatron.weights import ModelShape, iterate_parameters

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import compute_tensor_digest
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.learner import Learner

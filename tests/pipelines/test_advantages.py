@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.config.schema import PipelineConfig
 from pipelines.algorithm.advantages import (
     AdvantageConfig,
     AdvantageInputs,
@@ -24,6 +23,7 @@ from pipelines.algorithm.advantages import (
 )
 from pipelines.algorithm.prepare import prepare_advantages
 from pipelines.algorithm.rewards import normalize_rewards
+from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_batch, make_row
 
 # What `grpo` gives every response token of a trajectory.

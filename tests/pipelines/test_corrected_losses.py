@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.rules import Denominator, LossType
-from mock_scheduler.config.training import TrainingConfig
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import (
     METRIC_SUMS,
@@ -26,6 +25,7 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.config.training import TrainingConfig
 from pipelines.micro_batches import LossAggMode, MicroBatch, build_step_plan
 from tests.batches import SAMPLING, make_row
 

@@ -15,8 +15,8 @@ from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files
 from mock_scheduler.compare_debug_dumps import main as compare
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError, StepExistsError
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.debug_dump.composite import CompositeProbe, combine
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401 - a worker must not load what its parent has
 
-from mock_scheduler.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig, SokobanEnvConfig
 from mock_scheduler.errors import ConfigError, MockSchedulerError, SchedulerError
+from pipelines.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig, SokobanEnvConfig
 from pipelines.environments.base import ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
@@ -198,7 +198,7 @@ def test_close_ends_all_workers_and_may_be_called_twice() -> None:
 
 POOL_PROGRAM = """\
 import os, signal, sys, threading
-from mock_scheduler.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig
+from pipelines.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.environments.workers import EnvironmentPool, ResetRequest
 

@@ -11,7 +11,8 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from gymnasium.utils.env_checker import check_env
 
-from mock_scheduler.config.schema import (
+from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import (
     ConfigSection,
     CustomEnvConfig,
     EnvManagerConfig,
@@ -20,7 +21,6 @@ from mock_scheduler.config.schema import (
     PipelineConfig,
     TrainingConfig,
 )
-from mock_scheduler.errors import ConfigError
 from pipelines.environments.base import Split, TokenEnvironment
 from pipelines.environments.frozen_lake import FrozenLakeEnv, draw_map, shortest_path
 from pipelines.environments.grid_tokens import GridTokenizer

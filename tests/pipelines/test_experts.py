@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.expert_router import (
     LayoutInvariantRouter,
     RouterLedger,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.config.proofs import GraftConfig
-from mock_scheduler.config.schema import PipelineConfig
+from mock_scheduler.config.instruments import GraftConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
@@ -19,6 +18,7 @@ from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import whole
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource, put_elements
 from pipelines.megatron.probing.interface import TrainingProbe

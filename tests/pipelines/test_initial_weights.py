@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from mock_scheduler.config.schema import ModelConfig, PipelineConfig
+from pipelines.config.schema import ModelConfig, PipelineConfig
 from pipelines.megatron.initial_weights import Shape, compute_initial_weights_digest, parameter_shapes
 from pipelines.megatron.weights import canonical_initial_weight
 from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mock_scheduler.config.schema import CriticConfig, PipelineConfig
 from pipelines.algorithm.kl import AdaptiveKl
 from pipelines.algorithm.preparation import ValueMaker
+from pipelines.config.schema import CriticConfig, PipelineConfig
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.router_metrics import router_weight
 from pipelines.megatron.runtime import Runtime

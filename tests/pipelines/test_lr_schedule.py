@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mock_scheduler.config.schema import PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.optimizer import LearningRateSchedule, build_lr_schedule
 
 

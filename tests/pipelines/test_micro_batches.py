@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import BatchError
+from pipelines.config.training import TrainingConfig
 from pipelines.micro_batches import (
     MicroBatch,
     StepPlan,

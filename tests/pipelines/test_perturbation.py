@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split, whole
 from pipelines.megatron.perturbation import Perturbation

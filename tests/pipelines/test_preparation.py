@@ -9,7 +9,6 @@ import torch
 
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.batch.columns import TensorColumn
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import CorrectionError
 from pipelines.algorithm.correction import (
     BatchCorrector,
@@ -18,6 +17,7 @@ from pipelines.algorithm.correction import (
     with_known_logprobs,
 )
 from pipelines.algorithm.preparation import ResponseScores, ValueMaker, needed_scores
+from pipelines.config.schema import PipelineConfig
 from tests.batches import make_batch
 
 

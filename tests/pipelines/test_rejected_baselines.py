@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.correction.rules import LoneSurvivor
-from mock_scheduler.config.schema import PipelineConfig
 from pipelines.algorithm.advantages import AdvantageConfig, AdvantageInputs, compute_advantages
 from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_row
 
 F, T = False, True

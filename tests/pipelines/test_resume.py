@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
 from pipelines import run
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command

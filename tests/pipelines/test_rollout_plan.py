@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mock_scheduler.batch import SampleIdentity
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.scheduler import RolloutRequest
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.seeding import environment_seed
 from pipelines.megatron.runtime import Runtime
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes

@@ -15,8 +15,8 @@ from typing import cast
 import pytest
 import torch
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError, ServiceError
+from pipelines.config.schema import PipelineConfig
 from pipelines.service import serving
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.service import TrainingService

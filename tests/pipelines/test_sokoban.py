@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mock_scheduler.config.schema import CustomEnvConfig, PipelineConfig, SokobanEnvConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import CustomEnvConfig, PipelineConfig, SokobanEnvConfig
 from pipelines.environments.base import StepResult, TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
@@ -165,7 +165,7 @@ def test_what_is_held_out_does_not_depend_on_whether_the_outer_wall_is_shown() -
 
 def test_puzzles_are_the_same_in_another_process_and_under_another_hash_seed() -> None:
     code = (
-        "from mock_scheduler.config.environments import SokobanEnvConfig as Config\n"
+        "from pipelines.config.environments import SokobanEnvConfig as Config\n"
         "from pipelines.environments.sokoban_puzzles import generate_puzzle\n"
         "print([generate_puzzle(Config(size=6, num_boxes=2), split='all', seed=seed).rows() for seed in range(20)])"
     )

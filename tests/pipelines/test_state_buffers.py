@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.trace import TraceKind
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.probing.state import read_state
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.weights import ModelShape, iterate_state_buffers

@@ -14,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement.rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
@@ -22,6 +21,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.clock import Clock
+from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.probing.selection import check_patterns, check_trace_ranks

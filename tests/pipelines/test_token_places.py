@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.trace.shards import Block, Split
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.places import OwnBatch, own_batch
 from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
 from pipelines.megatron.runtime import Runtime

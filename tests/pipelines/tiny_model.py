@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.utils.checkpoint import checkpoint
 
-from mock_scheduler.config.model import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.weights import ModelShape
 from pipelines.micro_batches import MicroBatch

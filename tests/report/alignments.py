@@ -21,7 +21,7 @@ from mock_scheduler.compare.proofs import Consequence, GraftedModule, Localisati
 from mock_scheduler.compare.results import AlignmentResult, AlignmentTimes, CandidateResult, RunSummary
 from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
-from mock_scheduler.config.sections import ToleranceConfig
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.recording import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage

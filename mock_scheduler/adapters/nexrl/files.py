@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
+from mock_scheduler.adapters.nexrl.config import DumpFormat
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
-from mock_scheduler.config.debug import DumpFormat
 from mock_scheduler.errors import StepExistsError, TraceError
 from mock_scheduler.support.files import publish_new, written_aside
 from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from mock_scheduler.adapters.nexrl.config import DebugConfig
 from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.adapters.nexrl.records import group_id_of, trajectory_content
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.debug import DebugConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

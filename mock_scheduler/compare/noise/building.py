@@ -19,7 +19,7 @@ from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.compare.traces import compare_trace_folders, find_dtypes, find_epsilon
-from mock_scheduler.config.proofs import UNIT_ROUNDOFFS
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey

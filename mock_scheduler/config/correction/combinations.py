@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.algorithm import AdvantageEstimator, RewardNormalizationConfig
 from mock_scheduler.config.correction.algorithm import AlgorithmConfig
 from mock_scheduler.config.problems import Problem
+from pipelines.config.algorithm import AdvantageEstimator, RewardNormalizationConfig
 
 _KEY = "algorithm.rollout_correction"
 

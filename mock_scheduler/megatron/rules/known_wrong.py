@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.training import TrainingConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.text import bullet_list
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 
 MEGATRON = "megatron-core"
 # The policy's loss function returns a sum, its number of tokens and metrics (pipelines/megatron/trainer.py).

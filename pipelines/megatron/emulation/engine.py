@@ -10,9 +10,9 @@ from megatron.core.distributed.finalize_model_grads import _update_router_expert
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.accumulators import Accumulators
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
 from pipelines.megatron.emulation.modules import EmulatedModules

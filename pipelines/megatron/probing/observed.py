@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from mock_scheduler.config.model import ModelConfig
 from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import DimName, Unobserved
 from mock_scheduler.trace.names import canonical_module_name
 from mock_scheduler.trace.shards import Block, Split, even_split
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.model import layers_of_chunk, padded_vocab_size, unwrapped
 from pipelines.megatron.probing.watches import (
     Watch,

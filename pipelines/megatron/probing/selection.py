@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.selection import TraceSelection, describe_unmatched
+from pipelines.config.schema import PipelineConfig
 
 
 def check_trace_ranks(config: PipelineConfig) -> None:

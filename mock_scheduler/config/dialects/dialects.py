@@ -15,8 +15,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.dialect_areal import AREAL_SECTIONS, TrajectoryDebug, from_areal, translate_areal
-from mock_scheduler.config.dialect_verl import (
+from mock_scheduler.config.dialects.areal import AREAL_SECTIONS, TrajectoryDebug, from_areal, translate_areal
+from mock_scheduler.config.dialects.verl import (
     DEFAULT_PROJECT_NAME,
     VERL_NAMING_SECTIONS,
     VERL_SECTIONS,
@@ -27,12 +27,12 @@ from mock_scheduler.config.dialect_verl import (
     translate_verl,
     verl_switches,
 )
-from mock_scheduler.config.dialect_verl_correction import read_verl_correction
-from mock_scheduler.config.dialect_verl_keys import describe_unread, set_aside_unread
+from mock_scheduler.config.dialects.verl_correction import read_verl_correction
+from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.config.schema import PipelineConfig
 from mock_scheduler.errors import ConfigError
+from pipelines.config.schema import PipelineConfig
 
 __all__ = ["Resolved", "VerlNames", "from_areal", "from_verl", "resolve_dialects"]
 

@@ -11,16 +11,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mock_scheduler.config.algorithm import (
-    AdvantageEstimator,
-    CriticConfig,
-    KlEstimator,
-    KlInRewardConfig,
-    LossAggMode,
-    RewardNormalizationConfig,
-    check_critic,
-    denominator_problems,
-    policy_loss_problems,
+from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
+from mock_scheduler.config.align import (
+    AlignConfig,
+    CandidateConfig,
+    CheckpointConfig,
+    ToleranceConfig,
 )
 from mock_scheduler.config.base import (
     ConfigSection,
@@ -33,8 +29,26 @@ from mock_scheduler.config.base import (
 )
 from mock_scheduler.config.correction.algorithm import AlgorithmConfig
 from mock_scheduler.config.correction.combinations import combination_problems
-from mock_scheduler.config.debug import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
-from mock_scheduler.config.environments import (
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.keyed import raise_keyed
+from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
+from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
+from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.megatron.order_plan import limits as emulation_limits
+from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
+from mock_scheduler.support.text import bullet_list
+from pipelines.config.algorithm import (
+    AdvantageEstimator,
+    CriticConfig,
+    KlEstimator,
+    KlInRewardConfig,
+    LossAggMode,
+    RewardNormalizationConfig,
+    check_critic,
+    denominator_problems,
+    policy_loss_problems,
+)
+from pipelines.config.environments import (
     ActorInferConfig,
     CustomEnvConfig,
     EnvManagerConfig,
@@ -44,23 +58,9 @@ from mock_scheduler.config.environments import (
     check_held_out,
     weights_precision_problem,
 )
-from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
-from mock_scheduler.config.model import ModelConfig
-from mock_scheduler.config.proofs import GraftConfig, OrderConfig, PerturbationConfig
-from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
-from mock_scheduler.config.sections import (
-    AlignConfig,
-    CandidateConfig,
-    CheckpointConfig,
-    ToleranceConfig,
-)
-from mock_scheduler.config.trace import TraceConfig
-from mock_scheduler.config.training import TrainingConfig, check_batch_sizes
-from mock_scheduler.config.training_service import TrainingServiceConfig
-from mock_scheduler.megatron.order_plan import limits as emulation_limits
-from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
-from mock_scheduler.support.text import bullet_list
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig, check_batch_sizes
+from pipelines.config.training_service import TrainingServiceConfig
 
 __all__ = [
     "ActorInferConfig",

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt
-from mock_scheduler.config.foreign import build_rollout_mock, read_section
+from mock_scheduler.config.dialects.foreign import build_rollout_mock, read_section
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 
 AREAL_SECTIONS = ("trajectory_debug", "debug")

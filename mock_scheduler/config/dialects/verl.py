@@ -21,8 +21,8 @@ from urllib.parse import quote
 from pydantic import Field, ValidationInfo, field_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt
-from mock_scheduler.config.dialect_verl_keys import describe_unread, set_aside_unread
-from mock_scheduler.config.foreign import build_rollout_mock, read_section
+from mock_scheduler.config.dialects.foreign import build_rollout_mock, read_section
+from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import raise_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.steps import StepRanges
