@@ -46,8 +46,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.verl_peer import VerlHelper, load_verl_helper
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, CorrectionResult, compute_correction, correction_metrics
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.support.text import format_bytes
 
 LARGEST_RATIO = 1.0

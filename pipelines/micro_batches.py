@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.correction.rules import Denominator
+from mock_scheduler.correction.config.rules import Denominator
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import shape_text
 from mock_scheduler.support.text import bullet_list

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.correction_sources import (
+from mock_scheduler.align.inputs import check_page_path
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
+from mock_scheduler.correction.report.page import write_correction_page
+from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.sources import (
     TrainingConfig,
     TrainingScores,
     open_scores,
@@ -21,21 +28,14 @@ from mock_scheduler.align.correction_sources import (
     training_of_run,
     training_of_source,
 )
-from mock_scheduler.align.inputs import check_page_path
-from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.correction.report.text import print_correction
+from mock_scheduler.correction.report.view import FORMAT_VERSION, CorrectionReport
 from mock_scheduler.display.json_values import dataclass_to_json
 from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_builder import ReportBuilder, ReportOptions
-from mock_scheduler.report.correction_page import write_correction_page
-from mock_scheduler.report.correction_presets import list_presets
-from mock_scheduler.report.correction_text import print_correction
-from mock_scheduler.report.correction_view import FORMAT_VERSION, CorrectionReport
 from mock_scheduler.report.recording_commands import parse_steps, recorded_vocabulary
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID

@@ -18,8 +18,8 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import AlignmentError
 from pipelines.config.schema import PipelineConfig
 

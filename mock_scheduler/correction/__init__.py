@@ -5,7 +5,7 @@ compiles to, and gives weights, a mask and ``CorrectionStates``; these are merge
 ``correction_metrics`` makes numbers of them.
 """
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.correction.engine import compute_correction
 from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult
 from mock_scheduler.correction.metrics import correction_metrics

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from mock_scheduler.config.correction.rules import Rule
+from mock_scheduler.correction.config.rules import Rule
 
 
 def is_above(values: torch.Tensor, bound: float) -> torch.Tensor:

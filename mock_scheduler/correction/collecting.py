@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
-from mock_scheduler.config.correction.verl_keys import VETO
 from mock_scheduler.correction.bounds import is_above, is_below, value_bounds
 from mock_scheduler.correction.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
+from mock_scheduler.correction.config.verl_keys import VETO
 from mock_scheduler.correction.inputs import ResponseTokens
 from mock_scheduler.correction.runs import Reduction
 from mock_scheduler.correction.states import CorrectionStates, FloatArray

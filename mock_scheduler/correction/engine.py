@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.correction.blocks import map_blocks, split_inputs, whole_batch
 from mock_scheduler.correction.collecting import MeasuredWeights, collect_states
 from mock_scheduler.correction.computing import BlockComputation
+from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult, check_inputs
 from mock_scheduler.correction.releases import correct_inputs_as_release
 from mock_scheduler.correction.states import CorrectionStates

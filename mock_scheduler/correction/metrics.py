@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, CorrectionSpec
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec
 from mock_scheduler.correction.rejection_metrics import guide_rejections, rejections, veto
 from mock_scheduler.correction.states import (
     BUCKET_SUMS,

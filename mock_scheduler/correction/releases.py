@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from mock_scheduler.config.correction.rules import CorrectionSpec
+from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.inputs import CorrectionInputs
 from mock_scheduler.correction.verl import ReleaseCorrection, correct_as_release
 

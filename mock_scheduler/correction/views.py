@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mock_scheduler.config.correction.rules import Level
+from mock_scheduler.correction.config.rules import Level
 from mock_scheduler.correction.states import CorrectionStates, FloatArray, exact_sum
 
 

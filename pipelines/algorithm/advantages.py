@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.config.correction.rules import LoneSurvivor
+from mock_scheduler.correction.config.rules import LoneSurvivor
 from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
 from pipelines.algorithm.rewards import (
     Grouping,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, Denominator, LossType
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Denominator, LossType
 from pipelines.algorithm.checks import check_equal_shapes, raise_value_error
 from pipelines.algorithm.kl import estimate_kl
 from pipelines.config.algorithm import KlEstimator

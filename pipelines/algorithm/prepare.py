@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.correction.rules import LoneSurvivor
+from mock_scheduler.correction.config.rules import LoneSurvivor
 from pipelines.algorithm.advantages import (
     AdvantageConfig,
     AdvantageInputs,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.config.correction.rules import LoneSurvivor
+from mock_scheduler.correction.config.rules import LoneSurvivor
 from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
 from pipelines.algorithm.segments import discount_backwards
 

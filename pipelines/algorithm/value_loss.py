@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.config.correction.rules import Denominator
+from mock_scheduler.correction.config.rules import Denominator
 from pipelines.algorithm.checks import check_equal_shapes
 
 SMALLEST_RELATIVE_VARIANCE = 1e-12

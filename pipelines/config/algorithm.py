@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeFloat
-from mock_scheduler.config.correction.rules import CorrectionSpec
+from mock_scheduler.correction.config.rules import CorrectionSpec
 
 AdvantageEstimator = Literal["grpo", "gae", "reinforce_plus_plus", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3"]

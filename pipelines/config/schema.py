@@ -27,13 +27,13 @@ from mock_scheduler.config.base import (
     PositiveInt,
     RolloutMode,
 )
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig
-from mock_scheduler.config.correction.combinations import combination_problems
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
+from mock_scheduler.correction.config.combinations import combination_problems
 from mock_scheduler.megatron.order_plan import limits as emulation_limits
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.problems import validation_problems
+from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import PipelineConfig
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.config.correction_configs import SECTION, problems_of, problems_of_text
 
 KNOWN_KEYS = ", ".join(sorted(RolloutCorrectionConfig.model_fields))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.correction.describe import describe_correction
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
 from mock_scheduler.config.loading import load_config
+from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.errors import ConfigError
 from tests.config.correction_configs import (
     SECTION,

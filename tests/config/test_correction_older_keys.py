@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.correction.describe import describe_correction
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from tests.config.correction_configs import (
     SECTION,
     VETO,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.config.correction_configs import problems_of
 
 REJECT = {"level": "token", "action": "reject_token"}

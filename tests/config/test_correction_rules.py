@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.config.correction_configs import SECTION, problems_of
 
 TOKEN = {"rollout_is": "token"}

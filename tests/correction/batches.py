@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.config.correction.rules import Aggregation, CorrectionSpec, Estimator, Level, Rule
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs
+from mock_scheduler.correction.config.rules import Aggregation, CorrectionSpec, Estimator, Level, Rule
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.correction.plain import PlainBatch
 
 GRID = 64

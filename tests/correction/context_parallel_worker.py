@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.correction.rules import CorrectionSpec
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import (
     CorrectionInputs,
     CorrectionResult,
@@ -19,6 +17,8 @@ from mock_scheduler.correction import (
     compute_correction,
     correction_metrics,
 )
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
 from tests.correction.batches import Batch, random_batch, random_spec, rule_fields
 

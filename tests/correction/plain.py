@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from tests.correction.plain_metrics import LIMIT, Token, clamp, limits, mean, plain_metrics
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 
 LIMIT = 20.0
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
-from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.correction.batches import BatchTokens
+from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.errors import CorrectionError
 
 SEGMENT = CorrectionSpec(weight="segment")

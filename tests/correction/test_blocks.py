@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mock_scheduler.config.correction.rules import CorrectionSpec
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import (
     CorrectionInputs,
     CorrectionResult,
@@ -18,6 +16,8 @@ from mock_scheduler.correction import (
     correction_metrics,
 )
 from mock_scheduler.correction.blocks import BLOCK_TOKENS, split_inputs
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
 
 ROWS, WIDTH = 7, BLOCK_TOKENS // 2 - 3

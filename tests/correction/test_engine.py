@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.rules import Action, Aggregation, Condition, CorrectionSpec, Level, Rule
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionResult, compute_correction, correction_metrics
+from mock_scheduler.correction.config.rules import Action, Aggregation, Condition, CorrectionSpec, Level, Rule
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.correction.batches import BOUNDS, Batch, random_batch, random_spec, rule_fields
 from tests.correction.plain import correct_plainly
 

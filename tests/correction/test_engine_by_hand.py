@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mock_scheduler.config.correction.rules import Level
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
+from mock_scheduler.correction.config.rules import Level
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
 from tests.correction.batches import NAN, random_batch, rule_fields
 

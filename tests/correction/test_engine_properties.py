@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import (
     CorrectionInputs,
     CorrectionResult,
@@ -18,6 +16,8 @@ from mock_scheduler.correction import (
     compute_correction,
     correction_metrics,
 )
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.correction.batches import NAN, Batch, random_batch, random_spec
 
 SEEDS = st.integers(0, 10**6)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig
-from mock_scheduler.config.correction.rules import CorrectionSpec
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionResult, compute_correction, correction_metrics
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
 from tests.correction.golden_cases import CASES, golden_inputs, numbers, tensor
 from tests.correction.plain import PlainBatch, PlainResult, correct_plainly

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, CorrectionResult, compute_correction, correction_metrics
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, compute_policy_loss
 from tests.correction.golden_cases import OTHERS, golden_inputs, tensor
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from tests.correction.golden_cases import GOLDEN
 
 DEFAULTS = "__dataclass_defaults__"

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mock_scheduler.config.correction.rules import CorrectionSpec, Rule
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, CorrectionStates, compute_correction, correction_metrics
+from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 
 LOG2, LOG3 = math.log(2.0), math.log(3.0)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, CorrectionStates, compute_correction, correction_metrics
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, bucket_names, exact_sum
 
 SPEC = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0).spec

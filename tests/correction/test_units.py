@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionInputs, compute_correction
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.inputs import check_inputs, count_positions
 from mock_scheduler.correction.runs import Reduction, Runs
 from mock_scheduler.errors import CorrectionError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.correction.rules import Denominator, LossType
+from mock_scheduler.correction.config.rules import Denominator, LossType
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import (
     METRIC_SUMS,

@@ -12,13 +12,13 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.config.trace import TraceConfig, TraceKind
 from mock_scheduler.correction.comparable import VALID_COLUMN
-from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_builder import ReportBuilder, ReportOptions
-from mock_scheduler.report.correction_presets import list_presets
-from mock_scheduler.report.correction_view import CorrectionReport, TrainingSide
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
+from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.shards import whole

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.presets import list_presets, preset_candidate
+from mock_scheduler.correction.report.view import Measured
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.correction_bars import count_bars, count_middle_bars
-from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_presets import list_presets, preset_candidate
-from mock_scheduler.report.correction_view import Measured
 from tests.batches import make_row
 from tests.recording.builders import make_info
 from tests.report.correction_reports import make_batch, make_report, make_step

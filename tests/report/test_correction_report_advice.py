@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from mock_scheduler.batch import SamplingParams
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
-from mock_scheduler.report.correction_advice import Advice, bias_advice, guide_advice, hidden_variance
-from mock_scheduler.report.correction_view import TrainingSide
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.report.advice import Advice, bias_advice, guide_advice, hidden_variance
+from mock_scheduler.correction.report.view import TrainingSide
 from tests.report.correction_reports import TRAINING, advice_of, make_report, make_step
 
 LN2 = math.log(2)

@@ -12,11 +12,11 @@ import torch
 
 from mock_scheduler import cli
 from mock_scheduler.align.correction_report import CorrectionOptions, run_correction
-from mock_scheduler.align.correction_sources import training_of_contract, training_of_run
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.sources import training_of_contract, training_of_run
 from mock_scheduler.display import page_document
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
-from mock_scheduler.report.correction_batch import ScoredBatch
 from tests.report.correction_reports import make_step, record_scored, write_run, write_trace
 from tests.report.recordings import make_console, record
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.report.format import number, percent
+from mock_scheduler.correction.report.page import MAX_STEPS, render_correction_page, write_correction_page
+from mock_scheduler.correction.report.text import print_correction
+from mock_scheduler.correction.report.view import CorrectionReport
 from mock_scheduler.display import page_document
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.correction_format import number, percent
-from mock_scheduler.report.correction_page import MAX_STEPS, render_correction_page, write_correction_page
-from mock_scheduler.report.correction_text import print_correction
-from mock_scheduler.report.correction_view import CorrectionReport
 from tests.report.correction_reports import make_report, make_step
 from tests.report.pages import figures_of, text_of
 from tests.report.recordings import make_console

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig, is_cap_off
 from mock_scheduler.config.problems import Problem, validation_problems
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig, is_cap_off
 
 _ACTOR = "actor_rollout_ref.actor"
 _LOG_PROBS_KEY = "actor_rollout_ref.rollout.calculate_log_probs"

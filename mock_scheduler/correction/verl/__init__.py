@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.config.correction.rules import VerlRelease
+from mock_scheduler.correction.config.rules import VerlRelease
 from mock_scheduler.correction.verl.divergence import reject_by_divergence
 from mock_scheduler.correction.verl.earliest import weights_of_0_6_0
 from mock_scheduler.correction.verl.metrics import policy_metrics

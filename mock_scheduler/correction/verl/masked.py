@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

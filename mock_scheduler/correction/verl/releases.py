@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mock_scheduler.config.correction.rules import VerlRelease
+from mock_scheduler.correction.config.rules import VerlRelease
 
 BatchNorm = Literal["absent", "all_rows", "rows_with_tokens"]
 RejectionStatistic = Literal["weight", "ratio", "divergence"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.config.correction.rules import VerlRelease
+from mock_scheduler.correction.config.rules import VerlRelease
 from mock_scheduler.correction.verl import ReleaseCorrection, correct_as_release
 
 _GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "rollout_correction.json").read_text(encoding="utf-8"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig
 from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from pipelines.config.algorithm import AdvantageEstimator, RewardNormalizationConfig
 
 _KEY = "algorithm.rollout_correction"

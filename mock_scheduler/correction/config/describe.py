@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.rules import INVERTED_RELEASES
-from mock_scheduler.config.correction.thresholds import parse_ratio_band, split_thresholds
-from mock_scheduler.config.correction.verl_keys import NEWER_OPTIONS, never_rejects
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.rules import INVERTED_RELEASES
+from mock_scheduler.correction.config.thresholds import parse_ratio_band, split_thresholds
+from mock_scheduler.correction.config.verl_keys import NEWER_OPTIONS, never_rejects
 from mock_scheduler.support.text import count_of
 
 if TYPE_CHECKING:
-    from mock_scheduler.config.correction.algorithm import AlgorithmConfig
-    from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+    from mock_scheduler.correction.config.algorithm import AlgorithmConfig
+    from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 
 PREFIX = "[Rollout Correction]"
 

@@ -13,11 +13,13 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection, JoinedTexts
-from mock_scheduler.config.correction.checks import section_problems
-from mock_scheduler.config.correction.describe import section_notes
-from mock_scheduler.config.correction.names import name_problems
-from mock_scheduler.config.correction.presets import preset_values
-from mock_scheduler.config.correction.rules import (
+from mock_scheduler.config.keyed import KeyedError, collecting, raise_keyed
+from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.checks import section_problems
+from mock_scheduler.correction.config.describe import section_notes
+from mock_scheduler.correction.config.names import name_problems
+from mock_scheduler.correction.config.presets import preset_values
+from mock_scheduler.correction.config.rules import (
     CorrectionSpec,
     Denominator,
     Level,
@@ -27,7 +29,7 @@ from mock_scheduler.config.correction.rules import (
     Rule,
     VerlRelease,
 )
-from mock_scheduler.config.correction.thresholds import (
+from mock_scheduler.correction.config.thresholds import (
     UNLIMITED,
     NonNegativeNumber,
     PositiveNumber,
@@ -35,9 +37,7 @@ from mock_scheduler.config.correction.thresholds import (
     read_number,
     read_scalar,
 )
-from mock_scheduler.config.correction.verl_keys import rejection_rules, veto_rule, weight_rules
-from mock_scheduler.config.keyed import KeyedError, collecting, raise_keyed
-from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.verl_keys import rejection_rules, veto_rule, weight_rules
 
 Bounds = tuple[float | None, float | None]
 

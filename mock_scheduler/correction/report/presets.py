@@ -13,12 +13,12 @@ from difflib import get_close_matches
 
 import torch
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.correction import CorrectionResult, CorrectionSpec, CorrectionStates, compute_correction
 from mock_scheduler.correction import correction_metrics as compute_metrics
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.errors import ConfigError, CorrectionError
-from mock_scheduler.report.correction_batch import ScoredBatch
 
 CONFIGURED = "configured"
 #: The guide's basic configuration, which is looked at where none is configured.

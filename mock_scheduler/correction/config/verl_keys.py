@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from mock_scheduler.config.correction.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule, VerlRelease
-from mock_scheduler.config.correction.thresholds import (
+from mock_scheduler.config.keyed import KeyedError
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule, VerlRelease
+from mock_scheduler.correction.config.thresholds import (
     UNLIMITED,
     Threshold,
     check_veto,
@@ -23,7 +24,6 @@ from mock_scheduler.config.correction.thresholds import (
     parse_ratio_band,
     split_thresholds,
 )
-from mock_scheduler.config.keyed import KeyedError
 
 VETO = "veto"
 WEIGHTS = "rollout_is"

@@ -14,16 +14,14 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch import SamplingParams
-from mock_scheduler.config.correction.rules import CorrectionSpec
 from mock_scheduler.correction import CorrectionStates, correction_metrics
 from mock_scheduler.correction.comparable import (
     VALID_COLUMN,
     comparison_problems,
     logprob_problems,
 )
-from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
-from mock_scheduler.errors import CorrectionError
-from mock_scheduler.report.correction_advice import (
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.report.advice import (
     Advice,
     Metrics,
     bias_advice,
@@ -32,9 +30,9 @@ from mock_scheduler.report.correction_advice import (
     hidden_variance,
     problem,
 )
-from mock_scheduler.report.correction_bars import count_bars, count_middle_bars
-from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_presets import (
+from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.presets import (
     BASIC,
     CONFIGURED,
     Candidate,
@@ -45,14 +43,16 @@ from mock_scheduler.report.correction_presets import (
     preset_candidate,
     step_metrics,
 )
-from mock_scheduler.report.correction_steps import ROUNDING, describe_sampling, recorded_health, sum_buckets
-from mock_scheduler.report.correction_view import (
+from mock_scheduler.correction.report.steps import ROUNDING, describe_sampling, recorded_health, sum_buckets
+from mock_scheduler.correction.report.view import (
     CorrectionReport,
     Measured,
     StepHealth,
     TrainingSide,
 )
-from mock_scheduler.report.correction_worst import WorstFinder
+from mock_scheduler.correction.report.worst import WorstFinder
+from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
+from mock_scheduler.errors import CorrectionError
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of, list_some
 

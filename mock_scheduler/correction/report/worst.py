@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mock_scheduler.report.correction_batch import ScoredBatch
-from mock_scheduler.report.correction_view import WorstSequence, WorstToken
+from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.view import WorstSequence, WorstToken
 from mock_scheduler.report.vocabulary import Vocabulary
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mock_scheduler.config.correction.rules import Rule, numbered_label
-from mock_scheduler.config.correction.verl_keys import VETO, WEIGHTS
 from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.rules import Rule, numbered_label
+from mock_scheduler.correction.config.verl_keys import VETO, WEIGHTS
 
 #: Name -> what metrics have under it already.
 _RESERVED = {

@@ -11,12 +11,9 @@ from html import escape
 from pathlib import Path
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.page_document import render_document, write_document
-from mock_scheduler.errors import ConfigError
-from mock_scheduler.recording.reading.browse import name_steps
-from mock_scheduler.report.correction_advice import Advice
-from mock_scheduler.report.correction_figures import histogram_figure, steps_figure
-from mock_scheduler.report.correction_format import (
+from mock_scheduler.correction.report.advice import Advice
+from mock_scheduler.correction.report.figures import histogram_figure, steps_figure
+from mock_scheduler.correction.report.format import (
     group_outcomes,
     headline,
     lag_text,
@@ -27,8 +24,8 @@ from mock_scheduler.report.correction_format import (
     policy_rows,
     recording_rows,
 )
-from mock_scheduler.report.correction_presets import CONFIGURED, Outcome
-from mock_scheduler.report.correction_view import (
+from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
+from mock_scheduler.correction.report.view import (
     Bucket,
     CorrectionReport,
     Measured,
@@ -36,6 +33,9 @@ from mock_scheduler.report.correction_view import (
     WorstSequence,
     WorstToken,
 )
+from mock_scheduler.display.page_document import render_document, write_document
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.report.page_parts import facts
 from mock_scheduler.support.digests import JSON
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mock_scheduler.correction.report.advice import Advice
+from mock_scheduler.correction.report.presets import Outcome
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.correction_advice import Advice
-from mock_scheduler.report.correction_presets import Outcome
 
 FORMAT_VERSION = 1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mock_scheduler.report.correction_presets import Outcome
-from mock_scheduler.report.correction_view import CorrectionReport, Measured, StepHealth, TrainingSide
+from mock_scheduler.correction.report.presets import Outcome
+from mock_scheduler.correction.report.view import CorrectionReport, Measured, StepHealth, TrainingSide
 from mock_scheduler.support.text import count_of
 
 _LABELS = {

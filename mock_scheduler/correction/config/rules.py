@@ -19,9 +19,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.correction.thresholds import Number
 from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.thresholds import Number
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]

@@ -10,11 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.columns import TextColumn, lay_out
-from mock_scheduler.display.text import print_labelled, print_wrapped
-from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.correction_advice import Advice
-from mock_scheduler.report.correction_format import (
+from mock_scheduler.correction.report.advice import Advice
+from mock_scheduler.correction.report.format import (
     group_outcomes,
     headline,
     lag_text,
@@ -25,8 +22,11 @@ from mock_scheduler.report.correction_format import (
     policy_rows,
     recording_rows,
 )
-from mock_scheduler.report.correction_presets import CONFIGURED, Outcome
-from mock_scheduler.report.correction_view import Bucket, CorrectionReport, Measured, StepHealth, WorstToken
+from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
+from mock_scheduler.correction.report.view import Bucket, CorrectionReport, Measured, StepHealth, WorstToken
+from mock_scheduler.display.columns import TextColumn, lay_out
+from mock_scheduler.display.text import print_labelled, print_wrapped
+from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.text import shorten
 
 _STYLES = {"problem": "bold red", "warning": "bold yellow", "note": "bold"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mock_scheduler.correction.report.view import StepHealth
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.correction_view import StepHealth
 from mock_scheduler.report.page_figures import plain_layout
 from mock_scheduler.support.digests import JSON
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mock_scheduler.config.correction.presets import PRESETS
-from mock_scheduler.config.correction.rules import Level, VerlRelease
-from mock_scheduler.config.correction.thresholds import UNLIMITED
 from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.rules import Level, VerlRelease
+from mock_scheduler.correction.config.thresholds import UNLIMITED
 
 if TYPE_CHECKING:
-    from mock_scheduler.config.correction.section import RolloutCorrectionConfig
+    from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 
 _DEFAULT_THRESHOLD = 2.0
 _NEWEST_KEYS = (

@@ -21,12 +21,12 @@ from mock_scheduler.align.stored_config import read_stored_keys
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.finished_run import load_batches
 from mock_scheduler.compare.traces import trace_level
-from mock_scheduler.config.correction.algorithm import AlgorithmConfig
-from mock_scheduler.config.correction.section import RolloutCorrectionConfig
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
+from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.report.view import TrainingSide
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.contract import Contract
-from mock_scheduler.report.correction_view import TrainingSide
 from mock_scheduler.support.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey
