@@ -202,8 +202,8 @@ def compare(
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
     from mock_scheduler.align.finished import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.align.inputs import parse_selection
     from mock_scheduler.report.recording_commands import parse_steps
+    from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
         selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
@@ -229,8 +229,8 @@ def replicas(
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
     from mock_scheduler.align.finished import run_replicas  # imports torch: not for --help
-    from mock_scheduler.align.inputs import parse_selection
     from mock_scheduler.report.recording_commands import parse_steps
+    from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
     raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify))

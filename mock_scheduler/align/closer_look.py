@@ -13,7 +13,7 @@ from mock_scheduler.align.plan import ConfigLoader
 from mock_scheduler.align.planned import AlignPlan, PlannedRun
 from mock_scheduler.align.proof_runs import derive_run, is_same_order
 from mock_scheduler.align.run_store import RunStore
-from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.proofs import Localisation
 from mock_scheduler.compare.verdict import Verdict

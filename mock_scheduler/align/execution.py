@@ -20,10 +20,10 @@ from rich.markup import escape
 
 from mock_scheduler.align.following import Follower, OnDone, Outcome, read_completed
 from mock_scheduler.align.planned import PlannedRun, RunGroup, group_runs
-from mock_scheduler.compare.finished_run import RunFailure
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launch.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
 from mock_scheduler.launch.sessions import SessionRun, load_status
+from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.text import count_of
 

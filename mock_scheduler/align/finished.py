@@ -13,17 +13,16 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.comparison_bounds import resolve_bounds
-from mock_scheduler.align.inputs import OpenedInput, check_page_path, check_steps, find_trace, open_inputs
 from mock_scheduler.align.runs import judge_runs
-from mock_scheduler.compare.bounds import Bounds
-from mock_scheduler.compare.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.recordings import judge_recordings
 from mock_scheduler.compare.replicas import check_replicas
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
-from mock_scheduler.compare.selection import EVERYTHING, Selection
-from mock_scheduler.compare.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.verdict import Alignment, decide
-from mock_scheduler.compare.walk import OnKey
+from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
+from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
@@ -32,6 +31,7 @@ from mock_scheduler.report.comparison_page import write_comparison_page
 from mock_scheduler.report.comparison_text import print_comparison, print_replicas
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
 from mock_scheduler.report.terminal import build_console
+from mock_scheduler.run_folder.inputs import OpenedInput, check_page_path, check_steps, find_trace, open_inputs
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.full.reader import open_trace

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.compare.finished_run import RunFailure, load_failure
 from mock_scheduler.launch.sessions import RunStatus, load_status
+from mock_scheduler.run_folder.finished_run import RunFailure, load_failure
 from mock_scheduler.support.run_files import ERROR_FILE
 
 #: Seconds that a run took, or how it failed.

@@ -45,12 +45,12 @@ from mock_scheduler.align.localise_text import (
     said_pass,
 )
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.compare.bounds import EXACT, Bounds
+from mock_scheduler.compare.bounds.bounds import EXACT, Bounds
 from mock_scheduler.compare.divergences import Divergence
+from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.proofs import Localisation
-from mock_scheduler.compare.selection import Selection
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.traces import compare_trace_folders
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.support.run_files import TRACE_FOLDER

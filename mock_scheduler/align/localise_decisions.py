@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mock_scheduler.compare.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.bounds import Bounds, BoundsSource, MetricBound, TensorBound
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.trace.entries import TraceKey
 
 if TYPE_CHECKING:
-    from mock_scheduler.compare.noise.measured import NoiseBounds
+    from mock_scheduler.compare.bounds.measured import NoiseBounds
 
 
 def shrinking_factor(precision: str) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.results import RunSummary, compare_runs
-from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
-from mock_scheduler.compare.walk import OnKey
+from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import AlignmentError, TraceError
 
 

@@ -19,11 +19,11 @@ import torch
 from mock_scheduler.compare.consequence_clip import CLIP_STATES, ClipRule, load_clip_rule
 from mock_scheduler.compare.consequence_text import describe_consequence
 from mock_scheduler.compare.consequence_update import UpdateDirections
-from mock_scheduler.compare.pairs import TracePair
+from mock_scheduler.compare.pairing.pairs import TracePair
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.proofs import ClipFlip, Consequence, RolloutGap
-from mock_scheduler.compare.selection import EVERYTHING, Selection
-from mock_scheduler.compare.tokens import TokenAlignment, align_tokens
-from mock_scheduler.compare.traces import trace_level
+from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import DifferenceKind, Finding
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
-from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.sentence import describe_before, describe_tensor, name_place
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase

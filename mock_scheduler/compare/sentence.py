@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind

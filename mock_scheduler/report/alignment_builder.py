@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mock_scheduler.compare.bounds import Bounds
+from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.verdict import Verdict, worst_exit_code

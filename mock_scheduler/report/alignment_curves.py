@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds import Bounds
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.errors import TraceError
 from mock_scheduler.report.alignment_heat import describe_times
 from mock_scheduler.report.comparison_view import metrics_to_show

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 
 from mock_scheduler.compare.consequence_text import describe_length
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference
 from mock_scheduler.compare.results import AlignmentTimes, CandidateResult
+from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.report.alignment_folders import RunFacts
 from mock_scheduler.report.alignment_heat import describe_times
 from mock_scheduler.report.comparison_view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from mock_scheduler.compare.pairing.tokens import align_tokens
 from mock_scheduler.compare.results import CandidateResult
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.tokens import align_tokens
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey

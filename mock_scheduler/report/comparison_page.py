@@ -11,10 +11,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from mock_scheduler.compare.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison_view import (

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mock_scheduler.compare.bounds import NUM_ULPS
+from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
+from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison_view import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from mock_scheduler.compare.metrics import MetricLog, load_metrics
+from mock_scheduler.compare.walk.metrics import MetricLog, load_metrics
 from mock_scheduler.display.text import shortest_names
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.run_files import METRICS_FILE

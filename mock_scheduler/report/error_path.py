@@ -16,7 +16,7 @@ from typing import Literal
 
 from mock_scheduler.compare.differences import Tier
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.verdict import Alignment
 from mock_scheduler.report.comparison_view import tier_of

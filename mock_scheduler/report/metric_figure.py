@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from mock_scheduler.compare.metrics import MetricLog, differ
+from mock_scheduler.compare.walk.metrics import MetricLog, differ
 from mock_scheduler.report.page_figures import plain_layout
 from mock_scheduler.support.digests import JSON
 

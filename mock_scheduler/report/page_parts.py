@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mock_scheduler.compare.bounds import NUM_ULPS
-from mock_scheduler.compare.metrics import MetricDifference
+from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricDifference
 from mock_scheduler.report.comparison_view import (
     TierCounts,
     describe_details,

@@ -15,9 +15,9 @@ from rich.console import Console
 from mock_scheduler.align import execution
 from mock_scheduler.align.execution import Outcome, Watch, execute_runs
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.compare.finished_run import RunFailure
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.sessions import RunStatus, write_status
+from mock_scheduler.run_folder.finished_run import RunFailure
 from tests.align.simulated import planned
 
 FAILED = {"type": "ContractError", "message": "it went wrong", "exit_code": 3, "global_rank": 0}

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.align.finished import CompareOptions, run_compare, run_replicas
-from mock_scheduler.align.inputs import parse_selection
 from mock_scheduler.align.plan import PlannedRun
-from mock_scheduler.compare.selection import EVERYTHING
+from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config, load_config
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.run_folder.inputs import parse_selection
 from tests.align.test_align import CONFIG, NORM, write_results
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mock_scheduler.align.localise import localise
-from mock_scheduler.compare.bounds import UNBOUNDED, StatedBounds
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.proofs import GraftedModule, Localisation
 from mock_scheduler.config.align import ToleranceConfig

@@ -12,7 +12,7 @@ from mock_scheduler.align.localise import localise
 from mock_scheduler.align.overrides import quote_override
 from mock_scheduler.align.plan import build_loader
 from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.compare.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
 from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.launch.launcher import plan_launch, run_plan

@@ -6,9 +6,9 @@ import pytest
 
 from mock_scheduler.align.proving import Evidence, judge
 from mock_scheduler.compare.divergences import Divergence
-from mock_scheduler.compare.metrics import MetricComparison
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 

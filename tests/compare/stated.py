@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
 from pipelines.config.schema import ToleranceConfig
 
 

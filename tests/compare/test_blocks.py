@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.compare import blocks
-from mock_scheduler.compare.blocks import map_blocks, split_blocks, split_chunks
-from mock_scheduler.compare.bounds import TensorBound
-from mock_scheduler.compare.figures import PairSums, sum_pair
-from mock_scheduler.compare.judging import compare_updates
+from mock_scheduler.compare.bounds.bounds import TensorBound
+from mock_scheduler.compare.measure import blocks
+from mock_scheduler.compare.measure.blocks import map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.measure.distance import compare_updates
+from mock_scheduler.compare.measure.figures import PairSums, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.align.finished import CompareOptions, run_compare, run_replicas
-from mock_scheduler.align.inputs import parse_selection
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.selection import EVERYTHING
+from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.writing import FullSink

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare.bounds import EXACT, UNBOUNDED, Bounds
+from mock_scheduler.compare.bounds.bounds import EXACT, UNBOUNDED, Bounds
 from mock_scheduler.compare.consequence_update import UpdateDirections
-from mock_scheduler.compare.decisions import find_moved_experts, find_without_gradient, read_decisions
+from mock_scheduler.compare.explain.expert_bias import find_moved_experts, find_without_gradient, read_decisions
 from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.pairs import TracePair
+from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import open_trace

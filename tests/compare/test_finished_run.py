@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.finished_run import RunFailure, load_batches, load_failure, load_summary
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.run_folder.finished_run import RunFailure, load_batches, load_failure, load_summary
 
 STATED = {
     "status": "completed",

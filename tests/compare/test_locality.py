@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.compare.differences import Locality
-from mock_scheduler.compare.locality import find_localities, parameter_dims
+from mock_scheduler.compare.explain.locality import find_localities, parameter_dims
 from mock_scheduler.trace.entries import DimName
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.metrics import compare_metrics, differ, load_metrics
+from mock_scheduler.compare.walk.metrics import compare_metrics, differ, load_metrics
 from mock_scheduler.errors import TraceError
 from tests.compare.stated import stated
 

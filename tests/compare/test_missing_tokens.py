@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.drift import Series, measure_drift
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
-from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
-from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Verdict, decide
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare import parts as parts_module
+from mock_scheduler.compare.explain import parts as parts_module
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind

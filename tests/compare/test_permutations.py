@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.compare.permutations import Holders, block_size, describe_order
+from mock_scheduler.compare.explain.permutations import Holders, block_size, describe_order
 
 STRAIGHT = torch.arange(24)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mock_scheduler.compare.figures import compute_figures
-from mock_scheduler.compare.ratios import CommonScale, find_common_scale, format_ratio
-from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale, format_ratio
+from mock_scheduler.compare.explain.residual import classify_residual
+from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 

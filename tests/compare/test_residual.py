@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.compare.differences import Residual, ResidualKind
-from mock_scheduler.compare.factors import name_factor
-from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.compare.explain.residual import classify_residual
+from mock_scheduler.compare.measure.factors import name_factor
 
 LAYOUT = {"tp": 2, "dp": 4, "micro-batches": 8}
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.replicas import check_replicas
-from mock_scheduler.compare.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.trace.entries import (

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from mock_scheduler.compare.bounds import EXACT
+from mock_scheduler.compare.bounds.bounds import EXACT
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.divergences import describe_divergence
 from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.noise.measured import NoiseBounds
-from mock_scheduler.compare.traces import compare_trace_folders
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace

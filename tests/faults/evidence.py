@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.compare.bounds import EXACT, UNBOUNDED
+from mock_scheduler.compare.bounds.bounds import EXACT, UNBOUNDED
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.divergences import Divergence, find_divergences
 from mock_scheduler.compare.noise.judging import judge_noise
-from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.traces import compare_trace_folders
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from tests.faults.fault import Precision
 
 Outcome = Literal["found", "silent", "not available"]

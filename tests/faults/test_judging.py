@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mock_scheduler.compare.divergences import Divergence
-from mock_scheduler.compare.figures import compute_figures
+from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from tests.faults.catalogue import find_fault

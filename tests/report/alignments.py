@@ -15,12 +15,12 @@ import torch
 import yaml
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
 from mock_scheduler.compare.proofs import Consequence, GraftedModule, Localisation, Outcome, Proof, ProofName
 from mock_scheduler.compare.results import AlignmentResult, AlignmentTimes, CandidateResult, RunSummary
-from mock_scheduler.compare.traces import compare_trace_folders
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
+from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.recording import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mock_scheduler.compare.differences import Figures, Locality, Residual, WorstElement
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.metrics import MetricLog, compare_metrics
-from mock_scheduler.compare.order import order_keys
+from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.results import ComparedInput, ComparisonResult, RunSummary
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
@@ -21,6 +20,7 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
 )
 from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict, failed_run
+from mock_scheduler.compare.walk.metrics import MetricLog, compare_metrics
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from tests.compare.stated import stated

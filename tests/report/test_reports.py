@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.compare.bounds import UNBOUNDED, StatedBounds
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.metrics import compare_metrics
 from mock_scheduler.compare.results import AlignmentResult, CandidateResult, RunSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
+from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.json_file import save_result

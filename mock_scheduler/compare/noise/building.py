@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.compare.bounds import UNBOUNDED
-from mock_scheduler.compare.metrics import MetricLog, is_comparable, load_metrics
-from mock_scheduler.compare.noise.measured import NoiseBounds
-from mock_scheduler.compare.noise.tensor_noise import TensorNoise
-from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.bounds.bounds import UNBOUNDED
+from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
-from mock_scheduler.compare.traces import compare_trace_folders, find_dtypes, find_epsilon
+from mock_scheduler.compare.walk.metrics import MetricLog, is_comparable, load_metrics
+from mock_scheduler.compare.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER

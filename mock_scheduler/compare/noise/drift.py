@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.metrics import MetricComparison
-from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.noise.slopes import SlopeSummary
 from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
+from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.support.text import count_of
 
 #: Standard deviations of the sum of fair signs.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.noise.measured import NoiseBounds
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import LARGEST_Z, describe_ratio, robust_z, slope_of, suspect_scale
 from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference

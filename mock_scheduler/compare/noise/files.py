@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.compare.noise.building import digest_of
-from mock_scheduler.compare.noise.measured import NoiseBounds
-from mock_scheduler.compare.noise.tensor_noise import TensorNoise
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.files import save_json

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.compare.metrics import MetricComparison
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.drift import judge_drifts
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
-from mock_scheduler.compare.noise.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
 from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.support.text import count_of
 
 _MOST_PLACES = 8

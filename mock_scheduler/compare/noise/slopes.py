@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from mock_scheduler.compare.factors import name_factor
-from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.measure.factors import name_factor
 from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.support.text import count_of

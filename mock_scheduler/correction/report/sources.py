@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from mock_scheduler.align.inputs import find_trace
-from mock_scheduler.align.stored_config import read_stored_keys
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.finished_run import load_batches
-from mock_scheduler.compare.traces import trace_level
+from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.report.view import TrainingSide
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.contract import Contract
+from mock_scheduler.run_folder.finished_run import load_batches
+from mock_scheduler.run_folder.inputs import find_trace
+from mock_scheduler.run_folder.stored_config import read_stored_keys
 from mock_scheduler.support.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.compare.blocks import (
+from mock_scheduler.compare.differences import Figures, WorstElement
+from mock_scheduler.compare.measure.blocks import (
     BLOCK_ELEMENTS,
     CHUNK_ELEMENTS,
     SCRATCH,
@@ -23,7 +24,6 @@ from mock_scheduler.compare.blocks import (
     split_blocks,
     split_chunks,
 )
-from mock_scheduler.compare.differences import Figures, WorstElement
 from mock_scheduler.trace.full.files import view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from mock_scheduler.compare.differences import Residual
-from mock_scheduler.compare.factors import name_factor
-from mock_scheduler.compare.pairs import TensorPair
-from mock_scheduler.compare.residual import ENOUGH, classify_residual
-from mock_scheduler.compare.tokens import TokenAlignment
+from mock_scheduler.compare.explain.residual import ENOUGH, classify_residual
+from mock_scheduler.compare.measure.factors import name_factor
+from mock_scheduler.compare.pairing.pairs import TensorPair
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 
 _MOST_ELEMENTS = 1 << 20

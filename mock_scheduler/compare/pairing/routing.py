@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from mock_scheduler.compare.pairs import TensorPair
+from mock_scheduler.compare.pairing.pairs import TensorPair
 from mock_scheduler.compare.tensors import ExpertFlips
 from mock_scheduler.trace.entries import DimName, TraceKey
 

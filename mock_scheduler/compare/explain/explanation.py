@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mock_scheduler.compare.differences import Residual
+from mock_scheduler.compare.explain.locality import find_localities, parameter_dims
+from mock_scheduler.compare.explain.parts import classify_parts
+from mock_scheduler.compare.explain.permutations import find_holders
+from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale
+from mock_scheduler.compare.explain.residual import classify_residual
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.locality import find_localities, parameter_dims
-from mock_scheduler.compare.pairs import TensorPair, TracePair, all_of, pair_up
-from mock_scheduler.compare.parts import classify_parts
-from mock_scheduler.compare.permutations import find_holders
-from mock_scheduler.compare.ratios import CommonScale, find_common_scale
-from mock_scheduler.compare.residual import classify_residual
-from mock_scheduler.compare.routing import is_choice
+from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair, all_of, pair_up
+from mock_scheduler.compare.pairing.routing import is_choice
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind

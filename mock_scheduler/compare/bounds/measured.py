@@ -24,11 +24,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
-from mock_scheduler.compare.noise.heavy_tails import Pool, describe_factors, find_factors
-from mock_scheduler.compare.noise.tensor_noise import TensorNoise
-from mock_scheduler.compare.noise.token_shares import TokenShares, is_share
-from mock_scheduler.compare.routing import is_choice
+from mock_scheduler.compare.bounds.bounds import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.heavy_tails import Pool, describe_factors, find_factors
+from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
+from mock_scheduler.compare.bounds.token_shares import TokenShares, is_share
+from mock_scheduler.compare.pairing.routing import is_choice
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase

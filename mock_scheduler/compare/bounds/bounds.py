@@ -16,7 +16,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
 
 if TYPE_CHECKING:
-    from mock_scheduler.compare.noise.measured import NoiseBounds
+    from mock_scheduler.compare.bounds.measured import NoiseBounds
 
 BoundsSource = Literal["noise", "theory", "stated"]
 

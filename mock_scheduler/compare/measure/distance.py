@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mock_scheduler.compare.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
-from mock_scheduler.compare.bounds import NUM_ULPS, TensorBound
+from mock_scheduler.compare.bounds.bounds import NUM_ULPS, TensorBound
 from mock_scheduler.compare.differences import Figures
-from mock_scheduler.compare.figures import PairSums, compute_figures, sum_pair
+from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.measure.figures import PairSums, compute_figures, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mock_scheduler.compare.bounds import BoundsSource, MetricBound, TensorBound
-from mock_scheduler.compare.judging import SIGNIFICANT
-from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.sketch_sources import FullAsSketches, SketchSource
-from mock_scheduler.compare.traces import find_epsilon, open_sources
+from mock_scheduler.compare.bounds.bounds import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.measure.distance import SIGNIFICANT
+from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
 from mock_scheduler.trace.sketch.sketch import difference

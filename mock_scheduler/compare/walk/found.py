@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mock_scheduler.compare.findings import Finding, Side
-from mock_scheduler.compare.order import order_keys
-from mock_scheduler.compare.selection import (
+from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.pairing.selection import (
     Absence,
     Selection,
     absence_findings,

@@ -16,11 +16,11 @@ from types import TracebackType
 
 import torch
 
+from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.differences import Locality
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.noise.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.pairs import TensorPair, pair_up
-from mock_scheduler.compare.tokens import align_tokens
+from mock_scheduler.compare.pairing.pairs import TensorPair, pair_up
+from mock_scheduler.compare.pairing.tokens import align_tokens
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.sketch.files import has_full

@@ -21,8 +21,8 @@ from statistics import median
 import torch
 
 from mock_scheduler.compare.differences import Residual, ResidualKind
-from mock_scheduler.compare.factors import CLOSE, VERY_CLOSE, name_factor
-from mock_scheduler.compare.flat_pair import ENOUGH, FlatPair, square_of
+from mock_scheduler.compare.measure.factors import CLOSE, VERY_CLOSE, name_factor
+from mock_scheduler.compare.measure.flat_pair import ENOUGH, FlatPair, square_of
 from mock_scheduler.compare.tensors import TensorDifference
 
 #: Elements of equal weight that a fitted number rests on.

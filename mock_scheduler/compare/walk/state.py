@@ -13,14 +13,14 @@ from typing import Protocol
 
 import torch
 
-from mock_scheduler.compare.bounds import Bounds
-from mock_scheduler.compare.decisions import judge_decisions, read_decisions
-from mock_scheduler.compare.figures import compute_figures
-from mock_scheduler.compare.found import SIDES
-from mock_scheduler.compare.judging import Pair, compare_updates, find_significant, is_bit_equal
-from mock_scheduler.compare.pairs import TensorPair, all_of
-from mock_scheduler.compare.selection import Selection
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.explain.expert_bias import judge_decisions, read_decisions
+from mock_scheduler.compare.measure.distance import Pair, compare_updates, find_significant, is_bit_equal
+from mock_scheduler.compare.measure.figures import compute_figures
+from mock_scheduler.compare.pairing.pairs import TensorPair, all_of
+from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.walk.found import SIDES
 from mock_scheduler.trace.kinds import TraceKind
 
 #: What is compared together, in the order within one update.

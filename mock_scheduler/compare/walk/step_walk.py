@@ -13,22 +13,21 @@ from dataclasses import replace
 
 import torch
 
-from mock_scheduler.compare.bounds import Bounds, TensorBound
-from mock_scheduler.compare.decisions import find_moved_experts, find_without_gradient
+from mock_scheduler.compare.bounds.bounds import Bounds, TensorBound
 from mock_scheduler.compare.differences import Locality
-from mock_scheduler.compare.explanation import NUM_FIRST, boundaries_of, dims_of
+from mock_scheduler.compare.explain.expert_bias import find_moved_experts, find_without_gradient
+from mock_scheduler.compare.explain.explanation import NUM_FIRST, boundaries_of, dims_of
+from mock_scheduler.compare.explain.initial import describe_initial
+from mock_scheduler.compare.explain.locality import find_localities
+from mock_scheduler.compare.explain.noisy_places import PlaceNoise
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.found import SIDES, Found
-from mock_scheduler.compare.initial import describe_initial
-from mock_scheduler.compare.judging import (
+from mock_scheduler.compare.measure.distance import (
     measure,
     rounding_unit,
     with_rounding,
 )
-from mock_scheduler.compare.locality import find_localities
-from mock_scheduler.compare.noise.places import PlaceNoise
-from mock_scheduler.compare.order import order_keys
-from mock_scheduler.compare.pairs import (
+from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.pairing.pairs import (
     TensorPair,
     TracePair,
     describe_broken,
@@ -39,11 +38,12 @@ from mock_scheduler.compare.pairs import (
     locate,
     pair_up,
 )
-from mock_scheduler.compare.routing import find_flips, is_by_slot, is_choice, logits_key, routed_part
-from mock_scheduler.compare.selection import Absence, Selection, explain_absence
-from mock_scheduler.compare.state import STATE_KINDS, StateWalk, needed_kinds
+from mock_scheduler.compare.pairing.routing import find_flips, is_by_slot, is_choice, logits_key, routed_part
+from mock_scheduler.compare.pairing.selection import Absence, Selection, explain_absence
+from mock_scheduler.compare.pairing.tokens import align_tokens, find_row_differences
 from mock_scheduler.compare.tensors import LARGEST_BOUND, SLOPE_KINDS, TensorDifference
-from mock_scheduler.compare.tokens import align_tokens, find_row_differences
+from mock_scheduler.compare.walk.found import SIDES, Found
+from mock_scheduler.compare.walk.state import STATE_KINDS, StateWalk, needed_kinds
 from mock_scheduler.trace.entries import TraceKey
 
 _PoolKey = tuple[str, int, str]

@@ -9,11 +9,11 @@ from types import TracebackType
 
 import torch
 
-from mock_scheduler.compare.figures import PairSums, sum_pair
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.judging import describe_non_finite
+from mock_scheduler.compare.measure.distance import describe_non_finite
+from mock_scheduler.compare.measure.figures import PairSums, sum_pair
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.tokens import TokenAlignment
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName, TraceKey

@@ -17,12 +17,12 @@ from itertools import combinations
 import torch
 
 from mock_scheduler.compare.differences import Figures, Residual, ResidualKind
-from mock_scheduler.compare.factors import VERY_CLOSE
-from mock_scheduler.compare.figures import compute_figures
-from mock_scheduler.compare.flat_pair import ENOUGH, FEWEST_ELEMENTS, FlatPair, flatten, spread, square_of
-from mock_scheduler.compare.moves import find_move
-from mock_scheduler.compare.permutations import Holders
-from mock_scheduler.compare.ratios import CommonScale, find_ratio
+from mock_scheduler.compare.explain.moves import find_move
+from mock_scheduler.compare.explain.permutations import Holders
+from mock_scheduler.compare.explain.ratios import CommonScale, find_ratio
+from mock_scheduler.compare.measure.factors import VERY_CLOSE
+from mock_scheduler.compare.measure.figures import compute_figures
+from mock_scheduler.compare.measure.flat_pair import ENOUGH, FEWEST_ELEMENTS, FlatPair, flatten, spread, square_of
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName
 

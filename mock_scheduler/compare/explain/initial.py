@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from mock_scheduler.compare.explanation import dims_of, layout_numbers
-from mock_scheduler.compare.judging import is_bit_equal
-from mock_scheduler.compare.pairs import TensorPair, TracePair
-from mock_scheduler.compare.permutations import find_holders
-from mock_scheduler.compare.residual import classify_residual
+from mock_scheduler.compare.explain.explanation import dims_of, layout_numbers
+from mock_scheduler.compare.explain.permutations import find_holders
+from mock_scheduler.compare.explain.residual import classify_residual
+from mock_scheduler.compare.measure.distance import is_bit_equal
+from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from mock_scheduler.align.folder import ALIGN_MARKER
 from mock_scheduler.align.planned import BASELINE_NAME
-from mock_scheduler.align.stored_config import StoredConfig, load_stored_config
-from mock_scheduler.compare.finished_run import load_summary
-from mock_scheduler.compare.metrics import load_metrics
+from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.results import ComparedInput, InputKind
-from mock_scheduler.compare.selection import Selection
-from mock_scheduler.compare.traces import trace_level
+from mock_scheduler.compare.walk.metrics import load_metrics
+from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.run_folder.finished_run import load_summary
+from mock_scheduler.run_folder.stored_config import StoredConfig, load_stored_config
 from mock_scheduler.support.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from mock_scheduler.compare.ledgers import LedgerSource
+from mock_scheduler.compare.pairing.ledgers import LedgerSource
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.sketch.reader import MergedSketch

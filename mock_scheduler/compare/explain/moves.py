@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.compare.differences import Residual
-from mock_scheduler.compare.permutations import Holders, describe_order
+from mock_scheduler.compare.explain.permutations import Holders, describe_order
 from mock_scheduler.trace.entries import DimName
 
 _MOST_ELEMENTS = 1 << 20

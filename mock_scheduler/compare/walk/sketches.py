@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.compare.bounds import Bounds, TensorBound
-from mock_scheduler.compare.found import SIDES, Found, find_missing_steps, in_order
-from mock_scheduler.compare.judging import ROUNDING_UNITS, relate
-from mock_scheduler.compare.ledgers import compare_ledgers
-from mock_scheduler.compare.order import order_keys
-from mock_scheduler.compare.pairs import finding, lacks_tokens
-from mock_scheduler.compare.routing import is_by_slot, is_choice, routed_part
-from mock_scheduler.compare.selection import EVERYTHING, Absence, Selection, explain_absence
-from mock_scheduler.compare.sketch_sources import SketchSource
+from mock_scheduler.compare.bounds.bounds import Bounds, TensorBound
+from mock_scheduler.compare.measure.distance import ROUNDING_UNITS, relate
+from mock_scheduler.compare.pairing.ledgers import compare_ledgers
+from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.pairing.pairs import finding, lacks_tokens
+from mock_scheduler.compare.pairing.routing import is_by_slot, is_choice, routed_part
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Absence, Selection, explain_absence
+from mock_scheduler.compare.pairing.sketch_sources import SketchSource
+from mock_scheduler.compare.pairing.tokens import find_row_differences
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.tokens import find_row_differences
+from mock_scheduler.compare.walk.found import SIDES, Found, find_missing_steps, in_order
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.sketch.reader import MergedSketch

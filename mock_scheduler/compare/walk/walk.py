@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mock_scheduler.compare.bounds import Bounds
-from mock_scheduler.compare.explanation import explain_differences, layout_numbers
-from mock_scheduler.compare.found import Found, find_missing_steps, in_order
-from mock_scheduler.compare.ledgers import compare_ledgers
-from mock_scheduler.compare.noise.places import PlaceNoise
-from mock_scheduler.compare.pairs import TracePair
-from mock_scheduler.compare.selection import EVERYTHING, Selection
-from mock_scheduler.compare.step_walk import StepWalk
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.explain.explanation import explain_differences, layout_numbers
+from mock_scheduler.compare.explain.noisy_places import PlaceNoise
+from mock_scheduler.compare.pairing.ledgers import compare_ledgers
+from mock_scheduler.compare.pairing.pairs import TracePair
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.tokens import TokenAlignment
+from mock_scheduler.compare.walk.found import Found, find_missing_steps, in_order
+from mock_scheduler.compare.walk.step_walk import StepWalk
 from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.full.reader import TraceReader
 

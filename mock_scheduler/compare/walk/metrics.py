@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds import Bounds, MetricBound
+from mock_scheduler.compare.bounds.bounds import Bounds, MetricBound
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.selection import EVERYTHING, Selection
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.text import count_of, shorten
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mock_scheduler.compare.noise.tensor_noise import TensorNoise
+from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.trace.entries import TraceKey
 
 _SUFFIX = "_frac"

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.compare.bounds import TensorBound
-from mock_scheduler.compare.judging import Pair
+from mock_scheduler.compare.bounds.bounds import TensorBound
+from mock_scheduler.compare.measure.distance import Pair
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import Protocol
 
-from mock_scheduler.compare.selection import Selection
+from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter
 from mock_scheduler.trace.kinds import LEDGER_KINDS, LedgerKind
