@@ -31,19 +31,19 @@ from mock_scheduler.align.proof_runs import (
     plan_wide,
 )
 from mock_scheduler.align.run_store import RunStore
-from mock_scheduler.align.runs import judge_runs
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.consequence import find_consequence
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds
-from mock_scheduler.compare.results import AlignmentResult, RunSummary
-from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.results import AlignmentResult, RunSummary
+from mock_scheduler.verdict.runs import judge_runs
+from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
 
 SaveResult = Callable[[AlignmentResult], None]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.align.proof_bounds import shrinking_factor
 from mock_scheduler.align.proof_runs import is_same_order
-from mock_scheduler.align.proving import Evidence, Judgement, is_settled, judge
-from mock_scheduler.compare.proofs import Consequence, Localisation
-from mock_scheduler.compare.results import CandidateResult, RunSummary
-from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.verdict.ladder import Evidence, Judgement, is_settled, judge
+from mock_scheduler.verdict.proofs import Consequence, Localisation
+from mock_scheduler.verdict.results import CandidateResult, RunSummary
+from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
 
 _NOT_RUN = "not run yet: the alignment is still going, or was interrupted"
 _NOT_JUDGED = "not judged yet: the alignment is still going, or was interrupted"

@@ -15,8 +15,8 @@ from mock_scheduler.align.proof_runs import derive_run, is_same_order
 from mock_scheduler.align.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.proofs import Localisation
-from mock_scheduler.compare.verdict import Verdict
+from mock_scheduler.verdict.proofs import Localisation
+from mock_scheduler.verdict.verdict import Verdict
 
 #: Perturbed runs that show the noise of what only localisation traces.
 _NUM_PERTURBATIONS = 2

@@ -17,9 +17,6 @@ from mock_scheduler.align.planned import AlignPlan
 from mock_scheduler.align.proof_runs import order_reductions
 from mock_scheduler.align.resume import RunCache, open_folder
 from mock_scheduler.align.run_store import RunStore
-from mock_scheduler.compare.consequence import consequence_kinds
-from mock_scheduler.compare.results import AlignmentResult
-from mock_scheduler.compare.verdict import worst_exit_code
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
@@ -28,6 +25,9 @@ from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
+from mock_scheduler.verdict.consequence.consequence import consequence_kinds
+from mock_scheduler.verdict.results import AlignmentResult
+from mock_scheduler.verdict.verdict import worst_exit_code
 
 PAGE_FILE = "align.html"
 JUNIT_FILE = "align.junit.xml"

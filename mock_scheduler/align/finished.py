@@ -12,14 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.comparison_bounds import resolve_bounds
-from mock_scheduler.align.runs import judge_runs
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.recordings import judge_recordings
-from mock_scheduler.compare.replicas import check_replicas
-from mock_scheduler.compare.results import ComparedInput, ComparisonResult
-from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.walk.walk import OnKey
@@ -35,6 +29,12 @@ from mock_scheduler.run_folder.inputs import OpenedInput, check_page_path, check
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.verdict.comparison_bounds import resolve_bounds
+from mock_scheduler.verdict.recordings import judge_recordings
+from mock_scheduler.verdict.replicas import check_replicas
+from mock_scheduler.verdict.results import ComparedInput, ComparisonResult
+from mock_scheduler.verdict.runs import judge_runs
+from mock_scheduler.verdict.verdict import Alignment, decide
 
 _STDOUT = "-"
 _NUM_ROWS = 5

@@ -46,15 +46,15 @@ from mock_scheduler.align.localise_text import (
 )
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds
-from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.proofs import Localisation
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.proofs import Localisation
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import get_args
 
 from mock_scheduler.align.localise_decisions import Differing, GraftWalk, PassName, pass_of
-from mock_scheduler.compare.proofs import GraftedModule
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.verdict.proofs import GraftedModule
 
 #: In which of its parts a step is, as a sentence says it: main gradients are made in the backward pass.
 _SAID: dict[PassName, str] = {"gradient": "backward", "loss": "forward"}

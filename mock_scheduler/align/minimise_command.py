@@ -22,7 +22,6 @@ from mock_scheduler.align.minimise_space import Reduction, ReductionSpace, build
 from mock_scheduler.align.overrides import quote_value
 from mock_scheduler.align.plan import ConfigLoader, build_loader
 from mock_scheduler.align.resume import open_folder
-from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.config.align import MatrixConfig
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
@@ -31,6 +30,7 @@ from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, join_words
+from mock_scheduler.verdict.verdict import Verdict
 from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 MINIMISE_FILE = "minimise.json"

@@ -16,11 +16,11 @@ from mock_scheduler.align.cache import Reusable
 from mock_scheduler.align.execution import LaunchRuns, OnDone, Outcome, execute_runs
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.align.resume import RunCache
-from mock_scheduler.compare.results import AlignmentTimes, RunSummary
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.run_folder.finished_run import RunFailure, load_summary
 from mock_scheduler.support.run_files import RUN_FILE
+from mock_scheduler.verdict.results import AlignmentTimes, RunSummary
 
 Purpose = Literal["baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation"]
 

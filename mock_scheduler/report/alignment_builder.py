@@ -13,9 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.results import AlignmentResult, CandidateResult
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.verdict import Verdict, worst_exit_code
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.matching import show
 from mock_scheduler.report.alignment_curves import Curve, load_curves
@@ -56,6 +54,8 @@ from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
+from mock_scheduler.verdict.verdict import Verdict, worst_exit_code
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import list_some
+from mock_scheduler.verdict.verdict import Verdict
 
 _NUM_NAMES = 12
 _FILES = {

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.verdict import Alignment
 from mock_scheduler.report.comparison_view import format_bound, format_relative, format_times
 from mock_scheduler.report.error_path import (
     Grid,
@@ -23,6 +22,7 @@ from mock_scheduler.report.error_path import (
     step_grid,
 )
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.verdict import Alignment
 
 LEAST_COLUMNS = 4
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.results import CandidateResult
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -23,6 +22,7 @@ from mock_scheduler.report.recording_show import Stretch, find_row, has_logprobs
 from mock_scheduler.report.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.verdict.results import CandidateResult
 
 MAX_TOKENS = 1500
 _TRAIN = "train"

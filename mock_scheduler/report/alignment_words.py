@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.proofs import PROOF_NAMES, Outcome, Proof, ProofName
-from mock_scheduler.compare.results import CandidateResult
-from mock_scheduler.compare.sentence import name_kinds
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
-from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.report.alignment_heat import describe_ratio
 from mock_scheduler.report.comparison_view import worst_judged
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.verdict.proofs import PROOF_NAMES, Outcome, Proof, ProofName
+from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.sentence import name_kinds
+from mock_scheduler.verdict.verdict import Alignment, Verdict
 
 #: How to read each verdict, in one sentence.
 LEGEND: Mapping[Verdict, str] = {

@@ -11,9 +11,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from mock_scheduler.compare.results import ComparedInput, ComparisonResult
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import AlignmentError, TraceError
@@ -38,6 +36,8 @@ from mock_scheduler.report.path_figure import path_figure
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.results import ComparedInput, ComparisonResult
+from mock_scheduler.verdict.verdict import Verdict
 
 MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2

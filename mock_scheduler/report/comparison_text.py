@@ -14,7 +14,6 @@ from rich.text import Text
 
 from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.display.text import print_wrapped
@@ -36,6 +35,7 @@ from mock_scheduler.report.recording_diff import print_differences
 from mock_scheduler.report.tensor_table import print_tensors
 from mock_scheduler.report.terminal import VERDICT_STYLES
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 
 _NUM_SHOWN = 5
 _NUM_METRICS = 12

@@ -13,7 +13,6 @@ from typing import Literal
 
 from mock_scheduler.compare.differences import Tier, WorstElement
 from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.results import ComparisonResult
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
     LedgerComparison,
@@ -21,12 +20,13 @@ from mock_scheduler.compare.tensors import (
     TensorComparison,
     TensorDifference,
 )
-from mock_scheduler.compare.verdict import Alignment
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.text import shortest_names
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
+from mock_scheduler.verdict.results import ComparisonResult
+from mock_scheduler.verdict.verdict import Alignment
 
 _NUM_RANKS = 3
 _NUM_NAMES = 3

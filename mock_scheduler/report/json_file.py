@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.compare.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_json import alignment_to_json, bounded, bounds_to_json, conflict_to_json
@@ -36,6 +35,7 @@ from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.recording_diff import differences_to_json
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json
+from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
 
 FORMAT_VERSION = 2
 

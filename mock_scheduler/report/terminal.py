@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.alignment_words import LEGEND, PROOF_MARKS
+from mock_scheduler.verdict.verdict import Verdict
 
 _PLAIN_WIDTH = 120
 _NUM_SHOWN = 5

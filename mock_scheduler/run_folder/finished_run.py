@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.compare.results import RunSummary
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.verdict.results import RunSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

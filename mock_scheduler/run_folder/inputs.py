@@ -16,7 +16,6 @@ from pathlib import Path
 from mock_scheduler.align.folder import ALIGN_MARKER
 from mock_scheduler.align.planned import BASELINE_NAME
 from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.results import ComparedInput, InputKind
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.config.steps import StepRanges
@@ -29,6 +28,7 @@ from mock_scheduler.support.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FI
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
+from mock_scheduler.verdict.results import ComparedInput, InputKind
 from pipelines.config.schema import ToleranceConfig
 
 _NUM_RUNS = 20

@@ -16,7 +16,6 @@ from mock_scheduler.align import command
 from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.execution import LaunchRuns
 from mock_scheduler.align.plan import PlannedRun, quote_override
-from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment_builder import build_view
@@ -24,6 +23,7 @@ from mock_scheduler.report.alignment_view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.results import AlignmentResult
 
 CONFIG = """
 exp_name: lake

@@ -9,10 +9,10 @@ import pytest
 
 from mock_scheduler.align.localise import localise
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
-from mock_scheduler.compare.divergences import Divergence
-from mock_scheduler.compare.proofs import GraftedModule, Localisation
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.proofs import GraftedModule, Localisation
 from tests.align.simulated import Fault, Runs, planned
 
 FC1 = "decoder.layers.1.mlp.linear_fc1"

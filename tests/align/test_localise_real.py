@@ -13,9 +13,9 @@ from mock_scheduler.align.overrides import quote_override
 from mock_scheduler.align.plan import build_loader
 from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.launch.launcher import plan_launch, run_plan
+from mock_scheduler.verdict.divergences import Divergence
 from tests.align.output_scaled_on_one_rank import FAULTY
 from tests.pipelines.tiny_runs import ROOT, write_tiny_config
 

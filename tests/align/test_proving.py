@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.align.proving import Evidence, judge
-from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.ladder import Evidence, judge
+from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 

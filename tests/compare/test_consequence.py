@@ -13,14 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.compare.consequence import consequence_kinds, find_consequence
-from mock_scheduler.compare.consequence_clip import CLIP_STATES, ClipRule, load_clip_rule
-from mock_scheduler.compare.proofs import ClipFlip, Consequence
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.verdict.consequence.consequence import consequence_kinds, find_consequence
+from mock_scheduler.verdict.proofs import ClipFlip, Consequence
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
 from tests.trace.builders import entry, place, save, token_piece

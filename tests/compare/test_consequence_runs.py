@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.consequence import consequence_kinds, find_consequence
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
+from mock_scheduler.verdict.consequence.consequence import consequence_kinds, find_consequence
 from tests.pipelines.tiny_runs import run_cli, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}

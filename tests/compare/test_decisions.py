@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from mock_scheduler.compare.bounds.bounds import EXACT, UNBOUNDED, Bounds
-from mock_scheduler.compare.consequence_update import UpdateDirections
 from mock_scheduler.compare.explain.expert_bias import find_moved_experts, find_without_gradient, read_decisions
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.verdict import Alignment, Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.consequence.update import UpdateDirections
+from mock_scheduler.verdict.verdict import Alignment, Verdict, decide
 from tests.compare.stated import stated
 
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.verdict import Alignment, Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
+from mock_scheduler.verdict.verdict import Alignment, Verdict, decide
 from tests.compare.stated import stated
 
 BOUNDS = stated()

@@ -19,11 +19,11 @@ from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forwar
 from mock_scheduler.compare.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
 from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.verdict import Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.verdict import Verdict, decide
 
 WEIGHT = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.mlp.linear_fc1.weight")
 HIDDEN = "decoder.layers.0"

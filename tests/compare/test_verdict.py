@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare.results import compare_runs
-from mock_scheduler.compare.verdict import Alignment, Verdict, worst_exit_code
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.results import compare_runs
+from mock_scheduler.verdict.verdict import Alignment, Verdict, worst_exit_code
 from tests.compare.stated import stated
 
 BOUNDS = stated()

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.replicas import check_replicas
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.verdict import Alignment, Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode, TraceError
@@ -30,6 +28,8 @@ from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch.files import SketchSink
+from mock_scheduler.verdict.replicas import check_replicas
+from mock_scheduler.verdict.verdict import Alignment, Verdict, decide
 from tests.compare.stated import stated
 
 BOUNDS = stated()

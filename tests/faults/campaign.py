@@ -16,12 +16,12 @@ import torch
 
 from mock_scheduler.compare.bounds.bounds import EXACT
 from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.divergences import describe_divergence
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.verdict.divergences import describe_divergence
 from pipelines.layouts.cases import parallel_of
 from tests.faults.cases import reference_of, world_size
 from tests.faults.evidence import Evidence

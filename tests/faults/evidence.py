@@ -15,10 +15,10 @@ from typing import Literal
 
 from mock_scheduler.compare.bounds.bounds import EXACT, UNBOUNDED
 from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.divergences import Divergence, find_divergences
 from mock_scheduler.compare.noise.judging import judge_noise
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.verdict.divergences import Divergence, find_divergences
 from tests.faults.fault import Precision
 
 Outcome = Literal["found", "silent", "not available"]

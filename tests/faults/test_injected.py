@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.compare.bounds.bounds import EXACT
-from mock_scheduler.compare.divergences import describe_divergence, find_divergences
-from mock_scheduler.compare.verdict import Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.verdict.divergences import describe_divergence, find_divergences
+from mock_scheduler.verdict.verdict import Verdict, decide
 from tests.faults.__main__ import main
 from tests.faults.campaign import CLEAN
 from tests.faults.cases import world_size

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.verdict.divergences import Divergence
 from tests.faults.catalogue import find_fault
 from tests.faults.evidence import Evidence, Finding, _angle, by_emulation, by_loss, by_noise, by_slope
 from tests.faults.fault import Expected, Run

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.divergences import describe_divergence, find_divergences
 from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.verdict import Verdict, decide
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.verdict.divergences import describe_divergence, find_divergences
+from mock_scheduler.verdict.verdict import Verdict, decide
 from tests.faults.catalogue import ONE_GRADIENT
 from tests.faults.fault import Run
 from tests.faults.judging import is_called, is_placed

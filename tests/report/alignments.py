@@ -16,9 +16,6 @@ import yaml
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.proofs import Consequence, GraftedModule, Localisation, Outcome, Proof, ProofName
-from mock_scheduler.compare.results import AlignmentResult, AlignmentTimes, CandidateResult, RunSummary
-from mock_scheduler.compare.verdict import Alignment, Verdict, decide, failed_run
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
@@ -28,6 +25,9 @@ from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.proofs import Consequence, GraftedModule, Localisation, Outcome, Proof, ProofName
+from mock_scheduler.verdict.results import AlignmentResult, AlignmentTimes, CandidateResult, RunSummary
+from mock_scheduler.verdict.verdict import Alignment, Verdict, decide, failed_run
 from tests.batches import SAMPLING, make_row
 from tests.report.recordings import PROVENANCE, write
 from tests.trace.builders import entry, save

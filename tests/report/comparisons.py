@@ -11,7 +11,6 @@ from pathlib import Path
 from mock_scheduler.compare.differences import Figures, Locality, Residual, WorstElement
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.results import ComparedInput, ComparisonResult, RunSummary
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
     LedgerComparison,
@@ -19,10 +18,11 @@ from mock_scheduler.compare.tensors import (
     TensorComparison,
     TensorDifference,
 )
-from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict, failed_run
 from mock_scheduler.compare.walk.metrics import MetricLog, compare_metrics
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.results import ComparedInput, ComparisonResult, RunSummary
+from mock_scheduler.verdict.verdict import Alignment, Divergence, Verdict, failed_run
 from tests.compare.stated import stated
 
 BOUNDS = stated()

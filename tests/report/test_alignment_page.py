@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.results import AlignmentResult
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_page import render_alignment_page, write_alignment_page
+from mock_scheduler.verdict.results import AlignmentResult
 from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result, with_amplifiers
 from tests.report.chromium import look_at, need_chromium, print_pdf
 from tests.report.pages import text_of

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.proofs import Proof
-from mock_scheduler.compare.results import AlignmentResult
-from mock_scheduler.compare.verdict import Verdict
 from mock_scheduler.report.alignment_builder import build_view, split_name
 from mock_scheduler.report.alignment_environment import ValueDifference
 from mock_scheduler.report.alignment_figures import curve_figure
 from mock_scheduler.report.alignment_heat import describe_times, ratio_text, shrink_grid
 from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
 from mock_scheduler.report.error_path import Grid
+from mock_scheduler.verdict.proofs import Proof
+from mock_scheduler.verdict.results import AlignmentResult
+from mock_scheduler.verdict.verdict import Verdict
 from tests.report.alignments import SENTENCE, WORST_SAMPLE, WORST_TOKEN, WRONG, make_result
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.compare.results import ComparisonResult, ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.report.comparison_text import print_comparison, print_replicas
 from mock_scheduler.report.comparison_view import (
@@ -24,6 +23,7 @@ from mock_scheduler.report.comparison_view import (
 )
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from tests.report.comparisons import (
     SENTENCE,
     TP0,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.results import RunSummary, compare_runs
-from mock_scheduler.compare.verdict import Alignment, Verdict, failed_run
 from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import AlignmentError, TraceError
+from mock_scheduler.verdict.results import RunSummary, compare_runs
+from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
 
 
 def judge_runs(

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.sentence import describe_before, describe_tensor, name_place
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.verdict.sentence import describe_before, describe_tensor, name_place
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.

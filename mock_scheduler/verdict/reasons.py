@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.divergences import Divergence
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.divergences import Divergence
 
 
 def describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:

@@ -19,23 +19,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.divergences import Divergence, describe_divergence, find_divergences, from_metric
 from mock_scheduler.compare.noise.judging import first_hidden_step, judge_noise
 from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.reasons import describe_causes, describe_idle, describe_turned, no_bound
-from mock_scheduler.compare.sentence import (
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
+from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.errors import ExitCode
+from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
+from mock_scheduler.verdict.divergences import Divergence, describe_divergence, find_divergences, from_metric
+from mock_scheduler.verdict.reasons import describe_causes, describe_idle, describe_turned, no_bound
+from mock_scheduler.verdict.sentence import (
     describe_coverage,
     describe_smallest,
     describe_tensor,
     describe_worst,
     name_kind,
 )
-from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
-from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.errors import ExitCode
-from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 
 __all__ = [
     "Alignment",

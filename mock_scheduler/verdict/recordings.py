@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.verdict import Alignment, Divergence, Verdict
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.verdict import Alignment, Divergence, Verdict
 
 
 def judge_recordings(differences: RecordingDifferences) -> Alignment:

@@ -9,9 +9,7 @@ from typing import Literal
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.proofs import Consequence, Localisation, Proof
 from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison
-from mock_scheduler.compare.verdict import Alignment, decide
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.compare.walk.walk import OnKey
@@ -19,6 +17,8 @@ from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.proofs import Consequence, Localisation, Proof
+from mock_scheduler.verdict.verdict import Alignment, decide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

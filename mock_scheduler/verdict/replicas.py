@@ -13,10 +13,10 @@ from pathlib import Path
 from mock_scheduler.compare.pairing.ledgers import check_groups
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.results import ReplicaResult
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader
+from mock_scheduler.verdict.results import ReplicaResult
 
 
 def check_replicas(

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mock_scheduler.compare.proofs import Consequence, RolloutGap
 from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.verdict.proofs import Consequence, RolloutGap
 
 _NUM_NAMED = 3
 

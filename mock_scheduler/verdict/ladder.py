@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.proofs import Outcome, Proof, ProofName
-from mock_scheduler.compare.sentence import describe_coverage
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.verdict import Alignment, Verdict
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.proofs import Outcome, Proof, ProofName
+from mock_scheduler.verdict.sentence import describe_coverage
+from mock_scheduler.verdict.verdict import Alignment, Verdict
 
 #: How many times less a difference must be in float64 for that to be said.
 _NOTED_RATIO = 2.0

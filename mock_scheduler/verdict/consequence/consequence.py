@@ -16,19 +16,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mock_scheduler.compare.consequence_clip import CLIP_STATES, ClipRule, load_clip_rule
-from mock_scheduler.compare.consequence_text import describe_consequence
-from mock_scheduler.compare.consequence_update import UpdateDirections
 from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
-from mock_scheduler.compare.proofs import ClipFlip, Consequence, RolloutGap
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.verdict.consequence.text import describe_consequence
+from mock_scheduler.verdict.consequence.update import UpdateDirections
+from mock_scheduler.verdict.proofs import ClipFlip, Consequence, RolloutGap
 
 _REFERENCE, _ROLLOUT = "KL to the reference policy", "KL from the rollout policy"
 
