@@ -252,7 +252,7 @@ def doctor(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
-    from mock_scheduler.align.doctor_runs import run_doctor  # imports torch: not for --help
+    from mock_scheduler.doctor.runs import run_doctor  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
     code = run_doctor(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mock_scheduler.determinism.doctor import Difference, DifferenceKind, State, compare_rank, compare_step, find_cause
 from mock_scheduler.determinism.operations import OperationLogHeader, OperationRecord, Phase, TensorRecord
+from mock_scheduler.doctor import Difference, DifferenceKind, State, compare_rank, compare_step, find_cause
 from mock_scheduler.errors import TraceError
 
 

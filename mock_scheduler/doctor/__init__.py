@@ -3,9 +3,9 @@
 Contract: imports no torch.
 """
 
-from mock_scheduler.determinism.doctor.causes import Cause, SettingFound, State, find_cause
-from mock_scheduler.determinism.doctor.comparison import RankComparison, StepComparison, compare_rank, compare_step
-from mock_scheduler.determinism.doctor.differences import Difference, DifferenceKind, ReadableLog
+from mock_scheduler.doctor.causes import Cause, SettingFound, State, find_cause
+from mock_scheduler.doctor.comparison import RankComparison, StepComparison, compare_rank, compare_step
+from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog
 
 __all__ = [
     "Cause",

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mock_scheduler.determinism.doctor.differences import Difference, DifferenceKind
 from mock_scheduler.determinism.settings import find_setting
 from mock_scheduler.determinism.settings.setting import Setting
+from mock_scheduler.doctor.differences import Difference, DifferenceKind
 from mock_scheduler.support.text import bullet_list
 
 _UNSET = "unset"

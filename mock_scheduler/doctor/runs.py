@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.doctor_plan import plan_doctor
 from mock_scheduler.align.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
 from mock_scheduler.align.folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.align.plan import build_loader
-from mock_scheduler.compare.diagnosis import diagnose
+from mock_scheduler.doctor.diagnosis import diagnose
+from mock_scheduler.doctor.plan import plan_doctor
+from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.report.doctor_view import diagnosis_to_json, print_diagnosis
 from mock_scheduler.report.terminal import build_console
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.determinism.doctor.differences import Difference, DifferenceKind, ReadableLog
 from mock_scheduler.determinism.operations import OperationRecord
+from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog
 
 
 def find_origin(differences: Sequence[Difference], logs: Mapping[int, ReadableLog]) -> Difference | None:
