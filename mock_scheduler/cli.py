@@ -143,7 +143,7 @@ def extract(
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
-    from mock_scheduler.align.extract import run_extract  # imports torch: not for --help
+    from mock_scheduler.align.extract.extract import run_extract  # imports torch: not for --help
 
     code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
     raise typer.Exit(code)

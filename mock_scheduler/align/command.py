@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.alignment import AlignmentRunner
-from mock_scheduler.align.execution import LaunchRuns, MakeLaunch, make_process_launch
-from mock_scheduler.align.folder import ALIGN_MARKER, claim_folder
-from mock_scheduler.align.plan import ConfigLoader, build_loader, plan_alignment
-from mock_scheduler.align.planned import AlignPlan
-from mock_scheduler.align.proof_runs import order_reductions
-from mock_scheduler.align.resume import RunCache, open_folder
-from mock_scheduler.align.run_store import RunStore
+from mock_scheduler.align.plan.plan import ConfigLoader, build_loader, plan_alignment
+from mock_scheduler.align.plan.planned_run import AlignPlan
+from mock_scheduler.align.prove.alignment import AlignmentRunner
+from mock_scheduler.align.prove.proof_runs import order_reductions
+from mock_scheduler.align.runs.execution import LaunchRuns, MakeLaunch, make_process_launch
+from mock_scheduler.align.runs.folder import ALIGN_MARKER, claim_folder
+from mock_scheduler.align.runs.resume import RunCache, open_folder
+from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment_builder import build_view
 from mock_scheduler.report.alignment_ci import alignment_summary, write_junit

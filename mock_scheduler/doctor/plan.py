@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.plan import ConfigLoader, PlannedRun, has_module, override_keys, quote_override
+from mock_scheduler.align.plan.plan import ConfigLoader, PlannedRun, has_module, override_keys, quote_override
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
-from mock_scheduler.align.folder import DOCTOR_MARKER, claim_folder, prepare_folder
-from mock_scheduler.align.plan import build_loader
+from mock_scheduler.align.plan.plan import build_loader
+from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
+from mock_scheduler.align.runs.folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from mock_scheduler.align.folder import ALIGN_MARKER
-from mock_scheduler.align.planned import BASELINE_NAME
+from mock_scheduler.align.plan.planned_run import BASELINE_NAME
+from mock_scheduler.align.runs.folder import ALIGN_MARKER
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace

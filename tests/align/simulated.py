@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import yaml
 
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.cache import (
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.align.runs.cache import (
     Fingerprint,
     NotReusable,
     Reusable,
@@ -20,7 +21,6 @@ from mock_scheduler.align.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.align.planned import PlannedRun
 from mock_scheduler.support.digests import JSON, seal
 from tests.align.finished_runs import finish, plan_run
 from tests.recording.recordings import record

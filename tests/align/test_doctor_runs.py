@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from mock_scheduler.align.execution import LaunchRuns
-from mock_scheduler.align.plan import PlannedRun
+from mock_scheduler.align.plan.plan import PlannedRun
+from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations

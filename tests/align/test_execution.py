@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align import execution
-from mock_scheduler.align.execution import Outcome, Watch, execute_runs
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.align.runs import execution
+from mock_scheduler.align.runs.execution import Outcome, Watch, execute_runs
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.sessions import RunStatus, write_status
 from mock_scheduler.run_folder.finished_run import RunFailure

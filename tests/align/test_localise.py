@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mock_scheduler.align.localise import localise
+from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.errors import AlignmentError

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.localise import localise
-from mock_scheduler.align.overrides import quote_override
-from mock_scheduler.align.plan import build_loader
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.localise.localise import localise
+from mock_scheduler.align.plan.overrides import quote_override
+from mock_scheduler.align.plan.plan import build_loader
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.launch.launcher import plan_launch, run_plan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.align.minimise import Levels, minimise
+from mock_scheduler.align.minimise.minimise import Levels, minimise
 
 
 def at_most(*bounds: int) -> Callable[[Levels], bool]:

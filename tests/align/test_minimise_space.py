@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from mock_scheduler.align.minimise_space import ReductionSpace, build_space
+from mock_scheduler.align.minimise.space import ReductionSpace, build_space
 from mock_scheduler.config.loading import load_config
 from pipelines.config.schema import CandidateConfig
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.changes import Changes
-from mock_scheduler.align.interpreters import Interpreter
-from mock_scheduler.align.plan import AlignPlan, PlannedRun, build_loader, plan_alignment
-from mock_scheduler.align.planned import group_runs
+from mock_scheduler.align.plan.changes import Changes
+from mock_scheduler.align.plan.interpreters import Interpreter
+from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, build_loader, plan_alignment
+from mock_scheduler.align.plan.planned_run import group_runs
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import ConfigError
 from tests.recording.recordings import record

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mock_scheduler
-from mock_scheduler.align.interpreters import InterpreterReader, describe_versions, find_executable
+from mock_scheduler.align.plan.interpreters import InterpreterReader, describe_versions, find_executable
 from mock_scheduler.errors import ConfigError
 
 CHECKOUT = Path(mock_scheduler.__file__).parents[1]

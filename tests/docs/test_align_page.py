@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mock_scheduler.align.folder import ALIGN_MARKER
-from mock_scheduler.align.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, build_loader, plan_alignment
-from mock_scheduler.align.planned import PROOFS_NAME
+from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, build_loader, plan_alignment
+from mock_scheduler.align.plan.planned_run import PROOFS_NAME
+from mock_scheduler.align.runs.folder import ALIGN_MARKER
 from mock_scheduler.cli import app
 from mock_scheduler.config.layout import LAYOUT_AXES
 

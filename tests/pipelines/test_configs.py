@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.plan import plan_alignment
+from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.environment import check_settings
 from pipelines.environments.registry import build_tokenizer

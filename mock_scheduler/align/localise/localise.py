@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.localise_decisions import (
+from mock_scheduler.align.localise.decisions import (
     Differing,
     GraftWalk,
     find_differing,
@@ -28,7 +28,7 @@ from mock_scheduler.align.localise_decisions import (
     in_pass,
     pass_of,
 )
-from mock_scheduler.align.localise_runs import (
+from mock_scheduler.align.localise.runs import (
     MakeRun,
     choose_names,
     estimate_bytes,
@@ -37,14 +37,14 @@ from mock_scheduler.align.localise_runs import (
     guess_bytes,
     sketch_overrides,
 )
-from mock_scheduler.align.localise_text import (
+from mock_scheduler.align.localise.text import (
     compare_command,
     describe_amplifiers,
     describe_causes,
     describe_sentence,
     said_pass,
 )
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.tensors import TensorComparison

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.align.changes import find_changes
-from mock_scheduler.align.interpreters import Interpreter, InterpreterReader, describe_versions
-from mock_scheduler.align.matrix import list_candidates
-from mock_scheduler.align.overrides import (
+from mock_scheduler.align.plan.changes import find_changes
+from mock_scheduler.align.plan.interpreters import Interpreter, InterpreterReader, describe_versions
+from mock_scheduler.align.plan.matrix import list_candidates
+from mock_scheduler.align.plan.overrides import (
     check_free,
     format_override,
     has_module,
     override_keys,
     quote_override,
 )
-from mock_scheduler.align.planned import BASELINE_NAME, PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.align.plan.planned_run import BASELINE_NAME, PROOFS_NAME, AlignPlan, PlannedRun
 from mock_scheduler.config.loading import ConfigLoader, build_loader
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from mock_scheduler.align.minimise import Levels
-from mock_scheduler.align.overrides import format_override, override_keys
+from mock_scheduler.align.minimise.minimise import Levels
+from mock_scheduler.align.plan.overrides import format_override, override_keys
 from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from pipelines.config.schema import CandidateConfig, PipelineConfig

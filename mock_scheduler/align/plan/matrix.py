@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from mock_scheduler.align.overrides import format_override
+from mock_scheduler.align.plan.overrides import format_override
 from mock_scheduler.config.align import AlignConfig, CandidateConfig, MatrixConfig
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.errors import ConfigError

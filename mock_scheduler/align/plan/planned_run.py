@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mock_scheduler.align.changes import Changes
+from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.support.run_files import LOG_FILE
 from pipelines.config.schema import PipelineConfig, ToleranceConfig

@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from mock_scheduler import __version__
-from mock_scheduler.align.cache import (
+from mock_scheduler.align.plan.overrides import find_module
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.align.runs.cache import (
     Fingerprint,
     NotReusable,
     Reusable,
@@ -29,9 +31,7 @@ from mock_scheduler.align.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.align.folder import ALIGN_MARKER, FolderMarker, prepare_folder
-from mock_scheduler.align.overrides import find_module
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.runs.folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
 from mock_scheduler.errors import ConfigError

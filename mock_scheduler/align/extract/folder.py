@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.extract_batch import Reduction, apply_values
-from mock_scheduler.align.extract_entry import EntryFiles
-from mock_scheduler.align.extract_source import DivergedCandidate
-from mock_scheduler.align.plan import BASELINE_NAME, build_loader
+from mock_scheduler.align.extract.batch import Reduction, apply_values
+from mock_scheduler.align.extract.entry import EntryFiles
+from mock_scheduler.align.extract.source import DivergedCandidate
+from mock_scheduler.align.plan.plan import BASELINE_NAME, build_loader
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.align import MatrixConfig
 from mock_scheduler.config.loading import dump_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.launch.sessions import RunStatus, load_status
 from mock_scheduler.run_folder.finished_run import RunFailure, load_failure
 from mock_scheduler.support.run_files import ERROR_FILE

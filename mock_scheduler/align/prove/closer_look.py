@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.candidate_state import CandidateState
-from mock_scheduler.align.localise import localise
-from mock_scheduler.align.localise_runs import full_overrides
-from mock_scheduler.align.plan import ConfigLoader
-from mock_scheduler.align.planned import AlignPlan, PlannedRun
-from mock_scheduler.align.proof_runs import derive_run, is_same_order
-from mock_scheduler.align.run_store import RunStore
+from mock_scheduler.align.localise.localise import localise
+from mock_scheduler.align.localise.runs import full_overrides
+from mock_scheduler.align.plan.plan import ConfigLoader
+from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.align.prove.candidate_state import CandidateState
+from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order
+from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.verdict.proofs import Localisation

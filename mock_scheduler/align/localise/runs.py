@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mock_scheduler.align.localise_decisions import Differing, GraftKind
-from mock_scheduler.align.overrides import quote_override, quote_value
-from mock_scheduler.align.planned import PlannedRun
+from mock_scheduler.align.localise.decisions import Differing, GraftKind
+from mock_scheduler.align.plan.overrides import quote_override, quote_value
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.full.reader import TraceReader

@@ -12,10 +12,10 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.cache import Reusable
-from mock_scheduler.align.execution import LaunchRuns, OnDone, Outcome, execute_runs
-from mock_scheduler.align.planned import PlannedRun
-from mock_scheduler.align.resume import RunCache
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.align.runs.cache import Reusable
+from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
+from mock_scheduler.align.runs.resume import RunCache
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.run_folder.finished_run import RunFailure, load_summary

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.align.matrix import expand_candidates
-from mock_scheduler.align.overrides import override_keys
-from mock_scheduler.align.plan import BASELINE_NAME, RECORDING_NAME, build_loader
+from mock_scheduler.align.plan.matrix import expand_candidates
+from mock_scheduler.align.plan.overrides import override_keys
+from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, build_loader
 from mock_scheduler.errors import ConfigError, StepNotFoundError
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader

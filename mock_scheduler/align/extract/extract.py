@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.extract_batch import reduce_batch
-from mock_scheduler.align.extract_entry import EntryFiles, find_entry_files
-from mock_scheduler.align.extract_folder import SCRIPT_FILE, Weights, choose_weights, write_reproduction
-from mock_scheduler.align.extract_readme import write_readme
-from mock_scheduler.align.extract_source import DivergedCandidate, read_diverged, read_verdict
+from mock_scheduler.align.extract.batch import reduce_batch
+from mock_scheduler.align.extract.entry import EntryFiles, find_entry_files
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, choose_weights, write_reproduction
+from mock_scheduler.align.extract.readme import write_readme
+from mock_scheduler.align.extract.source import DivergedCandidate, read_diverged, read_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode

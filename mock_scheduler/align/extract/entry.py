@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 from pathlib import Path
 
-from mock_scheduler.align.overrides import find_module
+from mock_scheduler.align.plan.overrides import find_module
 from mock_scheduler.errors import ConfigError
 
 _OWN_PACKAGES = frozenset({"mock_scheduler", "pipelines"})

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.align.overrides import quote_override
-from mock_scheduler.align.plan import ConfigLoader
-from mock_scheduler.align.planned import AlignPlan, PlannedRun
+from mock_scheduler.align.plan.overrides import quote_override
+from mock_scheduler.align.plan.plan import ConfigLoader
+from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.megatron.order_plan import limits, plan_order

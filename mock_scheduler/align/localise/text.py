@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from mock_scheduler.align.localise_decisions import Differing, GraftWalk, PassName, pass_of
+from mock_scheduler.align.localise.decisions import Differing, GraftWalk, PassName, pass_of
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey

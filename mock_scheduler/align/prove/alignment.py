@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.candidate_state import CandidateState
-from mock_scheduler.align.closer_look import CloserLook
-from mock_scheduler.align.execution import Outcome, failed_run_error
-from mock_scheduler.align.plan import ConfigLoader
-from mock_scheduler.align.planned import AlignPlan, PlannedRun
-from mock_scheduler.align.proof_bounds import WideBounds
-from mock_scheduler.align.proof_runs import (
+from mock_scheduler.align.plan.plan import ConfigLoader
+from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.align.prove.candidate_state import CandidateState
+from mock_scheduler.align.prove.closer_look import CloserLook
+from mock_scheduler.align.prove.proof_bounds import WideBounds
+from mock_scheduler.align.prove.proof_runs import (
     describe_order_limits,
     is_same_order,
     plan_emulated,
     plan_perturbed,
     plan_wide,
 )
-from mock_scheduler.align.run_store import RunStore
+from mock_scheduler.align.runs.execution import Outcome, failed_run_error
+from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from mock_scheduler.align.extract_source import DivergedCandidate
+from mock_scheduler.align.extract.source import DivergedCandidate
 from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig

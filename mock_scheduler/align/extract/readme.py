@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mock_scheduler.align.extract_batch import Reduction
-from mock_scheduler.align.extract_entry import EntryFiles
-from mock_scheduler.align.extract_folder import CHECKPOINT_FOLDER, RECORDING_FOLDER, SCRIPT_FILE, Weights
-from mock_scheduler.align.extract_source import DivergedCandidate
+from mock_scheduler.align.extract.batch import Reduction
+from mock_scheduler.align.extract.entry import EntryFiles
+from mock_scheduler.align.extract.folder import CHECKPOINT_FOLDER, RECORDING_FOLDER, SCRIPT_FILE, Weights
+from mock_scheduler.align.extract.source import DivergedCandidate
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.following import Follower, OnDone, Outcome, read_completed
-from mock_scheduler.align.planned import PlannedRun, RunGroup, group_runs
+from mock_scheduler.align.plan.planned_run import PlannedRun, RunGroup, group_runs
+from mock_scheduler.align.runs.progress import Follower, OnDone, Outcome, read_completed
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launch.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
 from mock_scheduler.launch.sessions import SessionRun, load_status
