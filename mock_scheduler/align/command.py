@@ -18,12 +18,12 @@ from mock_scheduler.align.runs.folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.align.runs.resume import RunCache, open_folder
 from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.alignment_builder import build_view
-from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
-from mock_scheduler.report.alignment_page import write_alignment_page
-from mock_scheduler.report.alignment_view import AlignmentView
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
+from mock_scheduler.report.alignment.page import write_alignment_page
+from mock_scheduler.report.alignment.terminal import build_console, print_report
+from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.report.json_file import save_result
-from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
 from mock_scheduler.verdict.consequence.consequence import consequence_kinds
 from mock_scheduler.verdict.results import AlignmentResult

@@ -35,8 +35,8 @@ from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.report.recording_commands import parse_steps, recorded_vocabulary
-from mock_scheduler.report.terminal import build_console
 from mock_scheduler.run_folder.inputs import check_page_path
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.digests import JSON

@@ -21,10 +21,10 @@ from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.comparison_page import write_comparison_page
-from mock_scheduler.report.comparison_text import print_comparison, print_replicas
+from mock_scheduler.report.alignment.terminal import build_console
+from mock_scheduler.report.comparison.page import write_comparison_page
+from mock_scheduler.report.comparison.text import print_comparison, print_replicas
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
-from mock_scheduler.report.terminal import build_console
 from mock_scheduler.run_folder.inputs import OpenedInput, check_page_path, check_steps, find_trace, open_inputs
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes

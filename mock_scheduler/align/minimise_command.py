@@ -25,7 +25,7 @@ from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.config.align import MatrixConfig
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.report.terminal import build_console
+from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE

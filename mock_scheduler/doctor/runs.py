@@ -19,7 +19,7 @@ from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.report.terminal import build_console
+from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import DOCTOR_FILE

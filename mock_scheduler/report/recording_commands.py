@@ -19,15 +19,15 @@ from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
 from mock_scheduler.recording.inspection.comparison import compare_recordings
 from mock_scheduler.recording.inspection.description import describe_recording
 from mock_scheduler.recording.inspection.verification import verify_recording
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.paths import describe_absent, format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.recording_diff import differences_to_json, print_differences
-from mock_scheduler.report.recording_show import find_row, print_trajectory
-from mock_scheduler.report.recording_verify import print_verification
-from mock_scheduler.report.recording_view import print_description
-from mock_scheduler.report.terminal import build_console
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.report.alignment.terminal import build_console
+from mock_scheduler.report.recording.diff import differences_to_json, print_differences
+from mock_scheduler.report.recording.show import find_row, print_trajectory
+from mock_scheduler.report.recording.verify import print_verification
+from mock_scheduler.report.recording.view import print_description
 from mock_scheduler.scheduler import Mode
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import encode_json, save_json

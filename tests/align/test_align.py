@@ -18,8 +18,8 @@ from mock_scheduler.align.plan.plan import PlannedRun, quote_override
 from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.report.alignment_builder import build_view
-from mock_scheduler.report.alignment_view import AlignmentView
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole

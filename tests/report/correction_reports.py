@@ -19,7 +19,7 @@ from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.presets import list_presets
 from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sinks import open_sink

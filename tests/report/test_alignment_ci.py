@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.alignment_builder import build_view
-from mock_scheduler.report.alignment_ci import alignment_summary, write_junit
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import Verdict, failed_run
 from tests.report.alignments import COMMAND, EVIL, SENTENCE, make_result

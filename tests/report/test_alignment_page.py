@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.alignment_builder import build_view
-from mock_scheduler.report.alignment_page import render_alignment_page, write_alignment_page
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.page import render_alignment_page, write_alignment_page
 from mock_scheduler.verdict.results import AlignmentResult
 from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result, with_amplifiers
 from tests.report.chromium import look_at, need_chromium, print_pdf

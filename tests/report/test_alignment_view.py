@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.report.alignment_builder import build_view, split_name
-from mock_scheduler.report.alignment_environment import ValueDifference
-from mock_scheduler.report.alignment_figures import curve_figure
-from mock_scheduler.report.alignment_heat import describe_times, ratio_text, shrink_grid
-from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
-from mock_scheduler.report.error_path import Grid
+from mock_scheduler.report.alignment.builder import build_view, split_name
+from mock_scheduler.report.alignment.environment import ValueDifference
+from mock_scheduler.report.alignment.figures import curve_figure
+from mock_scheduler.report.alignment.heat import describe_times, ratio_text, shrink_grid
+from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
+from mock_scheduler.report.comparison.error_path import Grid
 from mock_scheduler.verdict.proofs import Proof
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import Verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.report.alignment_words import describe_proof, describe_reason, write_headline
+from mock_scheduler.report.alignment.words import describe_proof, describe_reason, write_headline
 from mock_scheduler.verdict.proofs import Proof
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import Alignment, Verdict

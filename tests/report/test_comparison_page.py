@@ -14,8 +14,8 @@ import pytest
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display import page_document
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.comparison_page import render_comparison_page, write_comparison_page
-from mock_scheduler.report.metric_figure import MAX_STEPS
+from mock_scheduler.report.comparison.metric_figure import MAX_STEPS
+from mock_scheduler.report.comparison.page import render_comparison_page, write_comparison_page
 from mock_scheduler.verdict.results import ComparedInput, ComparisonResult
 from mock_scheduler.verdict.verdict import Verdict
 from tests.report.comparisons import (

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.compare.tensors import LedgerComparison
-from mock_scheduler.report.comparison_text import print_comparison, print_replicas
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.comparison.text import print_comparison, print_replicas
+from mock_scheduler.report.comparison.view import (
     count_tiers,
     describe_margin,
     describe_ranks,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.report.error_path import (
+from mock_scheduler.report.comparison.error_path import (
     MAX_COLUMNS,
     MAX_POINTS,
     MAX_ROWS,

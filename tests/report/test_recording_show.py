@@ -13,8 +13,8 @@ from rich.console import Console
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.report.recording_show import find_row, print_trajectory
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
+from mock_scheduler.report.recording.show import find_row, print_trajectory
 from tests.batches import SAMPLING, make_row
 
 WORDS = Vocabulary(texts=dict(enumerate(["<pad>", "<bos>", "wall", "free", "Left", "Right", "goal", "bump"])))

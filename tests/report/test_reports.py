@@ -15,9 +15,9 @@ from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display.json_values import to_json
-from mock_scheduler.report.alignment_builder import build_view
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.terminal import build_console, print_report
 from mock_scheduler.report.json_file import save_result
-from mock_scheduler.report.terminal import build_console, print_report
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, RunSummary

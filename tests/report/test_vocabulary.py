@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 
 EXPECTED = (
     'expected a JSON list of texts, an object {"id": "text"} or {"text": id}, or a tokenizer.json of Hugging Face'

@@ -27,7 +27,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
-from mock_scheduler.report.terminal import build_console
+from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, format_bytes

@@ -53,7 +53,7 @@ from mock_scheduler.correction.report.view import (
 from mock_scheduler.correction.report.worst import WorstFinder
 from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
 from mock_scheduler.errors import CorrectionError
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of, list_some
 
 #: Weights of the ratio of every token, without rules: what is measured of the two policies themselves.

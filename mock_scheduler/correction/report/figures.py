@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mock_scheduler.correction.report.view import StepHealth
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.page_figures import plain_layout
+from mock_scheduler.report.comparison.page_figures import plain_layout
 from mock_scheduler.support.digests import JSON
 
 #: More steps than this are thinned out.

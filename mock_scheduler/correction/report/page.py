@@ -36,7 +36,7 @@ from mock_scheduler.correction.report.view import (
 from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.reading.browse import name_steps
-from mock_scheduler.report.page_parts import facts
+from mock_scheduler.report.comparison.page_parts import facts
 from mock_scheduler.support.digests import JSON
 
 MAX_STEPS = 200

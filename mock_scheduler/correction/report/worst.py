@@ -8,7 +8,7 @@ import torch
 
 from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.view import WorstSequence, WorstToken
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from mock_scheduler.compare.walk.metrics import MetricLog, differ
-from mock_scheduler.report.page_figures import plain_layout
+from mock_scheduler.report.comparison.page_figures import plain_layout
 from mock_scheduler.support.digests import JSON
 
 #: More steps than this are thinned out.

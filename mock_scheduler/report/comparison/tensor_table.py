@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.display.text import print_wrapped
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.comparison.view import (
     describe_details,
     format_bound,
     format_size,

@@ -17,7 +17,7 @@ from mock_scheduler.recording.inspection.histogram import Bar, Spread
 from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
-from mock_scheduler.report.bars import draw_bars
+from mock_scheduler.report.recording.bars import draw_bars
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
 

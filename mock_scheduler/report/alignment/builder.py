@@ -16,11 +16,11 @@ from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.matching import show
-from mock_scheduler.report.alignment_curves import Curve, load_curves
-from mock_scheduler.report.alignment_environment import compare_environments, describe_ledger
-from mock_scheduler.report.alignment_folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
-from mock_scheduler.report.alignment_heat import build_error_map, describe_ratio
-from mock_scheduler.report.alignment_rows import (
+from mock_scheduler.report.alignment.curves import Curve, load_curves
+from mock_scheduler.report.alignment.environment import compare_environments, describe_ledger
+from mock_scheduler.report.alignment.folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
+from mock_scheduler.report.alignment.heat import build_error_map, describe_ratio
+from mock_scheduler.report.alignment.rows import (
     MAX_LISTED,
     all_seconds,
     candidate_seconds,
@@ -31,10 +31,10 @@ from mock_scheduler.report.alignment_rows import (
     localisation_rows,
     run_seconds,
 )
-from mock_scheduler.report.alignment_sample import find_worst_sample
-from mock_scheduler.report.alignment_tokens import open_if_there
-from mock_scheduler.report.alignment_view import AlignmentView, CandidateView, ProofView, TensorLine
-from mock_scheduler.report.alignment_words import (
+from mock_scheduler.report.alignment.sample import find_worst_sample
+from mock_scheduler.report.alignment.tokens import open_if_there
+from mock_scheduler.report.alignment.view import AlignmentView, CandidateView, ProofView, TensorLine
+from mock_scheduler.report.alignment.words import (
     complete_ladder,
     describe_proof,
     describe_proved_by,
@@ -42,7 +42,7 @@ from mock_scheduler.report.alignment_words import (
     describe_smallest_error,
     write_headline,
 )
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.comparison.view import (
     describe_details,
     describe_equal_metrics,
     format_bound,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mock_scheduler.report.alignment_curves import Curve
-from mock_scheduler.report.alignment_environment import EnvironmentView
-from mock_scheduler.report.alignment_heat import ErrorMap
-from mock_scheduler.report.alignment_sample import SampleView
+from mock_scheduler.report.alignment.curves import Curve
+from mock_scheduler.report.alignment.environment import EnvironmentView
+from mock_scheduler.report.alignment.heat import ErrorMap
+from mock_scheduler.report.alignment.sample import SampleView
 from mock_scheduler.verdict.proofs import Outcome, ProofName
 from mock_scheduler.verdict.verdict import Verdict
 

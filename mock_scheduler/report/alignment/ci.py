@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
+from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import list_some
 from mock_scheduler.verdict.verdict import Verdict

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from html import escape
 
-from mock_scheduler.report.comparison_view import describe_details, format_bound, format_relative
-from mock_scheduler.report.error_path import PathPoint
+from mock_scheduler.report.comparison.error_path import PathPoint
+from mock_scheduler.report.comparison.view import describe_details, format_bound, format_relative
 from mock_scheduler.support.digests import JSON
 
 FONT: dict[str, JSON] = {"family": "system-ui, sans-serif", "size": 12, "color": "theme:ink"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from html import escape
 
-from mock_scheduler.report.comparison_view import format_size
-from mock_scheduler.report.error_path import Grid, PathPoint, bound_ratio
-from mock_scheduler.report.page_figures import describe_point, end_of_name, plain_layout
+from mock_scheduler.report.comparison.error_path import Grid, PathPoint, bound_ratio
+from mock_scheduler.report.comparison.page_figures import describe_point, end_of_name, plain_layout
+from mock_scheduler.report.comparison.view import format_size
 from mock_scheduler.support.digests import JSON
 
 _MAX_TICKS = 28

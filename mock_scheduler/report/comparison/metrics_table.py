@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.report.comparison_view import format_bound_share
+from mock_scheduler.report.comparison.view import format_bound_share
 
 _NUM_COLUMN_HEADERS = ("max |a-b|", "max relative", "at step", "first differs", "of bound")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
-from mock_scheduler.report.alignment_heat import describe_ratio
-from mock_scheduler.report.comparison_view import worst_judged
+from mock_scheduler.report.alignment.heat import describe_ratio
+from mock_scheduler.report.comparison.view import worst_judged
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.proofs import PROOF_NAMES, Outcome, Proof, ProofName

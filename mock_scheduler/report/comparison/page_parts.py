@@ -8,7 +8,7 @@ from html import escape
 from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.comparison.view import (
     TierCounts,
     describe_details,
     format_bound,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.recording.contract import Rule
-from mock_scheduler.report.alignment_folders import RecordingFacts, RunFacts
+from mock_scheduler.report.alignment.folders import RecordingFacts, RunFacts
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, shorten
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from mock_scheduler.display import page_assets
 from mock_scheduler.display.page_document import write_document
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.report import alignment_style
-from mock_scheduler.report.alignment_figures import bar_table
-from mock_scheduler.report.alignment_sections import candidate_html, chip_legend, chips, verdict_word
-from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
-from mock_scheduler.report.alignment_words import LEGEND, PROOF_MEANINGS
-from mock_scheduler.report.page_parts import facts
+from mock_scheduler.report.alignment import style as alignment_style
+from mock_scheduler.report.alignment.figures import bar_table
+from mock_scheduler.report.alignment.sections import candidate_html, chip_legend, chips, verdict_word
+from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
+from mock_scheduler.report.alignment.words import LEGEND, PROOF_MEANINGS
+from mock_scheduler.report.comparison.page_parts import facts
 
 _NUM_OPEN = 6
 _EXIT_MEANINGS = {

@@ -37,7 +37,7 @@ from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
-from mock_scheduler.report.comparison_view import count_tiers
+from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.verdict import Alignment, Divergence

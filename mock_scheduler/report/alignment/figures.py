@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from mock_scheduler.report.alignment_curves import Curve
-from mock_scheduler.report.alignment_heat import HeatCell, HeatTable
-from mock_scheduler.report.comparison_view import format_size
-from mock_scheduler.report.page_figures import end_of_name
+from mock_scheduler.report.alignment.curves import Curve
+from mock_scheduler.report.alignment.heat import HeatCell, HeatTable
+from mock_scheduler.report.comparison.page_figures import end_of_name
+from mock_scheduler.report.comparison.view import format_size
 from mock_scheduler.support.text import count_of
 
 _WIDTH, _HEIGHT = 400, 176

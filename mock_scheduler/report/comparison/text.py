@@ -18,7 +18,10 @@ from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.alignment.terminal import VERDICT_STYLES
+from mock_scheduler.report.comparison.metrics_table import metrics_table
+from mock_scheduler.report.comparison.tensor_table import print_tensors
+from mock_scheduler.report.comparison.view import (
     TierCounts,
     count_tiers,
     describe_equal_metrics,
@@ -30,10 +33,7 @@ from mock_scheduler.report.comparison_view import (
     name_sides,
     unmatched,
 )
-from mock_scheduler.report.metrics_table import metrics_table
-from mock_scheduler.report.recording_diff import print_differences
-from mock_scheduler.report.tensor_table import print_tensors
-from mock_scheduler.report.terminal import VERDICT_STYLES
+from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 

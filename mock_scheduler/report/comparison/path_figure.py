@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from mock_scheduler.report.error_path import ErrorPath, PathPoint, PointTier
-from mock_scheduler.report.page_figures import describe_point, end_of_name, plain_layout
+from mock_scheduler.report.comparison.error_path import ErrorPath, PathPoint, PointTier
+from mock_scheduler.report.comparison.page_figures import describe_point, end_of_name, plain_layout
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.kinds import PHASES, Phase
 

@@ -15,7 +15,19 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.display.page_document import render_document, write_document
 from mock_scheduler.errors import AlignmentError, TraceError
-from mock_scheduler.report.comparison_view import (
+from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
+from mock_scheduler.report.comparison.grid_figure import grid_figure
+from mock_scheduler.report.comparison.metric_figure import metric_figure
+from mock_scheduler.report.comparison.page_parts import (
+    bullets,
+    facts,
+    metrics_html,
+    more_line,
+    tensors_html,
+    tiers_html,
+)
+from mock_scheduler.report.comparison.path_figure import path_figure
+from mock_scheduler.report.comparison.view import (
     count_tiers,
     describe_equal_metrics,
     describe_flips,
@@ -28,11 +40,6 @@ from mock_scheduler.report.comparison_view import (
     unmatched,
     worst_judged,
 )
-from mock_scheduler.report.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
-from mock_scheduler.report.grid_figure import grid_figure
-from mock_scheduler.report.metric_figure import metric_figure
-from mock_scheduler.report.page_parts import bullets, facts, metrics_html, more_line, tensors_html, tiers_html
-from mock_scheduler.report.path_figure import path_figure
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.report.alignment_folders import RunFacts
-from mock_scheduler.report.alignment_heat import describe_times
-from mock_scheduler.report.comparison_view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
+from mock_scheduler.report.alignment.folders import RunFacts
+from mock_scheduler.report.alignment.heat import describe_times
+from mock_scheduler.report.comparison.view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.verdict.consequence.text import describe_length
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult

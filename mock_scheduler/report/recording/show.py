@@ -21,7 +21,7 @@ from mock_scheduler.batch.columns import Ragged, RowValue
 from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.support.digests import canonical_json
 from mock_scheduler.support.text import count_of
 

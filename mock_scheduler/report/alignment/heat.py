@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.report.comparison_view import format_bound, format_relative, format_times
-from mock_scheduler.report.error_path import (
+from mock_scheduler.report.comparison.error_path import (
     Grid,
     PathPoint,
     bound_ratio,
@@ -21,6 +20,7 @@ from mock_scheduler.report.error_path import (
     list_points,
     step_grid,
 )
+from mock_scheduler.report.comparison.view import format_bound, format_relative, format_times
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import Alignment
 

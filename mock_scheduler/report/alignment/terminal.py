@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.display.text import print_labelled, print_wrapped
-from mock_scheduler.report.alignment_view import AlignmentView, CandidateView
-from mock_scheduler.report.alignment_words import LEGEND, PROOF_MARKS
+from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
+from mock_scheduler.report.alignment.words import LEGEND, PROOF_MARKS
 from mock_scheduler.verdict.verdict import Verdict
 
 _PLAIN_WIDTH = 120

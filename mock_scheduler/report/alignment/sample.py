@@ -14,12 +14,12 @@ from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.alignment_tokens import ChosenSample, choose_sample
-from mock_scheduler.report.comparison_view import format_size
-from mock_scheduler.report.recording_show import Stretch, find_row, has_logprobs, split_stretches
-from mock_scheduler.report.vocabulary import Vocabulary
+from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample
+from mock_scheduler.report.comparison.view import format_size
+from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, split_stretches
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import CandidateResult

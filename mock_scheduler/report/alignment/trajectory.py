@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from mock_scheduler.report.alignment_sample import SampleTurn, SampleView
-from mock_scheduler.report.comparison_view import format_size
+from mock_scheduler.report.alignment.sample import SampleTurn, SampleView
+from mock_scheduler.report.comparison.view import format_size
 from mock_scheduler.support.text import count_of
 
 _NUM_WORST = 5

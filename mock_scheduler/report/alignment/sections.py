@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mock_scheduler.report.alignment_environment import EnvironmentView, ValueDifference
-from mock_scheduler.report.alignment_figures import bar_table, curve_figure, heat_legend, heat_table
-from mock_scheduler.report.alignment_heat import ErrorMap
-from mock_scheduler.report.alignment_trajectory import sample_html
-from mock_scheduler.report.alignment_view import CandidateView, ProofView, TensorLine
-from mock_scheduler.report.alignment_words import PROOF_MARKS
-from mock_scheduler.report.page_parts import facts
+from mock_scheduler.report.alignment.environment import EnvironmentView, ValueDifference
+from mock_scheduler.report.alignment.figures import bar_table, curve_figure, heat_legend, heat_table
+from mock_scheduler.report.alignment.heat import ErrorMap
+from mock_scheduler.report.alignment.trajectory import sample_html
+from mock_scheduler.report.alignment.view import CandidateView, ProofView, TensorLine
+from mock_scheduler.report.alignment.words import PROOF_MARKS
+from mock_scheduler.report.comparison.page_parts import facts
 from mock_scheduler.support.text import count_of
 
 _NUM_DETAILED = 5
