@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.plan import PlannedRun, build_loader, plan_alignment
+from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 
 CONFIG_PATH = Path("configs")

@@ -111,7 +111,7 @@ def align(
     html_path: Annotated[Path | None, typer.Option("--html", help="also write the page to this file")] = None,
 ) -> None:
     """Record a baseline, replay it under every candidate, and give a verdict for each, with what proves it."""
-    from mock_scheduler.align.command import AlignOptions, run_align  # imports torch: not for --help
+    from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
     options = AlignOptions(
@@ -165,7 +165,7 @@ def minimise(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> None:
     """Shrink a diverged candidate, its layout, changes, model and data, while it still diverges."""
-    from mock_scheduler.align.minimise_command import MinimiseOptions, run_minimise  # imports torch: not for --help
+    from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
     options = MinimiseOptions(output_dir=output_dir, max_runs=max_runs, overwrite=overwrite, json_path=json_path)
@@ -201,8 +201,8 @@ def compare(
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
-    from mock_scheduler.align.finished import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.report.recording_commands import parse_steps
+    from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
@@ -228,8 +228,8 @@ def replicas(
     ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
-    from mock_scheduler.align.finished import run_replicas  # imports torch: not for --help
-    from mock_scheduler.report.recording_commands import parse_steps
+    from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
@@ -290,7 +290,7 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Say what a recording is and what its steps hold."""
-    from mock_scheduler.report.recording_commands import run_inspect  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_inspect  # imports torch: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
@@ -298,7 +298,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
-    from mock_scheduler.report.recording_commands import run_verify  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -312,7 +312,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
-    from mock_scheduler.report.recording_commands import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -332,7 +332,7 @@ def show(
     ] = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.report.recording_commands import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
 
     code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
     raise typer.Exit(code)
@@ -358,7 +358,7 @@ def correction(
     html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
 ) -> None:
     """Say how far rollout and training policy are apart, and what each kind of rollout correction would do."""
-    from mock_scheduler.align.correction_report import CorrectionOptions, run_correction  # imports torch
+    from mock_scheduler.commands.correction import CorrectionOptions, run_correction  # imports torch
 
     options = CorrectionOptions(
         run=run,

@@ -12,10 +12,10 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
-from mock_scheduler.align import command
-from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.plan.plan import PlannedRun, quote_override
 from mock_scheduler.align.runs.execution import LaunchRuns
+from mock_scheduler.commands import align as command
+from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
+from mock_scheduler.commands.recordings import run_verify
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
-from mock_scheduler.report.recording_commands import run_verify
 from tests.recording.builders import make_batch
 from tests.report.recordings import (
     IN_PLACE,

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.command import AlignOptions, run_align
 from mock_scheduler.align.minimise.minimise import Levels, Minimum, minimise
 from mock_scheduler.align.minimise.space import Reduction, ReductionSpace, build_space
 from mock_scheduler.align.plan.matrix import expand_candidates
@@ -22,6 +21,7 @@ from mock_scheduler.align.plan.overrides import quote_value
 from mock_scheduler.align.plan.plan import ConfigLoader, build_loader
 from mock_scheduler.align.runs.folder import FolderMarker, claim_folder
 from mock_scheduler.align.runs.resume import open_folder
+from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import MatrixConfig
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY

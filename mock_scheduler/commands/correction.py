@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mock_scheduler.commands.recordings import parse_steps, recorded_vocabulary
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.batch import ScoredBatch
@@ -36,7 +37,6 @@ from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.alignment.terminal import build_console
-from mock_scheduler.report.recording_commands import parse_steps, recorded_vocabulary
 from mock_scheduler.run_folder.inputs import check_page_path
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.digests import JSON
