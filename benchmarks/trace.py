@@ -44,7 +44,7 @@ from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
 
 MODES: dict[str, TraceConfig | None] = {
     "none": None,

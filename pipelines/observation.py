@@ -20,7 +20,7 @@ from pipelines.megatron.probing.graft import GraftProbe, GraftSource
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.selection import check_patterns
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 
 class StepObservation:

@@ -49,11 +49,11 @@ from pipelines.megatron.checkpoint import (
     checkpoint_folder,
     read_run_state,
 )
-from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.runtime import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.conflicts import read_setup
+from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
+from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode

@@ -25,7 +25,7 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation
 from pipelines.operations import record_operations

@@ -13,7 +13,7 @@ from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.parameters import ParameterDump, build_parameter_dump
 from pipelines.debug_dump.probe import DebugProbe, DumpTarget
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from pipelines.debug_dump.parameters import ParameterDump
 from pipelines.debug_dump.whole_batch import ResponseValues, old_logprobs_content, response_part
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.micro_batches import MicroBatch
 

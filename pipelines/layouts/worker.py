@@ -19,7 +19,7 @@ from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 METRICS_FILE = "metrics.json"
 

@@ -17,7 +17,7 @@ from pipelines.algorithm.correction import BatchCorrector, corrected_step_metric
 from pipelines.algorithm.preparation import TrainingValues
 from pipelines.megatron.merging import exchange_tokens
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch, response_values, with_values
 
 LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]

@@ -42,7 +42,7 @@ from pipelines.megatron.optimizer_state import (
     write_states,
 )
 from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.random_states import load_random_states, save_random_states
+from pipelines.megatron.process.random_states import load_random_states, save_random_states
 from pipelines.megatron.trained_model import TrainedModel
 
 RUN_STATE_FILE = "run_state.json"

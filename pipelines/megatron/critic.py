@@ -21,8 +21,8 @@ from pipelines.megatron.forward import forward_only
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch, cut_shares
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.router_metrics import merge_router_sums, router_weight
-from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.micro_batches import MicroBatch

@@ -16,7 +16,7 @@ from pipelines.megatron.attention import RowRotaryEmbedding
 from pipelines.megatron.experts import padding_mask_argument
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.places import ModelInputs, OwnBatch
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 OutputReduction = Callable[[int, torch.Tensor], torch.Tensor]
 """From a batch's position and the model's output for it to what is kept of that."""

@@ -24,7 +24,7 @@ from pipelines.megatron.merging import exchange_rows, exchange_tokens
 from pipelines.megatron.model import DTYPES
 from pipelines.megatron.places import OwnBatch, cut_shares, own_batch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch
 
 

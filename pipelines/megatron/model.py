@@ -26,12 +26,12 @@ from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import ModelConfig, PipelineConfig, TrainingConfig
 from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
-from pipelines.megatron.full_precision import finalize_wide, widen_rotary
-from pipelines.megatron.host_device import has_cuda
 from pipelines.megatron.norm import TorchNorm
 from pipelines.megatron.perturbation import perturb_embedding
+from pipelines.megatron.process.full_precision import finalize_wide, widen_rotary
+from pipelines.megatron.process.host_device import has_cuda
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.repairs import repair_layers
-from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.value_head import ValueHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -11,8 +11,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.full_precision import prepare_optimizer
 from pipelines.megatron.model import DTYPES
+from pipelines.megatron.process.full_precision import prepare_optimizer
 
 
 def build_optimizer(config: PipelineConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:

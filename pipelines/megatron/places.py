@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipelines.config.schema import ModelConfig, TrainingConfig
 from pipelines.megatron.expert_router import RouterLedger, all_reduce_router_sums
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch
 
 

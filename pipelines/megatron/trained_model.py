@@ -27,7 +27,7 @@ from pipelines.megatron.model import (
 from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
 from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import (
     LocalBuffer,
     LocalParameter,

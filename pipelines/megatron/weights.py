@@ -19,7 +19,7 @@ from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even
 from pipelines.config.schema import ModelConfig
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 # Megatron scales the initialisation of the two layers that write to the residual stream by depth
 # (megatron/core/utils.py, scaled_init_method_normal).

@@ -17,7 +17,7 @@ from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.attention import CacheSlots, KeyValueCache, RowAttention, caching
 from pipelines.megatron.forward import forward_in_sequence
 from pipelines.megatron.places import ModelInputs
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.rollout.messages import ForwardPass
 
 

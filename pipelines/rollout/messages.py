@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 FIRST_WORDS = 4096
 

@@ -15,7 +15,7 @@ from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split
 from pipelines.environments.seeding import environment_seed, split_of
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

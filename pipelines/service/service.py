@@ -23,7 +23,7 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.learner import Learner, ScoredStep
 from pipelines.megatron.probing.interface import NO_PROBE
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.observation import StepObservation
 from pipelines.remote.contract import service_contract
 

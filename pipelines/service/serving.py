@@ -23,11 +23,11 @@ from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.conflicts import read_setup
 from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process.conflicts import read_setup
+from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
+from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging
 from pipelines.service.http_front import Answer, Call, Front, listening

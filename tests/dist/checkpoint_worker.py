@@ -37,7 +37,7 @@ from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.probing.state import owned_range
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 

@@ -25,7 +25,7 @@ from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "off": {},

@@ -27,9 +27,9 @@ from pipelines.layouts.cases import LONGEST_ROW, SEED
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.ordered_collectives import use_ordered_reductions
+from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist.emulation_cases import EmulationCase
 
 METRICS_FILE = "metrics.json"

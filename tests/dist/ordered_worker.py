@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import mappings
 from safetensors.torch import save_file
 
 from mock_scheduler.errors import DeterminismError
-from pipelines.megatron.host_device import use_host_device
-from pipelines.megatron.ordered_collectives import OrderedReductions
+from pipelines.megatron.process.host_device import use_host_device
+from pipelines.megatron.process.ordered_collectives import OrderedReductions
 from pipelines.megatron.probing.ledgers import CallLedger
 
 SIZE = 32

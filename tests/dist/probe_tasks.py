@@ -31,7 +31,7 @@ from pipelines.megatron.learner import Learner, Scores
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout
+from pipelines.megatron.process.runtime import build_layout, leave_layout
 
 STEP_PROBE_KINDS = (
     *("initial", "input", "score", "advantage", "output", "loss", "gradient", "gradient_norm", "optimizer"),

@@ -23,7 +23,7 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo, encode_step
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.messages import FIRST_WORDS, ForwardPass, ReplicaChannel
 from pipelines.rollout.scheduler import AgenticRolloutScheduler

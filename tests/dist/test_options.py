@@ -18,7 +18,7 @@ from pipelines.layouts.comparison import is_first_update, merged_pairs
 from pipelines.layouts.options import split_options
 from pipelines.layouts.rows import random_batch
 from pipelines.layouts.table import CaseResult
-from pipelines.megatron.host_device import has_cuda
+from pipelines.megatron.process.host_device import has_cuda
 from pipelines.megatron.model import build_transformer_config, wrap_data_parallel
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 

@@ -23,7 +23,7 @@ from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist import probe_tasks
 from tests.pipelines.plain_forward import forward_by_row
 

@@ -13,7 +13,7 @@ from mock_scheduler.trace.shards import ShardSpec
 from pipelines.megatron import learner, trained_model, weights
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector

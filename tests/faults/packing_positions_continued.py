@@ -20,7 +20,7 @@ def plant(fired: Fired) -> None:
 
     from pipelines.megatron import learner
     from pipelines.megatron.places import OwnBatch, own_batch
-    from pipelines.megatron.runtime import Runtime
+    from pipelines.megatron.process.runtime import Runtime
     from pipelines.micro_batches import MicroBatch
 
     def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:  # noqa: ANN401

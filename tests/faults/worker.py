@@ -23,9 +23,9 @@ from pipelines.config.schema import ParallelConfig
 from pipelines.layouts.cases import parallel_of
 from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.cases import LONGEST_ROW, SEED, build_config
 from tests.faults.catalogue import find_fault
 from tests.faults.counting import Fired

@@ -22,7 +22,7 @@ from pipelines.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SI
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import start_runtime, stop_runtime
 
 SEED, NUM_STEPS, LONGEST_ROW = 42, 3, 120
 FACTS_FILE = "facts.json"

@@ -19,7 +19,7 @@ from mock_scheduler.ledger import Ledger
 from pipelines.config.schema import GeneratingArgs, PipelineConfig
 from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
-from pipelines.megatron.runtime import Runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, stop_runtime
 from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.micro_batches import build_step_plan

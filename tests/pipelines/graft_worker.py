@@ -21,7 +21,7 @@ from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 KINDS: list[TraceKind | LedgerKind] = ["activation", "router", "logits", "activation_gradient"]
 #: What follows the last graft.

@@ -10,7 +10,7 @@ import sys
 
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import build_chunks, build_transformer_config
-from pipelines.megatron.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import start_runtime, stop_runtime
 from pipelines.megatron.weights import ModelShape, iterate_parameters
 
 

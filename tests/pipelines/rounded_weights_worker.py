@@ -25,7 +25,7 @@ from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.optimizer_state import read_states
 from pipelines.megatron.places import ModelInputs, own_batch
-from pipelines.megatron.runtime import Runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, stop_runtime
 from pipelines.megatron.sampling import process_logits
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer

@@ -16,7 +16,7 @@ from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import JsonColumn, TensorColumn
 from mock_scheduler.recording.step.container import decode_step
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.rollout.cached_policy import place_tokens
 from pipelines.rollout.messages import FIRST_WORDS, ForwardPass
 from tests.dist.conftest import launch

@@ -29,7 +29,7 @@ from pipelines.megatron.experts import (
     moe_config_fields,
     padding_mask_argument,
 )
-from pipelines.megatron.host_device import define_router_gemm
+from pipelines.megatron.process.host_device import define_router_gemm
 from tests.plain_experts import choose, router_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

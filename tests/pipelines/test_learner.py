@@ -11,8 +11,8 @@ from pipelines.algorithm.kl import AdaptiveKl
 from pipelines.algorithm.preparation import ValueMaker
 from pipelines.config.schema import CriticConfig, PipelineConfig
 from pipelines.megatron.learner import Learner, sum_and_max_difference
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.router_metrics import router_weight
-from pipelines.megatron.runtime import Runtime
 from pipelines.megatron.trainer import needs_reference
 from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch

@@ -19,7 +19,7 @@ from pipelines.megatron.checkpoint import (
     read_run_state,
 )
 from pipelines.megatron.model import padded_vocab_size
-from pipelines.megatron.runtime import check_world_size
+from pipelines.megatron.process.runtime import check_world_size
 from pipelines.megatron.weights import canonical_initial_weight
 from pipelines.run import planned_requests
 

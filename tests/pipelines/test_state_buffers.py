@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from mock_scheduler.config.trace import TraceKind
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.probing.state import read_state
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import ModelShape, iterate_state_buffers
 
 MODEL = ModelConfig.model_validate({"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2})

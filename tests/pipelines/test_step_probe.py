@@ -26,7 +26,7 @@ from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.probing.selection import check_patterns, check_trace_ranks
 from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch, build_step_plan
 from pipelines.observation import StepObservation
 from tests.batches import make_batch

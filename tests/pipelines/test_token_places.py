@@ -11,7 +11,7 @@ from mock_scheduler.trace.shards import Block, Split
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.places import OwnBatch, own_batch
 from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch
 

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.utils.checkpoint import checkpoint
 
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import ModelShape
 from pipelines.micro_batches import MicroBatch
 

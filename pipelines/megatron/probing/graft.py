@@ -39,7 +39,7 @@ from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs
 from pipelines.megatron.probing.shares import Share, ShareBook, Tokens, element_places, gradient_scale
 from pipelines.megatron.probing.token_places import TokenIndex
 from pipelines.megatron.probing.watches import Gather, See
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
 #: The kinds that a module's output is traced as.

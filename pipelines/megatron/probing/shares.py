@@ -16,7 +16,7 @@ from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.observed import ObservedOutput, OutputForm
 from pipelines.megatron.probing.token_places import TokenIndex
 from pipelines.megatron.probing.watches import Gather
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
 

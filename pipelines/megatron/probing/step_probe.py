@@ -30,7 +30,7 @@ from pipelines.megatron.probing.ledgers import CallLedger
 from pipelines.megatron.probing.module_probe import ModuleProbe
 from pipelines.megatron.probing.state import read_state
 from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.micro_batches import MicroBatch
 

@@ -21,7 +21,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.overrides import TorchFunctionMode
 
-from pipelines.megatron.host_device import has_cuda
+from pipelines.megatron.process.host_device import has_cuda
 
 _FULL_PRECISION = "torch.cuda.FloatTensor"
 

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipelines.megatron.host_device import has_cuda
-from pipelines.megatron.runtime import Runtime
+from pipelines.megatron.process.host_device import has_cuda
+from pipelines.megatron.process.runtime import Runtime
 
 _TRACKER = "tracker."
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from mock_scheduler.errors import LayoutError
 from pipelines.config.schema import ParallelConfig
-from pipelines.megatron.host_device import compute_device, has_cuda, use_host_device
+from pipelines.megatron.process.host_device import compute_device, has_cuda, use_host_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
