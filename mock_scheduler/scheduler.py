@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.base import Mode as Mode
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.support.digests import JSON as JSON
 from mock_scheduler.support.digests import check_json
-from pipelines.config.schema import Mode as Mode
 
 DEFAULT_SCHEDULER_ID = "default"
 

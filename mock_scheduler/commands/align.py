@@ -14,16 +14,17 @@ from mock_scheduler.align.plan.planned_run import AlignPlan
 from mock_scheduler.align.prove.alignment import AlignmentRunner
 from mock_scheduler.align.prove.proof_runs import order_reductions
 from mock_scheduler.align.runs.execution import LaunchRuns, MakeLaunch, make_process_launch
-from mock_scheduler.align.runs.folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.align.runs.resume import RunCache, open_folder
 from mock_scheduler.align.runs.run_store import RunStore
+from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
-from mock_scheduler.report.alignment.terminal import build_console, print_report
+from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.report.json_file import save_result
+from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
 from mock_scheduler.verdict.consequence.consequence import consequence_kinds
 from mock_scheduler.verdict.results import AlignmentResult

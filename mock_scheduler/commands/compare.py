@@ -17,24 +17,31 @@ from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
 from mock_scheduler.compare.walk.walk import OnKey
+from mock_scheduler.display.console import build_console
 from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
-from mock_scheduler.run_folder.inputs import OpenedInput, check_page_path, check_steps, find_trace, open_inputs
+from mock_scheduler.run_folder.inputs import (
+    ComparedInput,
+    OpenedInput,
+    check_page_path,
+    check_steps,
+    find_trace,
+    open_inputs,
+)
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.recordings import judge_recordings
 from mock_scheduler.verdict.replicas import check_replicas
-from mock_scheduler.verdict.results import ComparedInput, ComparisonResult
+from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.runs import judge_runs
-from mock_scheduler.verdict.verdict import Alignment, decide
+from mock_scheduler.verdict.verdict import Verdict, decide
 
 _STDOUT = "-"
 _NUM_ROWS = 5
@@ -129,7 +136,7 @@ def run_replicas(
 
 def _judge(
     opened: tuple[OpenedInput, OpenedInput], options: CompareOptions, *, bounds: Bounds, on_key: OnKey
-) -> tuple[Alignment, RecordingDifferences | None]:
+) -> tuple[Verdict, RecordingDifferences | None]:
     baseline, candidate = (item.side for item in opened)
     selection = options.selection
     if baseline.kind == "recording":

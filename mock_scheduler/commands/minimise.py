@@ -19,18 +19,18 @@ from mock_scheduler.align.minimise.space import Reduction, ReductionSpace, build
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import quote_value
 from mock_scheduler.align.plan.plan import ConfigLoader, build_loader
-from mock_scheduler.align.runs.folder import FolderMarker, claim_folder
 from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import MatrixConfig
+from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.report.alignment.terminal import build_console
+from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, join_words
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.verdict import VerdictKind
 from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 MINIMISE_FILE = "minimise.json"
@@ -44,12 +44,12 @@ FOLDER = "minimise"
 _WITHOUT_EXPLANATION = ("align.proofs.localise=false", "align.proofs.consequence=false")
 
 #: As ``align_once``.
-AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], Verdict]
+AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictKind]
 
 
 def align_once(
     config_name: str, config_path: Path, overrides: Sequence[str], candidate: CandidateConfig, output_dir: Path
-) -> Verdict:
+) -> VerdictKind:
     """The verdict on one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
     The alignment and its files are those of ``mock-scheduler align``, in ``output_dir``. Raises ``ConfigError`` before
@@ -65,9 +65,9 @@ def align_once(
             console=Console(file=io.StringIO(), width=120),
         )
     except AlignmentError:
-        return Verdict.INCOMPARABLE
+        return VerdictKind.INCOMPARABLE
     result = load_json_object(output_dir / ALIGN_FILE)
-    return Verdict(result["candidates"][0]["verdict"])
+    return VerdictKind(result["candidates"][0]["verdict"])
 
 
 def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: CandidateConfig) -> tuple[str, ...]:
@@ -130,10 +130,12 @@ def run_minimise(
             console=console,
         )
         verdict = trial.align_at(tuple(0 for _ in space.dimensions))
-        if verdict not in (Verdict.DIVERGED, Verdict.SUSPECT):
+        if verdict not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT):
             console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
             return int(verdict.exit_code)
-        trial.failing = (Verdict.DIVERGED,) if verdict is Verdict.DIVERGED else (Verdict.DIVERGED, Verdict.SUSPECT)
+        trial.failing = (
+            (VerdictKind.DIVERGED,) if verdict is VerdictKind.DIVERGED else (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+        )
         minimum = minimise(
             space.highest,
             trial.fails,
@@ -186,7 +188,7 @@ class _Trial:
     baseline: tuple[str, ...]
     root: Path
     console: Console
-    failing: tuple[Verdict, ...] = (Verdict.DIVERGED,)
+    failing: tuple[VerdictKind, ...] = (VerdictKind.DIVERGED,)
     tried: list[dict[str, JSON]] = field(default_factory=list)
 
     def fails(self, levels: Levels) -> bool:
@@ -211,7 +213,7 @@ class _Trial:
         reduction = self.space.build(levels)
         return reduction.shared, reduction.candidate.model_dump_json()
 
-    def align_at(self, levels: Levels) -> Verdict:
+    def align_at(self, levels: Levels) -> VerdictKind:
         """Align one case."""
         reduction = self.space.build(levels)
         folder = self.root / f"workload-{compute_json_digest(list(reduction.shared))[:12]}"
@@ -233,7 +235,7 @@ class _Trial:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         return verdict
 
-    def describe(self, minimum: Minimum, verdict: Verdict) -> dict[str, JSON]:
+    def describe(self, minimum: Minimum, verdict: VerdictKind) -> dict[str, JSON]:
         """The result as JSON."""
         reduction = self.space.build(minimum.levels)
         return {

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import build_console
 from mock_scheduler.display.json_values import dataclass_to_json
 from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
@@ -23,7 +24,6 @@ from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.paths import describe_absent, format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.report.recording.diff import differences_to_json, print_differences
 from mock_scheduler.report.recording.show import find_row, print_trajectory
 from mock_scheduler.report.recording.verify import print_verification

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from mock_scheduler.align.plan.plan import build_loader
 from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
-from mock_scheduler.align.runs.folder import DOCTOR_MARKER, claim_folder, prepare_folder
+from mock_scheduler.display.console import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.report.alignment.terminal import build_console
+from mock_scheduler.run_folder.command_folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import DOCTOR_FILE

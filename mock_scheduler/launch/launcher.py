@@ -4,9 +4,9 @@ Contract: importing this module imports no torch. One process is started directl
 picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and
 SIGHUP it is asked to and waited for; on Linux every process ends too where the one that started it was killed.
 
-``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed rank's
-own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. Where a
-signal ended a rank, it says which, on stderr and in the run's ``error.json``.
+``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the
+failed rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of
+torchrun. Where a signal ended a rank, it says which, on stderr and in the run's ``error.json``.
 """
 
 from __future__ import annotations

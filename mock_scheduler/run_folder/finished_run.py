@@ -13,7 +13,23 @@ from typing import Any
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.verdict.results import RunSummary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One finished run. Seconds as the run measured them (``wall_s``, ``rollout_s``) and from the outside
+    (``elapsed_s``: with the start of its processes); ``built`` counts what it built, such as
+    engines. ``batches``: the digest of the rollouts that it trained on, by step.
+    """
+
+    name: str
+    output_dir: Path
+    layout: str
+    wall_s: float
+    rollout_s: float
+    elapsed_s: float
+    built: Mapping[str, int]
+    batches: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

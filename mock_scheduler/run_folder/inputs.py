@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
-from mock_scheduler.align.plan.planned_run import BASELINE_NAME
-from mock_scheduler.align.runs.folder import ALIGN_MARKER
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
@@ -22,16 +21,39 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.run_folder.finished_run import load_summary
+from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
+from mock_scheduler.run_folder.finished_run import RunSummary, load_summary
 from mock_scheduler.run_folder.stored_config import StoredConfig, load_stored_config
-from mock_scheduler.support.run_files import CONFIG_FILE, ERROR_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import (
+    BASELINE_NAME,
+    CONFIG_FILE,
+    ERROR_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    TRACE_FOLDER,
+)
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
-from mock_scheduler.verdict.results import ComparedInput, InputKind
 from pipelines.config.schema import ToleranceConfig
 
+InputKind = Literal["run", "trace", "metrics", "recording"]
+
 _NUM_RUNS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedInput:
+    """One side of ``mock-scheduler compare``.
+
+    ``name``: of its folder or file. ``level``: of its trace; ``None`` where it has none. ``run``: of a run only.
+    """
+
+    name: str
+    path: Path
+    kind: InputKind
+    level: Literal["full", "sketch"] | None
+    run: RunSummary | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

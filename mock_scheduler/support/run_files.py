@@ -29,3 +29,5 @@ CHECKPOINTS_FOLDER = "checkpoints"
 ALIGN_FILE = "align.json"
 #: The result of the doctor.
 DOCTOR_FILE = "doctor.json"
+#: Name and folder of the run of an alignment that candidates are compared with.
+BASELINE_NAME = "baseline"

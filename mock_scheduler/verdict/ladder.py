@@ -23,11 +23,11 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.proofs import Outcome, Proof, ProofName
 from mock_scheduler.verdict.sentence import describe_coverage
-from mock_scheduler.verdict.verdict import Alignment, Verdict
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 
 #: How many times less a difference must be in float64 for that to be said.
 _NOTED_RATIO = 2.0
-_UNDECIDED = frozenset({Verdict.INCOMPARABLE, Verdict.UNVERIFIED})
+_UNDECIDED = frozenset({VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +42,15 @@ class Evidence:
     smaller rounding is in float64.
     """
 
-    direct: Alignment
+    direct: Verdict
     num_processes: int
     changes: str
     is_same_order: bool
     must_be_exact: bool
-    emulated: Alignment | None = None
+    emulated: Verdict | None = None
     emulation_note: str = "the candidate is bit-equal to the baseline"
     layout: str = ""
-    wide: Alignment | None = None
+    wide: Verdict | None = None
     wide_note: str = "a stronger proof decides"
     shrinking: float = 1.0
 
@@ -59,7 +59,7 @@ class Evidence:
 class Judgement:
     """The verdict, with all that was compared, and the proofs in their order."""
 
-    alignment: Alignment
+    alignment: Verdict
     proofs: tuple[Proof, ...]
 
 
@@ -74,12 +74,12 @@ def judge(evidence: Evidence) -> Judgement:
     return Judgement(alignment=_decide(evidence, proofs), proofs=proofs)
 
 
-def is_settled(direct: Alignment) -> bool:
+def is_settled(direct: Verdict) -> bool:
     """Whether the comparison with the baseline needs no further run to be judged."""
-    return direct.verdict in _UNDECIDED or direct.verdict is Verdict.IDENTICAL
+    return direct.verdict in _UNDECIDED or direct.verdict is VerdictKind.IDENTICAL
 
 
-def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
+def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     direct, emulated = evidence.direct, evidence.emulated
     replicas, equality, emulation, noise, referee = proofs
     if equality.outcome == "proved" and replicas.outcome != "refuted":
@@ -93,19 +93,19 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
             why = noise.text if noise.outcome == "proved" else f"{referee.text}; against the baseline: {noise.text}"
             return replace(
                 direct,
-                verdict=Verdict.EMULATED,
+                verdict=VerdictKind.EMULATED,
                 reason=f"{emulation.text}; {why}",
                 first_divergence=None,
                 sentence=None,
             )
         reason = f"{emulation.text}, but that reference is itself not within the noise of the baseline: {noise.text}"
-        return replace(direct, verdict=Verdict.SUSPECT, reason=reason)
+        return replace(direct, verdict=VerdictKind.SUSPECT, reason=reason)
     if emulation.outcome == "refuted" and emulated is not None:
         found = f"first divergence: {_sentence(emulated)}"
         return _diverged(direct, emulated, f"{emulation.text}; against the baseline: {noise.text}; {found}")
     sharper = _graver(evidence)
     if referee.outcome == "refuted" and evidence.wide is not None:
-        if direct.verdict in (Verdict.DIVERGED, Verdict.SUSPECT) or sharper is not None:
+        if direct.verdict in (VerdictKind.DIVERGED, VerdictKind.SUSPECT) or sharper is not None:
             if _is_same_place(direct, evidence.wide):
                 return _diverged(direct, direct, f"{direct.reason}; {referee.text}")
             # There is next to no noise in float64, so that what comes first there is the place.
@@ -113,43 +113,43 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Alignment:
         return replace(direct, reason=f"{direct.reason}; {referee.text}")
     if sharper is not None:
         order = f"against a reference in one process that adds in the order of {evidence.layout}"
-        if sharper.verdict is Verdict.DIVERGED and referee.outcome != "proved":
+        if sharper.verdict is VerdictKind.DIVERGED and referee.outcome != "proved":
             return _diverged(direct, sharper, f"{order}, first divergence: {_sentence(sharper)}")
         reason = f"{order}: {sharper.reason}; {direct.reason}"
-        return replace(direct, verdict=Verdict.SUSPECT, reason=reason, suspicions=sharper.suspicions)
-    if direct.verdict is Verdict.DIVERGED and referee.outcome == "proved":
-        return replace(direct, verdict=Verdict.SUSPECT, reason=f"{referee.text}; {direct.reason}")
+        return replace(direct, verdict=VerdictKind.SUSPECT, reason=reason, suspicions=sharper.suspicions)
+    if direct.verdict is VerdictKind.DIVERGED and referee.outcome == "proved":
+        return replace(direct, verdict=VerdictKind.SUSPECT, reason=f"{referee.text}; {direct.reason}")
     return direct
 
 
-def _graver(evidence: Evidence) -> Alignment | None:
+def _graver(evidence: Evidence) -> Verdict | None:
     """The comparison with the reference in the candidate's order, where it shows what the direct one does not."""
     direct, emulated = evidence.direct, evidence.emulated
-    if emulated is None or evidence.must_be_exact or direct.verdict not in (Verdict.ROUNDING, Verdict.SUSPECT):
+    if emulated is None or evidence.must_be_exact or direct.verdict not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
         return None
-    is_graver = emulated.verdict is Verdict.DIVERGED or (
-        emulated.verdict is Verdict.SUSPECT and direct.verdict is Verdict.ROUNDING
+    is_graver = emulated.verdict is VerdictKind.DIVERGED or (
+        emulated.verdict is VerdictKind.SUSPECT and direct.verdict is VerdictKind.ROUNDING
     )
     return emulated if is_graver else None
 
 
-def _diverged(direct: Alignment, shown_by: Alignment, reason: str) -> Alignment:
+def _diverged(direct: Verdict, shown_by: Verdict, reason: str) -> Verdict:
     """Diverged, with the first divergence of the comparison that shows it."""
     return replace(
         direct,
-        verdict=Verdict.DIVERGED,
+        verdict=VerdictKind.DIVERGED,
         reason=reason,
         first_divergence=shown_by.first_divergence or direct.first_divergence,
         sentence=_sentence(shown_by) or direct.sentence,
     )
 
 
-def _sentence(alignment: Alignment) -> str | None:
+def _sentence(alignment: Verdict) -> str | None:
     """Of the first divergence, where there is one."""
     return alignment.sentence or (alignment.first_divergence.message if alignment.first_divergence else None)
 
 
-def _is_same_place(direct: Alignment, wide: Alignment) -> bool:
+def _is_same_place(direct: Verdict, wide: Verdict) -> bool:
     """Whether both first differ in the same tensor, or metric."""
     here, there = direct.first_divergence, wide.first_divergence
     return here is not None and there is not None and here.place == there.place
@@ -168,7 +168,7 @@ def _judge_replicas(evidence: Evidence) -> Proof:
 def _judge_equality(evidence: Evidence) -> Proof:
     tensors, metrics = evidence.direct.tensors, evidence.direct.metrics
     num_compared, num_equal = _count(tensors)
-    if evidence.direct.verdict is Verdict.IDENTICAL:
+    if evidence.direct.verdict is VerdictKind.IDENTICAL:
         coverage = describe_coverage(metrics, tensors)
         return _proof("bit-equality", "proved", f"bit-equal to the baseline: {coverage}", num_compared, num_equal)
     found = f"{num_equal:,} of {count_of(num_compared, 'tensor')} are equal to the last bit"
@@ -185,7 +185,7 @@ def _judge_emulation(evidence: Evidence) -> Proof:
         return Proof(name="emulation", outcome="not tried", text=evidence.emulation_note)
     num_compared, num_equal = _count(emulated.tensors)
     order = f"a reference in one process that adds in the order of {evidence.layout}"
-    if emulated.verdict is Verdict.IDENTICAL:
+    if emulated.verdict is VerdictKind.IDENTICAL:
         coverage = describe_coverage(emulated.metrics, emulated.tensors)
         text = f"equal to the last bit to {order}: {coverage}"
         return _proof("emulation", "proved", text, num_compared, num_equal)
@@ -194,20 +194,20 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     found = f"not equal to {order}: {num_equal:,} of {count_of(num_compared, 'tensor')} are"
     if evidence.must_be_exact:
         return _proof("emulation", "refuted", found, num_compared, num_equal)
-    what = "what is left is rounding" if emulated.verdict is Verdict.ROUNDING else emulated.reason
+    what = "what is left is rounding" if emulated.verdict is VerdictKind.ROUNDING else emulated.reason
     return _proof("emulation", "open", f"{found}, but what it changes may round; {what}", num_compared, num_equal)
 
 
 def _judge_noise(evidence: Evidence) -> Proof:
     direct = evidence.direct
-    if evidence.is_same_order and evidence.must_be_exact and direct.verdict is not Verdict.IDENTICAL:
+    if evidence.is_same_order and evidence.must_be_exact and direct.verdict is not VerdictKind.IDENTICAL:
         return Proof(name="noise", outcome="not tried", text="no noise excuses a difference where nothing may round")
     num_compared, num_equal = _count(direct.tensors)
-    outcomes: dict[Verdict, Outcome] = {
-        Verdict.IDENTICAL: "proved",
-        Verdict.ROUNDING: "proved",
-        Verdict.SUSPECT: "open",
-        Verdict.DIVERGED: "refuted",
+    outcomes: dict[VerdictKind, Outcome] = {
+        VerdictKind.IDENTICAL: "proved",
+        VerdictKind.ROUNDING: "proved",
+        VerdictKind.SUSPECT: "open",
+        VerdictKind.DIVERGED: "refuted",
     }
     return _proof("noise", outcomes[direct.verdict], direct.reason, num_compared, num_equal)
 
@@ -223,7 +223,7 @@ def _judge_wide(evidence: Evidence) -> Proof:
     ratio = f"the largest difference is {high:.1e} in float64 and {low:.1e} here"
     if 0 < high < low / _NOTED_RATIO:
         ratio += f", {low / high:.1e} times less (rounding becomes {evidence.shrinking:.1e} times less)"
-    if wide.verdict in (Verdict.IDENTICAL, Verdict.ROUNDING):
+    if wide.verdict in (VerdictKind.IDENTICAL, VerdictKind.ROUNDING):
         return _proof("referee", "proved", f"in float64 both compute the same: {ratio}", num_compared, num_equal)
     where = _sentence(wide)
     begins = f"first divergence: {where}" if where else wide.reason

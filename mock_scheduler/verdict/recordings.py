@@ -6,21 +6,24 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
 from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.verdict import Alignment, Divergence, Verdict
+from mock_scheduler.verdict.verdict import Divergence, Verdict, VerdictKind
 
 
-def judge_recordings(differences: RecordingDifferences) -> Alignment:
+def judge_recordings(differences: RecordingDifferences) -> Verdict:
     """The verdict on two recordings, with the first difference."""
     divergences = _find_divergences(differences)
     first = divergences[0] if divergences else None
     num_identical = sum(_count_steps(ranges) for ranges in differences.identical.values())
-    verdict, reason = Verdict.IDENTICAL, f"bit-equal: {count_of(num_identical, 'step')}; one changed bit would be found"
+    verdict, reason = (
+        VerdictKind.IDENTICAL,
+        f"bit-equal: {count_of(num_identical, 'step')}; one changed bit would be found",
+    )
     if differences.exit_code is ExitCode.INCOMPARABLE:
-        verdict, reason = Verdict.INCOMPARABLE, "nothing was compared: no step is in both recordings"
+        verdict, reason = VerdictKind.INCOMPARABLE, "nothing was compared: no step is in both recordings"
     elif first is not None:
-        verdict = Verdict.DIVERGED
+        verdict = VerdictKind.DIVERGED
         reason = f"first divergence: {first.message}; {count_of(num_identical, 'step')} bit-equal"
-    return Alignment(
+    return Verdict(
         verdict=verdict,
         reason=reason,
         first_divergence=first,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
@@ -15,27 +14,12 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.proofs import Consequence, Localisation, Proof
-from mock_scheduler.verdict.verdict import Alignment, decide
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """One finished run. Seconds as the run measured them (``wall_s``, ``rollout_s``) and from the outside
-    (``elapsed_s``: with the start of its processes); ``built`` counts what it built, such as
-    engines. ``batches``: the digest of the rollouts that it trained on, by step.
-    """
-
-    name: str
-    output_dir: Path
-    layout: str
-    wall_s: float
-    rollout_s: float
-    elapsed_s: float
-    built: Mapping[str, int]
-    batches: Mapping[str, str]
+from mock_scheduler.verdict.verdict import Verdict, decide
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +38,11 @@ class CandidateResult:
     layout: str
     log_path: Path | None
     run: RunSummary | None
-    alignment: Alignment
+    alignment: Verdict
     entry: str = ""
     changes: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
-    emulated: Alignment | None = None
+    emulated: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
     versions: tuple[str, ...] = ()
@@ -94,23 +78,6 @@ class AlignmentResult:
     times: AlignmentTimes | None = None
 
 
-InputKind = Literal["run", "trace", "metrics", "recording"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedInput:
-    """One side of ``mock-scheduler compare``.
-
-    ``name``: of its folder or file. ``level``: of its trace; ``None`` where it has none. ``run``: of a run only.
-    """
-
-    name: str
-    path: Path
-    kind: InputKind
-    level: Literal["full", "sketch"] | None
-    run: RunSummary | None = None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonResult:
     """What ``mock-scheduler compare`` found: of runs, traces, metrics or recordings, the same on both sides.
@@ -121,7 +88,7 @@ class ComparisonResult:
     baseline: ComparedInput
     candidate: ComparedInput
     bounds: Bounds
-    alignment: Alignment
+    alignment: Verdict
     recordings: RecordingDifferences | None = None
 
     @property
@@ -161,7 +128,7 @@ def compare_runs(
     selection: Selection = EVERYTHING,
     has_metrics: bool = True,
     on_key: OnKey | None = None,
-) -> Alignment:
+) -> Verdict:
     """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
 
     ``has_metrics``: whether metrics are compared. Unless kinds or names are chosen, gradients and parameters must be

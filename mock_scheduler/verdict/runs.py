@@ -8,8 +8,9 @@ from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import AlignmentError, TraceError
-from mock_scheduler.verdict.results import RunSummary, compare_runs
-from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.verdict.results import compare_runs
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
 
 
 def judge_runs(
@@ -21,14 +22,14 @@ def judge_runs(
     selection: Selection = EVERYTHING,
     has_metrics: bool = True,
     on_key: OnKey | None = None,
-) -> Alignment:
+) -> Verdict:
     """The verdict on two finished runs; a difference proves something only where each would repeat itself.
 
     ``is_deterministic``: whether both ran under ``DETERMINISTIC_MODE=1``. The others are those of ``compare_runs``.
     """
     other_rollouts = _describe_other_rollouts(baseline, candidate)
     if other_rollouts:
-        return failed_run(Verdict.INCOMPARABLE, other_rollouts)
+        return failed_run(VerdictKind.INCOMPARABLE, other_rollouts)
     try:
         alignment = compare_runs(
             baseline.output_dir,
@@ -39,11 +40,11 @@ def judge_runs(
             on_key=on_key,
         )
     except (AlignmentError, TraceError) as error:
-        return failed_run(Verdict.INCOMPARABLE, str(error))
-    if is_deterministic or alignment.verdict is Verdict.IDENTICAL:
+        return failed_run(VerdictKind.INCOMPARABLE, str(error))
+    if is_deterministic or alignment.verdict is VerdictKind.IDENTICAL:
         return alignment
     reason = f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {alignment.reason}"
-    return replace(alignment, verdict=Verdict.UNVERIFIED, reason=reason)
+    return replace(alignment, verdict=VerdictKind.UNVERIFIED, reason=reason)
 
 
 def _describe_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> str:

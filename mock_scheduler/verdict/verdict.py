@@ -38,9 +38,9 @@ from mock_scheduler.verdict.sentence import (
 )
 
 __all__ = [
-    "Alignment",
-    "Divergence",
     "Verdict",
+    "Divergence",
+    "VerdictKind",
     "decide",
     "describe_divergence",
     "failed_run",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-class Verdict(StrEnum):
+class VerdictKind(StrEnum):
     """What a candidate is to its baseline."""
 
     IDENTICAL = "identical"
@@ -68,20 +68,20 @@ class Verdict(StrEnum):
 
 
 _EXIT_CODES = {
-    Verdict.IDENTICAL: ExitCode.ALIGNED,
-    Verdict.EMULATED: ExitCode.ALIGNED,
-    Verdict.ROUNDING: ExitCode.ALIGNED,
-    Verdict.SUSPECT: ExitCode.SUSPECT,
-    Verdict.DIVERGED: ExitCode.DIVERGED,
-    Verdict.INCOMPARABLE: ExitCode.INCOMPARABLE,
-    Verdict.UNVERIFIED: ExitCode.UNVERIFIED,
+    VerdictKind.IDENTICAL: ExitCode.ALIGNED,
+    VerdictKind.EMULATED: ExitCode.ALIGNED,
+    VerdictKind.ROUNDING: ExitCode.ALIGNED,
+    VerdictKind.SUSPECT: ExitCode.SUSPECT,
+    VerdictKind.DIVERGED: ExitCode.DIVERGED,
+    VerdictKind.INCOMPARABLE: ExitCode.INCOMPARABLE,
+    VerdictKind.UNVERIFIED: ExitCode.UNVERIFIED,
 }
 _NUM_DUMPED = 8
 _NUM_SELECTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alignment:
+class Verdict:
     """The verdict on one candidate; the comparisons are ``None`` where its run failed or they were not asked for.
 
     ``reason``: the verdict in words; of one that passes: its level, what was compared, the worst tensor with its margin
@@ -93,7 +93,7 @@ class Alignment:
     ``full_dump``: of two sketches, the overrides of the full trace to take next; empty where none is needed.
     """
 
-    verdict: Verdict
+    verdict: VerdictKind
     reason: str
     first_divergence: Divergence | None
     metrics: MetricComparison | None
@@ -111,7 +111,7 @@ def decide(
     bounds: Bounds,
     required: Collection[TraceKind] = JUDGED_KINDS,
     selection: Selection = EVERYTHING,
-) -> Alignment:
+) -> Verdict:
     """The verdict on what was compared.
 
     ``metrics``, ``tensors``: ``None`` where they were not asked for. ``required``: kinds of which a tensor must have
@@ -132,12 +132,12 @@ def decide(
     )
     verdict, reason = evidence.judge(first, sentence, divergences)
     full_dump: tuple[str, ...] = ()
-    if tensors is not None and tensors.level == "sketch" and verdict in (Verdict.DIVERGED, Verdict.SUSPECT):
+    if tensors is not None and tensors.level == "sketch" and verdict in (VerdictKind.DIVERGED, VerdictKind.SUSPECT):
         full_dump = full_dump_overrides(tensors)
         reason += (
             f"; to see where, trace both runs again with {' '.join(map(shlex.quote, full_dump))}" if full_dump else ""
         )
-    return Alignment(
+    return Verdict(
         verdict=verdict,
         reason=reason,
         first_divergence=first,
@@ -150,14 +150,14 @@ def decide(
     )
 
 
-def failed_run(verdict: Verdict, reason: str) -> Alignment:
+def failed_run(verdict: VerdictKind, reason: str) -> Verdict:
     """The verdict on a candidate whose run, or whose files, left nothing to compare."""
-    return Alignment(verdict=verdict, reason=reason, first_divergence=None, metrics=None, tensors=None)
+    return Verdict(verdict=verdict, reason=reason, first_divergence=None, metrics=None, tensors=None)
 
 
-def worst_exit_code(verdicts: list[Verdict]) -> ExitCode:
+def worst_exit_code(verdicts: list[VerdictKind]) -> ExitCode:
     """The gravest exit code: diverged, then suspect, then incomparable, then unverified, then aligned."""
-    gravest_first = (Verdict.DIVERGED, Verdict.SUSPECT, Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
+    gravest_first = (VerdictKind.DIVERGED, VerdictKind.SUSPECT, VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED)
     return next((verdict.exit_code for verdict in gravest_first if verdict in verdicts), ExitCode.ALIGNED)
 
 
@@ -198,51 +198,54 @@ class _Evidence:
 
     def judge(
         self, first: Divergence | None, sentence: str | None, divergences: Sequence[Divergence]
-    ) -> tuple[Verdict, str]:
+    ) -> tuple[VerdictKind, str]:
         """The verdict and its reason; ``first``: of those divergences that are not due to what was selected."""
         unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
         if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
-            return Verdict.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
+            return VerdictKind.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
         missing = self._not_compared()
         if first is None and divergences:
-            return Verdict.INCOMPARABLE, self._describe_selection(divergences)
+            return VerdictKind.INCOMPARABLE, self._describe_selection(divergences)
         chosen = self.selection.describe()
         if first is None and chosen and self._is_empty():
-            return Verdict.INCOMPARABLE, f"nothing was compared: neither side has anything of the chosen {chosen}"
+            return VerdictKind.INCOMPARABLE, f"nothing was compared: neither side has anything of the chosen {chosen}"
         if first is None and missing:
-            return Verdict.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
+            return VerdictKind.INCOMPARABLE, f"no {' and no '.join(missing)} was compared: the rest proves nothing"
         if self._is_empty():
-            return Verdict.INCOMPARABLE, f"nothing was compared: {first.message}" if first else "nothing was compared"
+            return (
+                VerdictKind.INCOMPARABLE,
+                f"nothing was compared: {first.message}" if first else "nothing was compared",
+            )
         if first is not None:
             reason = self._describe_divergences(first, sentence or first.message)
             if all(item.is_estimate for item in divergences if not item.is_selection):
-                return Verdict.SUSPECT, f"beyond an estimated bound only: {reason}"
-            return Verdict.DIVERGED, reason
+                return VerdictKind.SUSPECT, f"beyond an estimated bound only: {reason}"
+            return VerdictKind.DIVERGED, reason
         return self._judge_equal()
 
-    def _judge_equal(self) -> tuple[Verdict, str]:
+    def _judge_equal(self) -> tuple[VerdictKind, str]:
         tensors = self.tensors
         coverage = describe_coverage(self.metrics, tensors)
         if tensors is not None:
             idle = describe_idle(tensors, self.bounds)
             if idle:
-                return Verdict.INCOMPARABLE, idle
+                return VerdictKind.INCOMPARABLE, idle
             if tensors.baseline_conflicts:
                 conflict = tensors.baseline_conflicts[0].describe()
-                return Verdict.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
+                return VerdictKind.INCOMPARABLE, f"replicas disagree in the baseline, so it is no reference: {conflict}"
             if tensors.undecided:
-                return Verdict.SUSPECT, (
+                return VerdictKind.SUSPECT, (
                     f"sketches cannot tell for {count_of(len(tensors.undecided), 'tensor')} on which side of its bound "
                     f"it is, first: {describe_tensor(tensors.undecided[0])}; compared: {coverage}"
                 )
         metrics = self.metrics.differences if self.metrics is not None else ()
         differences = tensors.differences if tensors is not None else ()
         if self.bounds.source != "stated" and not any(item.is_judged for item in differences or metrics):
-            return Verdict.INCOMPARABLE, f"nothing was judged: {no_bound(self.bounds)}; compared: {coverage}"
+            return VerdictKind.INCOMPARABLE, f"nothing was judged: {no_bound(self.bounds)}; compared: {coverage}"
         notes = self._describe_limits()
         if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
             how = "" if tensors is None or tensors.level == "full" else " by the fingerprints of sketches"
-            return Verdict.IDENTICAL, f"bit-equal{how}: {coverage}{notes}; one changed bit would have been found"
+            return VerdictKind.IDENTICAL, f"bit-equal{how}: {coverage}{notes}; one changed bit would have been found"
         level = "" if tensors is None or tensors.level == "full" else ", as estimated from sketches"
         smallest = describe_smallest(self.metrics, tensors)
         worst = describe_worst(tensors)
@@ -252,10 +255,10 @@ class _Evidence:
             listed = "; ".join(item.text for item in self.tested.suspicions[:_NUM_SELECTIONS])
             count = len(self.tested.suspicions)
             more = f"; and {count - _NUM_SELECTIONS} more" if count > _NUM_SELECTIONS else ""
-            return Verdict.SUSPECT, f"noise does not explain this: {listed}{more}; {within}"
+            return VerdictKind.SUSPECT, f"noise does not explain this: {listed}{more}; {within}"
         tests = "" if self.tested is None else "".join(f"; {test.text}" for test in self.tested.tests)
         advice = self.bounds.advice()
-        return Verdict.ROUNDING, f"{within}; {smallest}{tests}{f'; to {advice}' if advice else ''}"
+        return VerdictKind.ROUNDING, f"{within}; {smallest}{tests}{f'; to {advice}' if advice else ''}"
 
     def _describe_limits(self) -> str:
         """How many tensors were not compared, and all else that limits a verdict that passes."""

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, build_loader, plan_alignment
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME
-from mock_scheduler.align.runs.folder import ALIGN_MARKER
 from mock_scheduler.cli import app
 from mock_scheduler.config.layout import LAYOUT_AXES
+from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")

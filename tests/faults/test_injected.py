@@ -11,7 +11,7 @@ import pytest
 from mock_scheduler.compare.bounds.bounds import EXACT
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.verdict.divergences import describe_divergence, find_divergences
-from mock_scheduler.verdict.verdict import Verdict, decide
+from mock_scheduler.verdict.verdict import VerdictKind, decide
 from tests.faults.__main__ import main
 from tests.faults.campaign import CLEAN
 from tests.faults.cases import world_size
@@ -61,7 +61,7 @@ def test_fault_fires_is_found_at_its_place_and_taken_back(
     assert is_placed(first, planted.expected), sentence
     assert is_called(sentence, planted.expected), sentence
     after = compare_trace_folders(before, root / f"after-{planted.shows.label}", bounds=EXACT)
-    assert decide(None, after, bounds=EXACT).verdict is Verdict.IDENTICAL
+    assert decide(None, after, bounds=EXACT).verdict is VerdictKind.IDENTICAL
 
 
 @pytest.mark.parametrize("fault", [fault.id for fault in _ALONE])
@@ -70,7 +70,7 @@ def test_fault_changes_no_bit_where_it_must_be_silent(fault: str, outcomes: Mapp
     assert outcomes[f"silent-{fault}"].fired[fault] > 0 or planted.is_idle_where_silent
     before = root / f"before-{planted.silent.label}"
     compared = compare_trace_folders(before, root / f"silent-{fault}", bounds=EXACT)
-    assert decide(None, compared, bounds=EXACT).verdict is Verdict.IDENTICAL
+    assert decide(None, compared, bounds=EXACT).verdict is VerdictKind.IDENTICAL
 
 
 @pytest.mark.all

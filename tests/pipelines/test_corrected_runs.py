@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mock_scheduler.trace.full.reader import open_trace
-from tests.pipelines.test_training_service import serving, train_there
+from tests.pipelines.service.test_training_service import serving, train_there
 from tests.pipelines.tiny_runs import DETERMINISTIC, run_command, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)

@@ -22,12 +22,13 @@ from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.recording import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.proofs import Consequence, GraftedModule, Localisation, Outcome, Proof, ProofName
-from mock_scheduler.verdict.results import AlignmentResult, AlignmentTimes, CandidateResult, RunSummary
-from mock_scheduler.verdict.verdict import Alignment, Verdict, decide, failed_run
+from mock_scheduler.verdict.results import AlignmentResult, AlignmentTimes, CandidateResult
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide, failed_run
 from tests.batches import SAMPLING, make_row
 from tests.report.recordings import PROVENANCE, write
 from tests.trace.builders import entry, save
@@ -59,7 +60,9 @@ def make_result(folder: Path) -> AlignmentResult:
     tp2, dp2 = {"parallel.tensor_model_parallel_size": 2}, {"parallel.data_parallel_size": 2}
     same = _aligned(baseline, _write_run(folder, "pp2.plain", {"parallel.pipeline_model_parallel_size": 2}))
     rounded = _aligned(baseline, _write_run(folder, "dp2.plain", dp2, noise=1e-6))
-    emulated = replace(_aligned(baseline, _write_run(folder, "tp2.plain", tp2, noise=1e-6)), verdict=Verdict.EMULATED)
+    emulated = replace(
+        _aligned(baseline, _write_run(folder, "tp2.plain", tp2, noise=1e-6)), verdict=VerdictKind.EMULATED
+    )
     diverged = _aligned(baseline, _write_run(folder, "tp2.clip", {**tp2, "pg_clip": 0.1}, is_wrong=True))
     suspect = _aligned(baseline, _write_run(folder, "dp2.clip", {**dp2, "pg_clip": 0.1}, noise=1e-6))
     loose = _aligned(baseline, _write_run(folder, "loose", {"system_envs.DETERMINISTIC_MODE": "0"}, noise=1e-6))
@@ -76,14 +79,14 @@ def make_result(folder: Path) -> AlignmentResult:
         _candidate(folder, "pp2.plain", same, replicas, _proof("bit-equality", "proved", "every tensor", 40, 40)),
         _candidate(folder, "dp2.plain", rounded, _proof("noise", "proved", "within 3 max(P, 4u)", 40, 8)),
         _candidate(
-            folder, "dp2.clip", replace(suspect, verdict=Verdict.SUSPECT, reason="the slope is 0.9991"),
+            folder, "dp2.clip", replace(suspect, verdict=VerdictKind.SUSPECT, reason="the slope is 0.9991"),
             _proof("noise", "open", "12 gradients have a slope of 0.9991", 40, 8),
         ),
         replace(
-            _candidate(folder, "broken", failed_run(Verdict.INCOMPARABLE, f"the run failed: {EVIL}")), run=None
+            _candidate(folder, "broken", failed_run(VerdictKind.INCOMPARABLE, f"the run failed: {EVIL}")), run=None
         ),
         _candidate(
-            folder, "loose", replace(loose, verdict=Verdict.UNVERIFIED, reason="DETERMINISTIC_MODE is not 1"),
+            folder, "loose", replace(loose, verdict=VerdictKind.UNVERIFIED, reason="DETERMINISTIC_MODE is not 1"),
             versions=("torch 2.12.0 instead of 2.13.0",),
         ),
     )  # fmt: skip
@@ -104,9 +107,9 @@ def make_result(folder: Path) -> AlignmentResult:
 def _candidate(
     folder: Path,
     name: str,
-    alignment: Alignment,
+    alignment: Verdict,
     *proofs: Proof,
-    emulated: Alignment | None = None,
+    emulated: Verdict | None = None,
     localisation: Localisation | None = None,
     consequence: Consequence | None = None,
     versions: tuple[str, ...] = (),
@@ -174,7 +177,7 @@ def _consequence() -> Consequence:
     )  # fmt: skip
 
 
-def _aligned(baseline: Path, candidate: Path) -> Alignment:
+def _aligned(baseline: Path, candidate: Path) -> Verdict:
     logs = [load_metrics(folder / "metrics.jsonl") for folder in (baseline, candidate)]
     tensors = compare_trace_folders(baseline / "trace", candidate / "trace", bounds=BOUNDS)
     return decide(compare_metrics(*logs, bounds=BOUNDS), tensors, bounds=BOUNDS)

@@ -19,10 +19,12 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
 )
 from mock_scheduler.compare.walk.metrics import MetricLog, compare_metrics
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.results import ComparedInput, ComparisonResult, RunSummary
-from mock_scheduler.verdict.verdict import Alignment, Divergence, Verdict, failed_run
+from mock_scheduler.verdict.results import ComparisonResult
+from mock_scheduler.verdict.verdict import Divergence, Verdict, VerdictKind, failed_run
 from tests.compare.stated import stated
 
 BOUNDS = stated()
@@ -146,7 +148,7 @@ def make_tensors(
     )
 
 
-def make_result(tmp_path: Path, alignment: Alignment, *, level: str = "full", name: str = "tp2") -> ComparisonResult:
+def make_result(tmp_path: Path, alignment: Verdict, *, level: str = "full", name: str = "tp2") -> ComparisonResult:
     """Two runs in ``tmp_path``."""
 
     def side(run: str, layout: str) -> ComparedInput:
@@ -173,8 +175,8 @@ def make_result(tmp_path: Path, alignment: Alignment, *, level: str = "full", na
 def identical(tmp_path: Path) -> ComparisonResult:
     """Every bit is equal."""
     logs = make_metrics(steps=3, relative=0.0)
-    alignment = Alignment(
-        verdict=Verdict.IDENTICAL,
+    alignment = Verdict(
+        verdict=VerdictKind.IDENTICAL,
         reason="bit-equal: 3 metrics over 3 steps, 84 gradients, 84 parameters",
         first_divergence=None,
         metrics=compare_metrics(*logs, bounds=BOUNDS),
@@ -186,8 +188,8 @@ def identical(tmp_path: Path) -> ComparisonResult:
 def rounding(tmp_path: Path) -> ComparisonResult:
     """Nothing is beyond its bound."""
     logs = make_metrics(steps=3, relative=1e-7)
-    alignment = Alignment(
-        verdict=Verdict.ROUNDING,
+    alignment = Verdict(
+        verdict=VerdictKind.ROUNDING,
         reason="within tolerance: 3 metrics over 3 steps; an error of 1e-4 of any gradient would have been found",
         first_divergence=None,
         metrics=compare_metrics(*logs, bounds=BOUNDS),
@@ -229,8 +231,8 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
         notes=("the candidate's rank 3 wrote no activations",),
     )  # fmt: skip
     logs = make_metrics(steps=max(steps, 3), relative=2e-3, name=metric)
-    alignment = Alignment(
-        verdict=Verdict.DIVERGED,
+    alignment = Verdict(
+        verdict=VerdictKind.DIVERGED,
         reason="beyond tolerance: 1 of 3 metrics, 150 of 336 tensors; 1 could not be compared",
         first_divergence=Divergence(
             step=0, update=0, kind="activation", name=FAULT, value=difference.relative,
@@ -267,7 +269,7 @@ def sketched(tmp_path: Path) -> ComparisonResult:
 
 def incomparable(tmp_path: Path) -> ComparisonResult:
     """Nothing was compared."""
-    return make_result(tmp_path, failed_run(Verdict.INCOMPARABLE, "the two runs trained on other rollouts"))
+    return make_result(tmp_path, failed_run(VerdictKind.INCOMPARABLE, "the two runs trained on other rollouts"))
 
 
 def infinite(tmp_path: Path) -> ComparisonResult:
@@ -275,8 +277,8 @@ def infinite(tmp_path: Path) -> ComparisonResult:
     key = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
     difference = make_difference(key, math.inf, figures=None)
     tensors = replace(make_tensors(steps=1, size=0.0), differences=(difference,))
-    alignment = Alignment(
-        verdict=Verdict.DIVERGED, reason="not finite", first_divergence=None, metrics=None, tensors=tensors
+    alignment = Verdict(
+        verdict=VerdictKind.DIVERGED, reason="not finite", first_divergence=None, metrics=None, tensors=tensors
     )
     return make_result(tmp_path, alignment)
 

@@ -14,14 +14,16 @@ from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import compare_metrics
+from mock_scheduler.display.console import build_console
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.report.alignment.builder import build_view
-from mock_scheduler.report.alignment.terminal import build_console, print_report
+from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.json_file import save_result
+from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, RunSummary
-from mock_scheduler.verdict.verdict import Alignment, Verdict, decide, failed_run
+from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide, failed_run
 from pipelines.config.schema import ToleranceConfig
 from tests.report import alignments
 
@@ -45,7 +47,7 @@ def make_run(name: str) -> RunSummary:
     )
 
 
-def make_alignment(relative: float) -> Alignment:
+def make_alignment(relative: float) -> Verdict:
     differences = tuple(
         TensorDifference(
             key=TraceKey(step=0, update=0, kind=kind, name=NAME),
@@ -67,7 +69,7 @@ def make_alignment(relative: float) -> Alignment:
 
 
 def make_result() -> AlignmentResult:
-    def candidate(name: str, alignment: Alignment, *overrides: str) -> CandidateResult:
+    def candidate(name: str, alignment: Verdict, *overrides: str) -> CandidateResult:
         is_failed = alignment.metrics is None
         return CandidateResult(
             name=name,
@@ -87,7 +89,7 @@ def make_result() -> AlignmentResult:
         candidates=(
             candidate("same", make_alignment(0.0)),
             candidate("wrong", make_alignment(math.inf), "training.lr=0.002"),
-            candidate("broken", failed_run(Verdict.INCOMPARABLE, "the run failed [exit]")),
+            candidate("broken", failed_run(VerdictKind.INCOMPARABLE, "the run failed [exit]")),
         ),
     )
 
@@ -115,7 +117,7 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
         findings=(finding,) * num_findings,
         candidate_conflicts=(conflict,) * num_conflicts,
     )
-    alignment = replace(candidate.alignment, tensors=tensors, verdict=Verdict.DIVERGED)
+    alignment = replace(candidate.alignment, tensors=tensors, verdict=VerdictKind.DIVERGED)
     return replace(result, candidates=(replace(candidate, alignment=alignment),))
 
 

@@ -25,13 +25,13 @@ from mock_scheduler.align.extract.readme import write_readme
 from mock_scheduler.align.extract.source import DivergedCandidate, read_diverged, read_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
+from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
-from mock_scheduler.report.alignment.terminal import build_console
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, format_bytes
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.verdict import VerdictKind
 
 _NUM_LOG_LINES = 15
 # A check asks for the verdict alone.
@@ -48,7 +48,7 @@ class Outcome:
     @property
     def is_diverged(self) -> bool:
         """Whether it shows the divergence."""
-        return self.verdict == Verdict.DIVERGED.value
+        return self.verdict == VerdictKind.DIVERGED.value
 
 
 #: Runs the reproduction in a folder, of the candidate of this name; leaves nothing in the folder.

@@ -15,8 +15,6 @@ from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.support.run_files import LOG_FILE
 from pipelines.config.schema import PipelineConfig, ToleranceConfig
 
-#: Name and folder of the run that candidates are compared with.
-BASELINE_NAME = "baseline"
 #: Folder of the further runs that proofs need.
 PROOFS_NAME = "proofs"
 

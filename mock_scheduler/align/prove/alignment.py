@@ -38,12 +38,12 @@ from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
-from mock_scheduler.run_folder.finished_run import RunFailure
+from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.verdict.consequence.consequence import find_consequence
-from mock_scheduler.verdict.results import AlignmentResult, RunSummary
+from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.runs import judge_runs
-from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
 
 SaveResult = Callable[[AlignmentResult], None]
 
@@ -95,11 +95,11 @@ class AlignmentRunner:
             item.summary = summary
             item.direct = self._compare(baseline, item, EXACT)
             return
-        verdict = Verdict.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else Verdict.INCOMPARABLE
+        verdict = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
         how = f"the run failed (exit code {summary.exit_code}): " if summary.exit_code else ""
         item.direct = failed_run(verdict, f"{how}{summary.message}")
 
-    def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Alignment:
+    def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Verdict:
         assert item.summary is not None
         runs = (self.plan.baseline, item.run)
         with self.store.timed("comparison"), self._showing(item.run, "comparing"):
@@ -230,10 +230,10 @@ class AlignmentRunner:
         elif referee == "never":
             item.wide_note = "align.proofs.referee is never"
         elif referee == "always":
-            return item.alignment.verdict is not Verdict.IDENTICAL
+            return item.alignment.verdict is not VerdictKind.IDENTICAL
         else:
             is_refuted = any(proof.outcome == "refuted" for proof in item.judgement.proofs if proof.name != "noise")
-            return item.alignment.verdict in (Verdict.SUSPECT, Verdict.DIVERGED) and not is_refuted
+            return item.alignment.verdict in (VerdictKind.SUSPECT, VerdictKind.DIVERGED) and not is_refuted
         item.judge()
         return False
 
@@ -242,7 +242,7 @@ class AlignmentRunner:
         proofs = self.plan.baseline.config.align.proofs
         closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
-            if item.judgement is None or item.summary is None or item.alignment.verdict is Verdict.IDENTICAL:
+            if item.judgement is None or item.summary is None or item.alignment.verdict is VerdictKind.IDENTICAL:
                 continue
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
@@ -250,7 +250,7 @@ class AlignmentRunner:
                         item.consequence = find_consequence(baseline.output_dir, item.summary.output_dir)
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
-            if proofs.localise and item.alignment.verdict is Verdict.DIVERGED:
+            if proofs.localise and item.alignment.verdict is VerdictKind.DIVERGED:
                 with self.store.timed("localisation"):
                     try:
                         item.localisation = closer.localise(item)

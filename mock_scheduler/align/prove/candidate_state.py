@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.prove.proof_bounds import shrinking_factor
 from mock_scheduler.align.prove.proof_runs import is_same_order
+from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.ladder import Evidence, Judgement, is_settled, judge
 from mock_scheduler.verdict.proofs import Consequence, Localisation
-from mock_scheduler.verdict.results import CandidateResult, RunSummary
-from mock_scheduler.verdict.verdict import Alignment, Verdict, failed_run
+from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
 
 _NOT_RUN = "not run yet: the alignment is still going, or was interrupted"
 _NOT_JUDGED = "not judged yet: the alignment is still going, or was interrupted"
@@ -26,11 +27,11 @@ class CandidateState:
     run: PlannedRun
     baseline: PlannedRun
     summary: RunSummary | None = None
-    direct: Alignment | None = None
+    direct: Verdict | None = None
     emulated_run: PlannedRun | None = None
-    emulated: Alignment | None = None
+    emulated: Verdict | None = None
     emulation_note: str = "not needed"
-    wide: Alignment | None = None
+    wide: Verdict | None = None
     wide_note: str = "a stronger proof decides"
     judgement: Judgement | None = None
     localisation: Localisation | None = None
@@ -52,18 +53,18 @@ class CandidateState:
         return self.direct is not None and not is_settled(self.direct)
 
     @property
-    def alignment(self) -> Alignment:
+    def alignment(self) -> Verdict:
         """The verdict so far."""
         if self.judgement is not None:
             return self.judgement.alignment
         if self.direct is not None and not self.is_open:
             return self.direct
-        return failed_run(Verdict.INCOMPARABLE, _NOT_RUN if self.direct is None else _NOT_JUDGED)
+        return failed_run(VerdictKind.INCOMPARABLE, _NOT_RUN if self.direct is None else _NOT_JUDGED)
 
     def judge(self) -> None:
         """Judge it by all that is known by now."""
         run, direct = self.run, self.direct
-        if direct is None or direct.verdict in (Verdict.INCOMPARABLE, Verdict.UNVERIFIED):
+        if direct is None or direct.verdict in (VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED):
             return
         self.judgement = judge(
             Evidence(

@@ -16,7 +16,7 @@ from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.verdict.proofs import Localisation
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.verdict import VerdictKind
 
 #: Perturbed runs that show the noise of what only localisation traces.
 _NUM_PERTURBATIONS = 2
@@ -37,7 +37,7 @@ class CloserLook:
         """
         reference, bounds = self.plan.baseline, None
         first = item.alignment.first_divergence
-        differs = item.emulated is not None and item.emulated.verdict in (Verdict.DIVERGED, Verdict.SUSPECT)
+        differs = item.emulated is not None and item.emulated.verdict in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
         elif not is_same_order(self.plan.baseline, item.run):

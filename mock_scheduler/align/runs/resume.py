@@ -31,10 +31,10 @@ from mock_scheduler.align.runs.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.align.runs.folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away
 

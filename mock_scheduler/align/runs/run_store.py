@@ -18,9 +18,9 @@ from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, exe
 from mock_scheduler.align.runs.resume import RunCache
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.run_folder.finished_run import RunFailure, load_summary
+from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.run_files import RUN_FILE
-from mock_scheduler.verdict.results import AlignmentTimes, RunSummary
+from mock_scheduler.verdict.results import AlignmentTimes
 
 Purpose = Literal["baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation"]
 

@@ -55,7 +55,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
-from mock_scheduler.verdict.verdict import Verdict, worst_exit_code
+from mock_scheduler.verdict.verdict import VerdictKind, worst_exit_code
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map
@@ -65,19 +65,19 @@ _MOST_PANELS = 6
 _LAYOUT = re.compile(r"(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp)(?:-(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp))*")
 _PLAIN = "plain"
 _GRAVEST_FIRST = (
-    Verdict.DIVERGED,
-    Verdict.SUSPECT,
-    Verdict.INCOMPARABLE,
-    Verdict.UNVERIFIED,
-    Verdict.ROUNDING,
-    Verdict.EMULATED,
-    Verdict.IDENTICAL,
+    VerdictKind.DIVERGED,
+    VerdictKind.SUSPECT,
+    VerdictKind.INCOMPARABLE,
+    VerdictKind.UNVERIFIED,
+    VerdictKind.ROUNDING,
+    VerdictKind.EMULATED,
+    VerdictKind.IDENTICAL,
 )
 _TONES = {
-    Verdict.IDENTICAL: "good",
-    Verdict.EMULATED: "good",
-    Verdict.ROUNDING: "good",
-    Verdict.DIVERGED: "bad",
+    VerdictKind.IDENTICAL: "good",
+    VerdictKind.EMULATED: "good",
+    VerdictKind.ROUNDING: "good",
+    VerdictKind.DIVERGED: "bad",
 }
 
 
@@ -106,7 +106,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         output_dir=str(result.output_dir),
         recording_dir="" if result.recording_dir is None else str(result.recording_dir),
         exit_code=int(code),
-        tone="good" if code == 0 else "bad" if Verdict.DIVERGED in verdicts else "warn",
+        tone="good" if code == 0 else "bad" if VerdictKind.DIVERGED in verdicts else "warn",
         counts=counts,
         headline=_headline(counts, len(candidates)),
         baseline_layout=result.baseline.layout,
@@ -135,7 +135,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, candidates: Sequence[CandidateResult]) -> _Sizes:
-        num_differing = sum(candidate.alignment.verdict is not Verdict.IDENTICAL for candidate in candidates)
+        num_differing = sum(candidate.alignment.verdict is not VerdictKind.IDENTICAL for candidate in candidates)
         cells = _MAX_CELLS // (_TABLES * max(num_differing, 1))
         return cls(
             max_cells=min(max(cells, _LEAST_CELLS), _MOST_CELLS),
@@ -143,7 +143,7 @@ class _Sizes:
         )
 
 
-def _headline(counts: Sequence[tuple[Verdict, int]], num_candidates: int) -> str:
+def _headline(counts: Sequence[tuple[VerdictKind, int]], num_candidates: int) -> str:
     """``3 of 5 candidates pass: 1 diverged, 1 incomparable, 2 rounding, 1 identical``; of one that it does, or not."""
     passing = sum(count for verdict, count in counts if verdict.exit_code == 0)
     listed = ", ".join(f"{count} {verdict.value}" for verdict, count in counts)

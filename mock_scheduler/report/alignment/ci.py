@@ -17,14 +17,14 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import list_some
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.verdict import VerdictKind
 
 _NUM_NAMES = 12
 _FILES = {
     "page": "page", "result": "result", "junit": "JUnit XML", "JSON copy": "JSON copy", "HTML copy": "HTML copy",
 }  # fmt: skip
-_FAILURES = (Verdict.DIVERGED, Verdict.SUSPECT)
-_ERRORS = (Verdict.INCOMPARABLE, Verdict.UNVERIFIED)
+_FAILURES = (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+_ERRORS = (VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED)
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

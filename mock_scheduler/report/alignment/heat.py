@@ -22,7 +22,7 @@ from mock_scheduler.report.comparison.error_path import (
 )
 from mock_scheduler.report.comparison.view import format_bound, format_relative, format_times
 from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.verdict import Alignment
+from mock_scheduler.verdict.verdict import Verdict
 
 LEAST_COLUMNS = 4
 
@@ -80,7 +80,7 @@ class ErrorMap:
     steps: HeatTable | None
 
 
-def build_error_map(alignment: Alignment, *, max_cells: int) -> ErrorMap | None:
+def build_error_map(alignment: Verdict, *, max_cells: int) -> ErrorMap | None:
     """The tables of a comparison, of ``max_cells`` cells each at most; ``None`` where all bits are equal."""
     points = list_points(alignment)
     if all(point.tier == "identical" for point in points):

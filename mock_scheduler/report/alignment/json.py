@@ -40,7 +40,7 @@ from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.verdict import Alignment, Divergence
+from mock_scheduler.verdict.verdict import Divergence, Verdict
 
 Item = TypeVar("Item")
 
@@ -48,7 +48,7 @@ MAX_LISTED = 1000
 NUM_NEAREST = 20
 
 
-def alignment_to_json(alignment: Alignment) -> dict[str, JSON]:
+def alignment_to_json(alignment: Verdict) -> dict[str, JSON]:
     """The object that the module's docstring describes."""
     return {
         "verdict": alignment.verdict.value,

@@ -7,7 +7,6 @@ drawn from.
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,33 +17,15 @@ from rich.text import Text
 from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.alignment.words import LEGEND, PROOF_MARKS
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.report.comparison.view import VERDICT_STYLES
 
-_PLAIN_WIDTH = 120
 _NUM_SHOWN = 5
 _NUM_TENSORS = 3
 _GAP = "  "
 _WIDE = 90  # columns, from which on every column is in the table
 _VERDICT_WIDTH, _PROVED_WIDTH, _WORST_WIDTH, _SECONDS_WIDTH = 20, 20, 22, 8
 _LEAST_NAME_WIDTH = 16
-#: How a verdict's word looks in a terminal.
-VERDICT_STYLES: Mapping[Verdict, str] = {
-    Verdict.IDENTICAL: "bold green",
-    Verdict.EMULATED: "bold green",
-    Verdict.ROUNDING: "green",
-    Verdict.SUSPECT: "bold yellow",
-    Verdict.DIVERGED: "bold red",
-    Verdict.INCOMPARABLE: "bold yellow",
-    Verdict.UNVERIFIED: "bold yellow",
-}
 _TONE_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
-
-
-def build_console() -> Console:
-    """A console on stdout; as wide as the terminal or as ``COLUMNS`` says, or 120 columns where there is neither."""
-    console = Console()
-    is_width_known = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
-    return console if is_width_known else Console(width=_PLAIN_WIDTH)
 
 
 def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, Path]) -> None:

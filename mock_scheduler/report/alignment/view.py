@@ -13,7 +13,7 @@ from mock_scheduler.report.alignment.environment import EnvironmentView
 from mock_scheduler.report.alignment.heat import ErrorMap
 from mock_scheduler.report.alignment.sample import SampleView
 from mock_scheduler.verdict.proofs import Outcome, ProofName
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.verdict import VerdictKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class CandidateView:
     overrides: tuple[str, ...]
     entry: str
     changes: tuple[str, ...]
-    verdict: Verdict
+    verdict: VerdictKind
     exit_code: int
     tone: str
     headline: str
@@ -114,7 +114,7 @@ class AlignmentView:
     recording_dir: str
     exit_code: int
     tone: str
-    counts: tuple[tuple[Verdict, int], ...]
+    counts: tuple[tuple[VerdictKind, int], ...]
     headline: str
     baseline_layout: str
     baseline_seconds: tuple[tuple[str, float], ...]

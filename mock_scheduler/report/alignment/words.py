@@ -15,17 +15,17 @@ from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.proofs import PROOF_NAMES, Outcome, Proof, ProofName
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.sentence import name_kinds
-from mock_scheduler.verdict.verdict import Alignment, Verdict
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 
 #: How to read each verdict, in one sentence.
-LEGEND: Mapping[Verdict, str] = {
-    Verdict.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
-    Verdict.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
-    Verdict.ROUNDING: "differs, and nothing is beyond its bound",
-    Verdict.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place",
-    Verdict.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
-    Verdict.INCOMPARABLE: "the run failed, or nothing could be compared",
-    Verdict.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
+LEGEND: Mapping[VerdictKind, str] = {
+    VerdictKind.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
+    VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
+    VerdictKind.ROUNDING: "differs, and nothing is beyond its bound",
+    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place",
+    VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
+    VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
+    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
 }
 
 #: What each proof shows where it holds, strongest first.
@@ -40,12 +40,12 @@ PROOF_MEANINGS: Mapping[ProofName, str] = {
 #: A sign for each outcome, for where colour alone would tell them apart.
 PROOF_MARKS: Mapping[Outcome, str] = {"proved": "✓", "refuted": "✗", "open": "?", "not tried": "–"}
 
-_NOT_TRIED: Mapping[Verdict, str] = {
-    Verdict.INCOMPARABLE: "nothing could be compared",
-    Verdict.UNVERIFIED: "the runs are not shown to be deterministic",
+_NOT_TRIED: Mapping[VerdictKind, str] = {
+    VerdictKind.INCOMPARABLE: "nothing could be compared",
+    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic",
 }
 _FIRST, _AGAINST = "first divergence: ", "against the baseline: "
-_PASSES = (Verdict.IDENTICAL, Verdict.EMULATED, Verdict.ROUNDING)
+_PASSES = (VerdictKind.IDENTICAL, VerdictKind.EMULATED, VerdictKind.ROUNDING)
 
 
 def complete_ladder(candidate: CandidateResult) -> tuple[Proof, ...]:
@@ -55,7 +55,7 @@ def complete_ladder(candidate: CandidateResult) -> tuple[Proof, ...]:
     return tuple(by_name.get(name) or Proof(name=name, outcome="not tried", text=reason) for name in PROOF_NAMES)
 
 
-def describe_proof(proof: Proof, alignment: Alignment) -> str:
+def describe_proof(proof: Proof, alignment: Verdict) -> str:
     """What a proof found, without the sentence of the first divergence, which stands before it."""
     said, same = f"{_FIRST}{alignment.sentence}", f"{_FIRST}as said above"
     if proof.text.endswith(said):
@@ -77,11 +77,11 @@ def describe_reason(candidate: CandidateResult) -> str:
 def describe_proved_by(candidate: CandidateResult) -> str:
     """What the verdict rests on: ``emulation``, ``noise, referee``; of a divergence ``refuted by noise``."""
     verdict = candidate.alignment.verdict
-    if verdict is Verdict.IDENTICAL:
+    if verdict is VerdictKind.IDENTICAL:
         return ", ".join(_named(candidate.proofs, "proved", only=("bit-equality",))) or "bit-equality"
     if verdict in _PASSES:
         names = _named(candidate.proofs, "proved", only=("emulation", "noise", "referee"))
-        return ", ".join(names[:1] if verdict is Verdict.EMULATED else names) or "–"
+        return ", ".join(names[:1] if verdict is VerdictKind.EMULATED else names) or "–"
     against = _named(candidate.proofs, "refuted", only=("replicas", "emulation", "noise", "referee"))
     return f"refuted by {', '.join(against)}" if against else "–"
 
@@ -94,16 +94,16 @@ def write_headline(candidate: CandidateResult) -> str:
     """The verdict in one line of plain words."""
     alignment, tensors = candidate.alignment, candidate.alignment.tensors
     match alignment.verdict:
-        case Verdict.IDENTICAL:
+        case VerdictKind.IDENTICAL:
             return f"every bit is equal{_coverage(tensors)}"
-        case Verdict.EMULATED:
+        case VerdictKind.EMULATED:
             compared = None if candidate.emulated is None else candidate.emulated.tensors
             return f"every bit is equal to a reference that adds in its order{_coverage(compared or tensors)}"
-        case Verdict.ROUNDING:
+        case VerdictKind.ROUNDING:
             worst = None if tensors is None else worst_judged(tensors)
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
             return f"differs by no more than rounding does{nearest}"
-        case Verdict.SUSPECT:
+        case VerdictKind.SUSPECT:
             outcomes = {proof.name: proof.outcome for proof in candidate.proofs}
             if outcomes.get("noise") == "refuted":
                 is_excused = outcomes.get("referee") == "proved" and alignment.sentence
@@ -113,7 +113,7 @@ def write_headline(candidate: CandidateResult) -> str:
             doubts = [item.text for item in alignment.suspicions]
             doubts += [proof.text for proof in candidate.proofs if (proof.name, proof.outcome) == ("noise", "open")]
             return f"within its bounds, and yet {doubts[0]}" if doubts else alignment.reason
-        case Verdict.DIVERGED:
+        case VerdictKind.DIVERGED:
             if candidate.localisation is not None:
                 return candidate.localisation.sentence
             return alignment.sentence or alignment.reason
@@ -133,9 +133,9 @@ def describe_smallest_error(candidate: CandidateResult) -> str:
     Of gradients and parameters, for each the largest of all bounds; where neither was compared, of what was.
     """
     alignment = candidate.alignment
-    if alignment.verdict in (Verdict.IDENTICAL, Verdict.EMULATED):
+    if alignment.verdict in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
         return "one changed bit"
-    if alignment.verdict is not Verdict.ROUNDING or alignment.tensors is None:
+    if alignment.verdict is not VerdictKind.ROUNDING or alignment.tensors is None:
         return ""
     largest: dict[str, list[TraceKind]] = {}
     compared = alignment.tensors.kinds

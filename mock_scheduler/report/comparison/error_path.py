@@ -22,7 +22,7 @@ from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
-from mock_scheduler.verdict.verdict import Alignment
+from mock_scheduler.verdict.verdict import Verdict
 
 MAX_POINTS = 1500
 MAX_COLUMNS = 200
@@ -114,7 +114,7 @@ def find_place(name: str) -> TensorPlace:
     return TensorPlace(layer=None if match is None else int(match[2]), part=part)
 
 
-def list_points(alignment: Alignment) -> list[PathPoint]:
+def list_points(alignment: Verdict) -> list[PathPoint]:
     """A point for every tensor that was compared or should have been, in the order of computation."""
     tensors = alignment.tensors
     if tensors is None:
@@ -132,7 +132,7 @@ def list_points(alignment: Alignment) -> list[PathPoint]:
     ]
 
 
-def find_error_path(points: Sequence[PathPoint], alignment: Alignment) -> ErrorPath:
+def find_error_path(points: Sequence[PathPoint], alignment: Verdict) -> ErrorPath:
     """The path of the update in which the runs first part; where they do not, of the one nearest to its bounds.
 
     ``points``: those of ``list_points``; there must be at least one.
@@ -258,7 +258,7 @@ def _point(key: TraceKey, outcome: TensorDifference | Finding, *, is_first: bool
     return PathPoint(key=key, place=place, tier=tier_of(outcome), difference=outcome, message="", is_first=is_first)
 
 
-def _choose_update(points: Sequence[PathPoint], alignment: Alignment) -> tuple[int, int]:
+def _choose_update(points: Sequence[PathPoint], alignment: Verdict) -> tuple[int, int]:
     first = alignment.first_divergence
     when = {(point.key.step, point.key.update) for point in points}
     if first is not None and (first.step, first.update or 0) in when:

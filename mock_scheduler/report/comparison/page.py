@@ -40,19 +40,20 @@ from mock_scheduler.report.comparison.view import (
     unmatched,
     worst_judged,
 )
+from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.results import ComparedInput, ComparisonResult
-from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.results import ComparisonResult
+from mock_scheduler.verdict.verdict import VerdictKind
 
 MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2
 _TONES = {
-    Verdict.IDENTICAL: "good",
-    Verdict.EMULATED: "good",
-    Verdict.ROUNDING: "good",
-    Verdict.DIVERGED: "bad",
+    VerdictKind.IDENTICAL: "good",
+    VerdictKind.EMULATED: "good",
+    VerdictKind.ROUNDING: "good",
+    VerdictKind.DIVERGED: "bad",
 }
 
 

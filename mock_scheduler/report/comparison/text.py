@@ -18,10 +18,10 @@ from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.report.alignment.terminal import VERDICT_STYLES
 from mock_scheduler.report.comparison.metrics_table import metrics_table
 from mock_scheduler.report.comparison.tensor_table import print_tensors
 from mock_scheduler.report.comparison.view import (
+    VERDICT_STYLES,
     TierCounts,
     count_tiers,
     describe_equal_metrics,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +26,18 @@ from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import Alignment
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+
+#: How a verdict's word looks in a terminal.
+VERDICT_STYLES: Mapping[VerdictKind, str] = {
+    VerdictKind.IDENTICAL: "bold green",
+    VerdictKind.EMULATED: "bold green",
+    VerdictKind.ROUNDING: "green",
+    VerdictKind.SUSPECT: "bold yellow",
+    VerdictKind.DIVERGED: "bold red",
+    VerdictKind.INCOMPARABLE: "bold yellow",
+    VerdictKind.UNVERIFIED: "bold yellow",
+}
 
 _NUM_RANKS = 3
 _NUM_NAMES = 3
@@ -99,7 +110,7 @@ def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:
     )
 
 
-def describe_rest(alignment: Alignment) -> str:
+def describe_rest(alignment: Verdict) -> str:
     """The reason without the sentence that stands before it; empty where it says nothing else."""
     sentence = alignment.sentence
     if not sentence:

@@ -2,7 +2,7 @@
 
 Contract. A sketch is linear: those of disjoint parts of a tensor add up to that of the whole, exactly in its counts and
 its fingerprint, and to rounding in its sums. What an element is multiplied with depends on its index in the whole
-tensor alone (``sketch_constants``), so two layouts, or two programs, give sketches that can be compared.
+tensor alone (``constants``), so two layouts, or two programs, give sketches that can be compared.
 
 - *Sums*: an element goes with its sign into one of 2,039 slots, and the slots with further signs into each of the B
   buckets, divided by sqrt(B), all in float64. The squares of the buckets add up to about the tensor's squared norm, and

@@ -1,0 +1,197 @@
+"""Which verdict follows from what the runs of a candidate showed, and which proof decided it."""
+
+from dataclasses import replace
+
+import pytest
+
+from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.trace.entries import RankPlace, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.ladder import Evidence, judge
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
+
+KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
+
+
+def compared(verdict: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
+    """The comparison of one tensor, whose difference is ``relative``."""
+    difference = TensorDifference(
+        key=KEY, num_elements=4, bit_equal=relative == 0.0, max_abs=relative, relative=relative, tolerance=1e-6
+    )
+    tensors = TensorComparison(
+        steps=(0,), differences=(difference,), findings=(), baseline_conflicts=(), candidate_conflicts=conflicts
+    )
+    metrics = MetricComparison(steps=(0,), differences=(), findings=())
+    sentence = "step 0: the gradient differs" if verdict is VerdictKind.DIVERGED else None
+    return Verdict(
+        verdict=verdict,
+        reason=f"it is {verdict}",
+        first_divergence=None,
+        metrics=metrics,
+        tensors=tensors,
+        sentence=sentence,
+    )
+
+
+IDENTICAL = compared(VerdictKind.IDENTICAL)
+ROUNDING = compared(VerdictKind.ROUNDING, relative=1e-7)
+SUSPECT = compared(VerdictKind.SUSPECT, relative=9e-7)
+DIVERGED = compared(VerdictKind.DIVERGED, relative=1e-2)
+
+LAYOUT = Evidence(
+    direct=ROUNDING,
+    num_processes=2,
+    changes="parallel.tensor_model_parallel_size",
+    is_same_order=False,
+    must_be_exact=True,
+    layout="tp2 pp1 dp1",
+    shrinking=2.0**29,
+)
+OTHER = replace(LAYOUT, changes="training.sequence_packing", must_be_exact=False)
+
+
+def outcomes(evidence: Evidence) -> tuple[VerdictKind, dict[str, str]]:
+    judgement = judge(evidence)
+    return judgement.alignment.verdict, {proof.name: proof.outcome for proof in judgement.proofs}
+
+
+def test_equal_bits_need_no_other_proof() -> None:
+    verdict, found = outcomes(replace(LAYOUT, direct=IDENTICAL))
+    assert verdict is VerdictKind.IDENTICAL
+    assert found == {
+        "replicas": "proved",
+        "bit-equality": "proved",
+        "emulation": "not tried",
+        "noise": "proved",
+        "referee": "not tried",
+    }
+
+
+def test_a_layout_that_equals_the_reference_in_its_own_order_is_identical_emulated() -> None:
+    verdict, found = outcomes(replace(LAYOUT, emulated=IDENTICAL))
+    assert (verdict, found["bit-equality"], found["emulation"], found["noise"]) == (
+        VerdictKind.EMULATED,
+        "open",
+        "proved",
+        "proved",
+    )
+    assert judge(replace(LAYOUT, emulated=IDENTICAL)).alignment.reason.startswith(
+        "equal to the last bit to a reference in one process that adds in the order of tp2 pp1 dp1"
+    )
+
+
+def test_a_layout_within_the_noise_that_is_not_equal_in_its_own_order_is_diverged() -> None:
+    """A scale error of 0.05 % in bfloat16 is hidden in the noise, and only this proof sees it."""
+    verdict, found = outcomes(replace(LAYOUT, emulated=DIVERGED))
+    assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.DIVERGED, "refuted", "proved")
+    assert judge(replace(LAYOUT, emulated=DIVERGED)).alignment.sentence == "step 0: the gradient differs"
+
+
+def test_a_reference_outside_the_noise_proves_nothing() -> None:
+    verdict, found = outcomes(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL))
+    assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.SUSPECT, "proved", "refuted")
+
+
+def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
+    """A mean that cancels to nearly 0 is 3 % beyond the largest of few perturbed runs, and equal in its own order."""
+    shrunk = compared(VerdictKind.ROUNDING, relative=1e-13)
+    judgement = judge(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL, wide=shrunk))
+    assert (judgement.alignment.verdict, judgement.alignment.sentence) == (VerdictKind.EMULATED, None)
+
+
+def test_another_kernel_may_round_so_that_noise_decides() -> None:
+    assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is VerdictKind.ROUNDING
+
+
+def test_the_same_order_of_sums_excuses_no_difference() -> None:
+    same = replace(LAYOUT, is_same_order=True, changes="nothing")
+    verdict, found = outcomes(same)
+    assert (verdict, found["bit-equality"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+@pytest.mark.parametrize("direct", [IDENTICAL, ROUNDING])
+def test_replicas_that_disagree_refute_whatever_else_holds(direct: Verdict) -> None:
+    conflict = ReplicaConflict(
+        key=KEY,
+        first=RankPlace(global_rank=0, coordinates={"tp": 0}),
+        second=RankPlace(global_rank=1, coordinates={"tp": 1}),
+        num_elements=4,
+        max_abs=0.5,
+    )
+    tensors = direct.tensors
+    assert tensors is not None
+    broken = replace(direct, verdict=VerdictKind.DIVERGED, tensors=replace(tensors, candidate_conflicts=(conflict,)))
+    verdict, found = outcomes(replace(LAYOUT, direct=broken, emulated=IDENTICAL))
+    assert (verdict, found["replicas"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
+    shrunk = compared(VerdictKind.ROUNDING, relative=1e-13)
+    verdict, found = outcomes(replace(OTHER, direct=DIVERGED, wide=shrunk))
+    assert (verdict, found["referee"]) == (VerdictKind.SUSPECT, "proved")
+    reason = judge(replace(OTHER, direct=DIVERGED, wide=shrunk)).alignment.reason
+    assert "1.0e-13 in float64 and 1.0e-02 here, 1.0e+11 times less (rounding becomes 5.4e+08 times less)" in reason
+
+
+def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
+    verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
+    assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_without_determinism_nothing_is_proved() -> None:
+    unverified = failed_run(VerdictKind.UNVERIFIED, "not deterministic")
+    judgement = judge(replace(LAYOUT, direct=unverified))
+    assert (judgement.alignment, judgement.proofs) == (unverified, ())
+
+
+def test_a_reference_in_its_order_shows_what_rounding_of_its_layout_hid() -> None:
+    """A module of one's own under another layout: within the noise of the baseline, and not of that reference."""
+    assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is VerdictKind.ROUNDING
+    suspect = judge(replace(OTHER, emulated=SUSPECT)).alignment
+    assert suspect.verdict is VerdictKind.SUSPECT
+    assert suspect.reason.startswith("against a reference in one process that adds in the order of tp2 pp1 dp1: it is")
+    diverged = judge(replace(OTHER, emulated=DIVERGED)).alignment
+    assert (diverged.verdict, diverged.sentence) == (VerdictKind.DIVERGED, "step 0: the gradient differs")
+
+
+def test_float64_decides_what_that_reference_shows() -> None:
+    for emulated in (SUSPECT, DIVERGED):
+        found = replace(OTHER, emulated=emulated)
+        assert outcomes(replace(found, wide=ROUNDING))[0] is VerdictKind.SUSPECT
+        assert outcomes(replace(found, wide=DIVERGED))[0] is VerdictKind.DIVERGED
+
+
+def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_emulated() -> None:
+    """The reference runs the baseline's code, so that equal bits prove the candidate's, whatever it might have done."""
+    mine = replace(OTHER, changes="its module mine, parallel.tensor_model_parallel_size", emulated=IDENTICAL)
+    assert outcomes(mine)[0] is VerdictKind.EMULATED
+    assert outcomes(replace(mine, direct=DIVERGED))[0] is VerdictKind.SUSPECT
+    assert outcomes(replace(mine, direct=DIVERGED, wide=ROUNDING))[0] is VerdictKind.EMULATED
+
+
+def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
+    """In bfloat16 the first tensor beyond its bound was one that is beyond it in honest runs, too."""
+    confirmed = replace(DIVERGED, sentence="step 0, backward: that tensor is 1.020 times the baseline")
+    alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
+    assert (alignment.verdict, alignment.sentence) == (VerdictKind.DIVERGED, confirmed.sentence)
+    assert alignment.reason == (
+        "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
+        f"here; first divergence: {confirmed.sentence}; against the baseline: it is diverged"
+    )
+
+
+def test_where_float64_confirms_the_place_its_figures_stay_those_of_the_traced_runs() -> None:
+    """Those of float64 stood there, which no trace of the candidate has."""
+    place = Divergence(
+        step=0, update=0, kind="gradient", name=KEY.name, value=1e-2, tolerance=1e-6, message="the gradient differs"
+    )
+    direct = replace(DIVERGED, first_divergence=place)
+    wide = replace(DIVERGED, first_divergence=replace(place, value=2e-2, tolerance=1e-12), sentence="in float64")
+    alignment = judge(replace(OTHER, direct=direct, wide=wide)).alignment
+    assert (alignment.first_divergence, alignment.sentence) == (place, DIVERGED.sentence)
+    assert alignment.reason.startswith("it is diverged; in float64 it does not shrink as rounding does")
+    assert alignment.reason.endswith("it begins at the same place")
+    elsewhere = replace(wide, first_divergence=replace(place, name="decoder.layers.0.mlp.linear_fc1.weight"))
+    assert judge(replace(OTHER, direct=direct, wide=elsewhere)).alignment.first_divergence == elsewhere.first_divergence
