@@ -49,7 +49,8 @@ RUN_STATE_FILE = "run_state.json"
 _RANDOM_STATES = "random_states"
 _FILES = "files"
 
-_Sharded = ShardedTensor | ShardedTensorFactory
+_SHARDED = (ShardedTensor, ShardedTensorFactory)
+_Sharded = Any  # one of these, of Megatron's
 
 # What only the loss asks for, or how memory is laid out: no tensor and no sample follows from it.
 _FREE_MODEL_KEYS = frozenset(
@@ -130,7 +131,7 @@ def _sharded_states(
     chunks: Mapping[str, Any], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> dict[str, dict[str, _Sharded]]:
     """Adam's tensors, named and cut as the parameters that they belong to (``fully_reshardable`` in Megatron)."""
-    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _Sharded)}
+    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _SHARDED)}
     return {
         str(index): {name: _like(sharded[id(parameter)], name, tensor) for name, tensor in state.items()}
         for index, (parameter, state) in enumerate(states.items())

@@ -6,6 +6,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 
+from pipelines.megatron.parameter_marks import mark_sequence_parallel
+
 
 class ValueHead(torch.nn.Linear):
     """Stands where ``GPTModel`` has its output layer; every tp rank holds it whole.
@@ -17,10 +19,9 @@ class ValueHead(torch.nn.Linear):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
         self._splits_sequence = config.sequence_parallel
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(self, config.sequence_parallel)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, **unused: object
     ) -> tuple[torch.Tensor, None]:
         """Values ``[s, b, 1]`` of hidden states ``[s, b, h]``, in float32 or wider, and no bias, as Megatron asks."""

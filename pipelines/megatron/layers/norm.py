@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from pipelines.megatron.parameter_marks import mark_sequence_parallel
+
 
 class TorchNorm:
     """Builds ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` with parameters marked as Megatron expects."""
@@ -19,6 +21,5 @@ class TorchNorm:
         """A norm over ``hidden_size``, of the kind that ``config.normalization`` names; the rest is Megatron's."""
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(norm, config.sequence_parallel)
         return norm

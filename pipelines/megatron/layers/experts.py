@@ -1,8 +1,8 @@
 """Layers with experts: what they add to Megatron's configuration, their specs, and how tokens tell their rows.
 
-The layer's router (``pipelines.megatron.expert_router``) must know which row each token belongs to. That travels as
-``padding_mask``, the one argument that Megatron passes from the model to its experts and keeps for recomputation:
-int64 ``[b, s]``, -1 for padding, else a row id that is unique within the training step.
+The layer's router (``expert_router``) must know which row each token belongs to. The row travels as ``padding_mask``,
+the one argument that Megatron passes from the model to its experts and keeps for recomputation: int64 ``[b, s]``, -1
+for padding, else a row id that is unique within the training step.
 
 Names: ``decoder.layers.N.mlp.`` followed by ``router.weight`` ``[E, h]``, ``router.bias`` ``[E]`` (with
 ``add_bias_linear``), ``experts.local_experts.I.linear_fc1.weight`` and ``linear_fc2.weight`` (expert I of this ep rank,
@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.expert_router import LayoutInvariantRouter
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from pipelines.megatron.process.host_device import define_router_gemm
 
 ROUTER_DTYPES = {torch.float32: None, torch.bfloat16: "fp32", torch.float64: "fp64"}
