@@ -206,7 +206,7 @@ class AgenticPipeline:
         """One batch of the scheduler, checked to be the same on every rank."""
         self._scheduler.update_weights(request.policy_version)
         self._scheduler.resume()
-        batch = self._scheduler.get_batch(request)
+        batch: RolloutBatch = self._scheduler.get_batch(request)
         self._scheduler.suspend()
         digest = batch.digest()
         check_agreement({f"{request.mode} batch of step {request.global_step}": digest}, self._ranks)
