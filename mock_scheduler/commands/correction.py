@@ -16,10 +16,10 @@ from rich.console import Console
 from mock_scheduler.commands.recordings import parse_steps, recorded_vocabulary
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.page import write_correction_page
 from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.sources import (
     TrainingConfig,
     TrainingScores,

@@ -6,10 +6,10 @@ compiles to, and gives weights, a mask and ``CorrectionStates``; these are merge
 """
 
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
-from mock_scheduler.correction.engine import compute_correction
-from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult
-from mock_scheduler.correction.metrics import correction_metrics
-from mock_scheduler.correction.states import CorrectionStates
+from mock_scheduler.correction.engine.compute import compute_correction
+from mock_scheduler.correction.engine.inputs import CorrectionInputs, CorrectionResult
+from mock_scheduler.correction.engine.metrics import correction_metrics
+from mock_scheduler.correction.engine.states import CorrectionStates
 
 __all__ = [
     "CorrectionInputs",

@@ -17,7 +17,7 @@ from mock_scheduler.correction import (
     compute_correction,
     correction_metrics,
 )
-from mock_scheduler.correction.batches import BatchTokens
+from mock_scheduler.correction.batch_tokens import BatchTokens
 from mock_scheduler.correction.comparable import comparison_problems, logprob_problems, valid_logprobs
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import bullet_list

@@ -15,9 +15,9 @@ from mock_scheduler.correction import (
     compute_correction,
     correction_metrics,
 )
-from mock_scheduler.correction.blocks import BLOCK_TOKENS, split_inputs
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.engine.blocks import BLOCK_TOKENS, split_inputs
 from mock_scheduler.errors import CorrectionError
 
 ROWS, WIDTH = 7, BLOCK_TOKENS // 2 - 3

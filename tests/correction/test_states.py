@@ -11,7 +11,7 @@ import torch
 
 from mock_scheduler.correction import CorrectionInputs, CorrectionStates, compute_correction, correction_metrics
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, bucket_names, exact_sum
+from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, bucket_names, exact_sum
 
 SPEC = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0).spec
 

@@ -16,8 +16,8 @@ from mock_scheduler.config.base import ConfigSection, JoinedTexts
 from mock_scheduler.config.keyed import KeyedError, collecting, raise_keyed
 from mock_scheduler.config.problems import Problem
 from mock_scheduler.correction.config.checks import section_problems
-from mock_scheduler.correction.config.describe import section_notes
 from mock_scheduler.correction.config.names import name_problems
+from mock_scheduler.correction.config.notes import section_notes
 from mock_scheduler.correction.config.presets import preset_values
 from mock_scheduler.correction.config.rules import (
     CorrectionSpec,

@@ -21,6 +21,7 @@ from mock_scheduler.correction.comparable import (
     logprob_problems,
 )
 from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, FloatArray
 from mock_scheduler.correction.report.advice import (
     Advice,
     Metrics,
@@ -31,7 +32,6 @@ from mock_scheduler.correction.report.advice import (
     problem,
 )
 from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.presets import (
     BASIC,
     CONFIGURED,
@@ -43,6 +43,7 @@ from mock_scheduler.correction.report.presets import (
     preset_candidate,
     step_metrics,
 )
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.steps import ROUNDING, describe_sampling, recorded_health, sum_buckets
 from mock_scheduler.correction.report.view import (
     CorrectionReport,
@@ -51,7 +52,6 @@ from mock_scheduler.correction.report.view import (
     TrainingSide,
 )
 from mock_scheduler.correction.report.worst import WorstFinder
-from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of, list_some

@@ -17,7 +17,7 @@ from mock_scheduler.correction import CorrectionResult, CorrectionSpec, Correcti
 from mock_scheduler.correction import correction_metrics as compute_metrics
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.errors import ConfigError, CorrectionError
 
 CONFIGURED = "configured"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.correction.comparable import VALID_COLUMN, zero_only_rows
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.engine.states import BUCKET_SUMS, FloatArray, bucket_names, exact_sum
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.view import Bucket, StepHealth
-from mock_scheduler.correction.states import BUCKET_SUMS, FloatArray, bucket_names, exact_sum
 
 #: A log-probability above 0 by no more than this is rounding.
 ROUNDING = 1e-5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.view import WorstSequence, WorstToken
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 

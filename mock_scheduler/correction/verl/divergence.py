@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mock_scheduler.correction.verl.arguments import Option, read_options
 from mock_scheduler.correction.verl.masked import clamp_log, masked_mean, masked_sum, mean_of
 from mock_scheduler.correction.verl.metrics import clamped_std, masked_range, spread_metrics
 from mock_scheduler.correction.verl.releases import Behaviour
-from mock_scheduler.correction.verl.thresholds import Option, read_options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

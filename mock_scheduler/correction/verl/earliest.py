@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from mock_scheduler.correction.verl.arguments import read_choice, read_number
 from mock_scheduler.correction.verl.masked import compute_ratios
 from mock_scheduler.correction.verl.metrics import MeasuredRatios, policy_metrics, ratio_metrics
 from mock_scheduler.correction.verl.rejection import masked_fractions, veto_rows
 from mock_scheduler.correction.verl.releases import Behaviour
-from mock_scheduler.correction.verl.thresholds import read_choice, read_number
 
 _LEVELS = frozenset({"token", "sequence", "geometric"})
 _MODES = frozenset({"truncate", "mask"})

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from mock_scheduler.correction.verl.arguments import read_choice, read_number, read_positive
 from mock_scheduler.correction.verl.masked import compute_ratios, masked_mean, masked_sum, mean_of
 from mock_scheduler.correction.verl.metrics import MeasuredRatios, ratio_metrics
 from mock_scheduler.correction.verl.releases import Behaviour
-from mock_scheduler.correction.verl.thresholds import read_choice, read_number, read_positive
 
 _LEVELS = frozenset({"token", "sequence", "geometric"})
 

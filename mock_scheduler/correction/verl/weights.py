@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from mock_scheduler.correction.verl.arguments import WeightBounds, read_choice, read_weight_bounds
 from mock_scheduler.correction.verl.masked import compute_ratios, masked_mean, mean_of
 from mock_scheduler.correction.verl.metrics import MeasuredRatios, ratio_metrics
 from mock_scheduler.correction.verl.releases import BatchNorm, Behaviour
-from mock_scheduler.correction.verl.thresholds import WeightBounds, read_choice, read_weight_bounds
 
 _LEVELS = frozenset({"token", "sequence"})
 

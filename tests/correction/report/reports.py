@@ -15,9 +15,9 @@ from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.config.trace import TraceConfig, TraceKind
 from mock_scheduler.correction.comparable import VALID_COLUMN
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry

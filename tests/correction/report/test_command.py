@@ -12,7 +12,7 @@ import torch
 
 from mock_scheduler import cli
 from mock_scheduler.commands.correction import CorrectionOptions, run_correction
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.sources import training_of_contract, training_of_run
 from mock_scheduler.display import page_document
 from mock_scheduler.errors import ConfigError

@@ -13,8 +13,8 @@ import torch
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.presets import list_presets, preset_candidate
+from mock_scheduler.correction.report.scored_step import ScoredBatch
 from mock_scheduler.correction.report.view import Measured
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.histogram import Bar

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
-from mock_scheduler.correction.batches import BatchTokens
+from mock_scheduler.correction.batch_tokens import BatchTokens
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.errors import CorrectionError
 

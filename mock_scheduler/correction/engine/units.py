@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.correction.inputs import ResponseTokens
-from mock_scheduler.correction.runs import EMPTY, Reduction, Runs
+from mock_scheduler.correction.engine.inputs import ResponseTokens
+from mock_scheduler.correction.engine.runs import EMPTY, Reduction, Runs
 from mock_scheduler.errors import CorrectionError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

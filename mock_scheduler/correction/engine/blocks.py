@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from mock_scheduler.correction.inputs import CorrectionInputs
+from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.support.threads import without_inner_threads
 
 #: Measured fastest of 8 Ki to 1 Mi: of smaller ones the calls themselves take longer than what they compute.

@@ -13,7 +13,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction import CorrectionInputs, CorrectionSpec
-from mock_scheduler.correction.batches import BatchTokens
+from mock_scheduler.correction.batch_tokens import BatchTokens
 from mock_scheduler.recording.step.step_info import StepInfo
 
 

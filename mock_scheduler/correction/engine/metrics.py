@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec
-from mock_scheduler.correction.rejection_metrics import guide_rejections, rejections, veto
-from mock_scheduler.correction.states import (
+from mock_scheduler.correction.engine.rejection_metrics import guide_rejections, rejections, veto
+from mock_scheduler.correction.engine.states import (
     BUCKET_SUMS,
     LAG_EDGES,
     POSITION_EDGES,
@@ -24,7 +24,7 @@ from mock_scheduler.correction.states import (
     bucket_names,
     exact_sum,
 )
-from mock_scheduler.correction.views import (
+from mock_scheduler.correction.engine.views import (
     View,
     effective_sample_size,
     fraction_beyond,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.correction.config.rules import NanPolicy
-from mock_scheduler.correction.states import CorrectionStates
+from mock_scheduler.correction.engine.states import CorrectionStates
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.tensor_bytes import shape_text
 

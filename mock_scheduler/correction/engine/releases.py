@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.inputs import CorrectionInputs
+from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.correction.verl import ReleaseCorrection, correct_as_release
 
 

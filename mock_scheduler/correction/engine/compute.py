@@ -17,14 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.correction.blocks import map_blocks, split_inputs, whole_batch
-from mock_scheduler.correction.collecting import MeasuredWeights, collect_states
-from mock_scheduler.correction.computing import BlockComputation
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult, check_inputs
-from mock_scheduler.correction.releases import correct_inputs_as_release
-from mock_scheduler.correction.states import CorrectionStates
-from mock_scheduler.correction.units import Leveled
+from mock_scheduler.correction.engine.block_correction import BlockComputation
+from mock_scheduler.correction.engine.blocks import map_blocks, split_inputs, whole_batch
+from mock_scheduler.correction.engine.inputs import CorrectionInputs, CorrectionResult, check_inputs
+from mock_scheduler.correction.engine.releases import correct_inputs_as_release
+from mock_scheduler.correction.engine.sequence_sums import MeasuredWeights, collect_states
+from mock_scheduler.correction.engine.states import CorrectionStates
+from mock_scheduler.correction.engine.units import Leveled
 from mock_scheduler.errors import CorrectionError
 
 #: A mean weight up to this is not divided by, as in verl: all weights are (nearly) 0.

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.correction.bounds import is_above, is_below, value_bounds
-from mock_scheduler.correction.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.correction.config.verl_keys import VETO
-from mock_scheduler.correction.inputs import ResponseTokens
-from mock_scheduler.correction.runs import Reduction
-from mock_scheduler.correction.states import CorrectionStates, FloatArray
-from mock_scheduler.correction.units import Leveled, Units, any_of
+from mock_scheduler.correction.engine.bounds import is_above, is_below, value_bounds
+from mock_scheduler.correction.engine.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
+from mock_scheduler.correction.engine.inputs import ResponseTokens
+from mock_scheduler.correction.engine.runs import Reduction
+from mock_scheduler.correction.engine.states import CorrectionStates, FloatArray
+from mock_scheduler.correction.engine.units import Leveled, Units, any_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mock_scheduler.correction.collecting import guide_rule, rule_key
 from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule, numbered_label
 from mock_scheduler.correction.config.verl_keys import VETO
-from mock_scheduler.correction.views import (
+from mock_scheduler.correction.engine.sequence_sums import guide_rule, rule_key
+from mock_scheduler.correction.engine.views import (
     View,
     effective_sample_size,
     fraction_beyond,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mock_scheduler.correction.config.rules import Level
-from mock_scheduler.correction.states import CorrectionStates, FloatArray, exact_sum
+from mock_scheduler.correction.engine.states import CorrectionStates, FloatArray, exact_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

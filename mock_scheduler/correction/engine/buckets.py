@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.correction.inputs import ResponseTokens
-from mock_scheduler.correction.runs import Runs
-from mock_scheduler.correction.states import BUCKET_SUMS, LAG_EDGES, POSITION_EDGES, FloatArray
-from mock_scheduler.correction.units import Leveled, Units
+from mock_scheduler.correction.engine.inputs import ResponseTokens
+from mock_scheduler.correction.engine.runs import Runs
+from mock_scheduler.correction.engine.states import BUCKET_SUMS, LAG_EDGES, POSITION_EDGES, FloatArray
+from mock_scheduler.correction.engine.units import Leveled, Units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mock_scheduler.correction.states import FloatArray
+from mock_scheduler.correction.engine.states import FloatArray
 
 Reduction = Literal["sum", "max", "min"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.correction.bounds import is_above, is_below, value_bounds
-from mock_scheduler.correction.collecting import MeasuredRule, MeasuredWeights, collect_states
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec, Level, Rule
-from mock_scheduler.correction.inputs import CorrectionInputs, CorrectionResult, ResponseTokens, read_tokens
-from mock_scheduler.correction.units import Leveled, Units, any_of, check_turns, sequence_units, turn_units
+from mock_scheduler.correction.engine.bounds import is_above, is_below, value_bounds
+from mock_scheduler.correction.engine.inputs import CorrectionInputs, CorrectionResult, ResponseTokens, read_tokens
+from mock_scheduler.correction.engine.sequence_sums import MeasuredRule, MeasuredWeights, collect_states
+from mock_scheduler.correction.engine.units import Leveled, Units, any_of, check_turns, sequence_units, turn_units
 
 _CONDITIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "positive_advantage": lambda advantages: advantages > 0,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.notes import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig

@@ -15,7 +15,7 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.comparable import valid_column_problems, valid_logprobs
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.inputs import CorrectionInputs
+from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import count_of, list_some
 
