@@ -10,8 +10,9 @@ import torch
 
 from mock_scheduler.correction import CorrectionInputs, compute_correction
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.engine.inputs import check_inputs, count_positions
-from mock_scheduler.correction.engine.runs import Reduction, Runs
+from mock_scheduler.correction.engine.inputs import check_inputs
+from mock_scheduler.correction.engine.tokens import count_positions
+from mock_scheduler.correction.engine.units import Reduction, Runs
 from mock_scheduler.errors import CorrectionError
 
 SEGMENTS = RolloutCorrectionConfig(rollout_is="segment", rollout_is_threshold="inf").spec

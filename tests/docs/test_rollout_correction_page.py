@@ -13,7 +13,7 @@ import torch
 
 from mock_scheduler.config.loading import load_config
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
-from mock_scheduler.correction.config.notes import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig

@@ -1,6 +1,6 @@
-"""A batch as blocks of whole sequences, each small enough for what is computed of it to stay in a processor's cache.
+"""A batch as blocks of whole sequences, each so small that its computation stays in a processor's cache.
 
-Contract: what a block gives does not depend on the thread that computes it, and results come in the blocks' order.
+Contract: a block's result does not depend on the thread that computes it, and results come in the blocks' order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.support.threads import without_inner_threads
 
-#: Measured fastest of 8 Ki to 1 Mi: of smaller ones the calls themselves take longer than what they compute.
+#: Measured fastest of 8 Ki to 1 Mi: for smaller blocks the calls take longer than the computation.
 BLOCK_TOKENS = 1 << 17
 
 _Result = TypeVar("_Result")
@@ -23,16 +23,16 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """Some sequences of a batch, and ``place``: which rows, or which packed tokens, of the batch they are."""
+    """Some sequences of a batch; ``place``: their rows, or their packed tokens, in the batch."""
 
     inputs: CorrectionInputs
     place: slice
 
 
 def split_inputs(inputs: CorrectionInputs) -> list[Block]:
-    """Blocks of about ``BLOCK_TOKENS`` tokens, or of one sequence that has more; at least one block.
+    """Cuts a batch into blocks of about ``BLOCK_TOKENS`` tokens, or of one longer sequence; at least one block.
 
-    On an accelerator there is one block: it is fast with large tensors.
+    On an accelerator there is one block: large tensors are fast there.
     """
     if not inputs.response_mask.is_cpu:
         return [whole_batch(inputs)]
@@ -42,7 +42,7 @@ def split_inputs(inputs: CorrectionInputs) -> list[Block]:
 
 
 def whole_batch(inputs: CorrectionInputs) -> Block:
-    """All of it as one block."""
+    """Makes the whole batch one block."""
     return Block(inputs=inputs, place=slice(0, len(inputs.response_mask)))
 
 
@@ -74,7 +74,7 @@ def _part(inputs: CorrectionInputs, place: slice, offsets: torch.Tensor | None) 
 
 
 def map_blocks(compute: Callable[[Block], _Result], blocks: Sequence[Block]) -> Iterator[_Result]:
-    """``compute`` of each block, in order; on as many threads as torch may use, which has none of its own meanwhile."""
+    """Calls ``compute`` on each block, in order, on as many threads as torch has, which uses one alone meanwhile."""
     num_threads = min(torch.get_num_threads(), len(blocks))
     if num_threads < 2 or any(block.inputs.response_mask.numel() > BLOCK_TOKENS for block in blocks):
         yield from map(compute, blocks)

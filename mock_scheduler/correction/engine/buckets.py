@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.correction.engine.inputs import ResponseTokens
-from mock_scheduler.correction.engine.runs import Runs
 from mock_scheduler.correction.engine.states import BUCKET_SUMS, LAG_EDGES, POSITION_EDGES, FloatArray
-from mock_scheduler.correction.engine.units import Leveled, Units
+from mock_scheduler.correction.engine.tokens import ResponseTokens
+from mock_scheduler.correction.engine.units import Leveled, Runs, Units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BucketRuns:
-    """Runs of tokens of one sequence and one bucket; cells: int64 ``[R]``, sequence · num_buckets + bucket."""
+    """Runs of tokens that share a sequence and a bucket; cells: int64 ``[R]``, sequence · num_buckets + bucket."""
 
     runs: Runs
     cells: npt.NDArray[np.int64]
@@ -25,7 +24,7 @@ class BucketRuns:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BucketValues:
-    """What ``BUCKET_SUMS`` names; log_ratio, k3: float64 ``[M]``. Weights are 1 where there are none."""
+    """The values that ``BUCKET_SUMS`` names; log_ratio, k3: float64 ``[M]``. Weights are 1 where there are none."""
 
     log_ratio: torch.Tensor
     k3: torch.Tensor
@@ -34,10 +33,10 @@ class BucketValues:
 
 
 def position_runs(tokens: ResponseTokens) -> BucketRuns:
-    """By which response token of its sequence each is."""
+    """Finds runs of tokens by their position among the response tokens of the sequence."""
     if tokens.positions is not None:
         return _find_runs(tokens, tokens.positions.long(), POSITION_EDGES)
-    # Counted from 0, so the lengths say everything.
+    # Positions count from 0, so the lengths say everything.
     edges = torch.tensor([*POSITION_EDGES, torch.iinfo(torch.int64).max])
     lengths = tokens.lengths[:, None].clamp(edges[:-1], edges[1:]).sub(edges[:-1]).flatten()
     cells = lengths.nonzero().flatten()
@@ -45,7 +44,7 @@ def position_runs(tokens: ResponseTokens) -> BucketRuns:
 
 
 def lag_runs(tokens: ResponseTokens) -> BucketRuns:
-    """By how many policy versions the sampling policy was older."""
+    """Finds runs of tokens by the policy versions by which the sampling policy was older."""
     assert tokens.versions_behind is not None
     return _find_runs(tokens, tokens.versions_behind.long(), LAG_EDGES)
 
@@ -58,7 +57,7 @@ def _find_runs(tokens: ResponseTokens, numbers: torch.Tensor, edges: tuple[int, 
 
 
 def sum_by_bucket(buckets: BucketRuns, values: BucketValues, *, sequences: Units) -> FloatArray:
-    """Sums per sequence and bucket, float64 ``[S, num_buckets, len(BUCKET_SUMS)]``."""
+    """Sums values per sequence and bucket: float64 ``[S, num_buckets, len(BUCKET_SUMS)]``."""
     runs = buckets.runs
     counts = runs.lengths.double().numpy()
     sequence = buckets.cells // buckets.num_buckets

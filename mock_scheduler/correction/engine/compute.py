@@ -1,8 +1,8 @@
 """Rollout correction as one pure function: log-probabilities and a mask in, weights, a mask and metric states out.
 
-Contract: nothing is drawn, nothing is written to the inputs, and nothing has a gradient. An empty batch, one without
-response tokens and one that is rejected as a whole are ordinary inputs. The only communication is over the groups that
-are given: ``context_group`` for units that ranks share, ``batch_group`` for the mean of batch normalisation.
+Contract: nothing is random, no input is written to, and no result has a gradient. An empty batch, a batch without
+response tokens and a batch that is rejected as a whole are ordinary inputs. The only communication is over the given
+groups: ``context_group`` for units that ranks share, ``batch_group`` for the mean of batch normalisation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mock_scheduler.correction import verl
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.engine.block_correction import BlockComputation
+from mock_scheduler.correction.engine.block_correction import BlockCorrection
 from mock_scheduler.correction.engine.blocks import map_blocks, split_inputs, whole_batch
 from mock_scheduler.correction.engine.inputs import CorrectionInputs, CorrectionResult, check_inputs
-from mock_scheduler.correction.engine.releases import correct_inputs_as_release
-from mock_scheduler.correction.engine.sequence_sums import MeasuredWeights, collect_states
+from mock_scheduler.correction.engine.sequence_sums import collect_states
 from mock_scheduler.correction.engine.states import CorrectionStates
 from mock_scheduler.correction.engine.units import Leveled
+from mock_scheduler.correction.engine.weights import MeasuredWeights
+from mock_scheduler.correction.verl.releases import VerlRelease
 from mock_scheduler.errors import CorrectionError
 
 #: A mean weight up to this is not divided by, as in verl: all weights are (nearly) 0.
@@ -40,20 +42,26 @@ def compute_correction(
     context_group: dist.ProcessGroup | None = None,
     batch_group: dist.ProcessGroup | None = None,
 ) -> CorrectionResult:
-    """Weights and mask of the response tokens, and what metrics are made of.
+    """Computes weights and mask of the response tokens, and states for metrics.
 
-    context_group: ranks that hold other tokens of the same sequences, of which each must be in one batch_group.
-    batch_group: ranks whose weights are normalised together. Every rank of a group must call it.
-    With verl's ``release`` set it gives that release's weights and mask instead, on one process, and states of these
-    that have nothing of single rules.
-    Raises ``CorrectionError``: shapes that do not fit; log-probabilities that are not finite, with ``nan_policy``
-    error; advantages or turn numbers that a rule needs and that are not there; more rejected than
-    ``max_rejected_fraction``.
+    Every rank of a group must call it.
+
+    Args:
+        inputs: The batch, or this rank's part of it.
+        spec: The rules. With ``release`` set, weights and mask are that release's, on one process, and states have
+            nothing of single rules.
+        context_group: Ranks that hold other tokens of the same sequences; each must be in one ``batch_group``.
+        batch_group: Ranks whose weights are normalised together.
+
+    Raises:
+        CorrectionError: Shapes that do not fit; log-probabilities that are not finite, with ``nan_policy`` error;
+            advantages or turns that a rule needs and the inputs lack; more rejected than ``max_rejected_fraction``.
+        ValueError, TypeError, ArithmeticError: Where a ``release`` raises them.
     """
     if spec.release is not None:
         check_inputs(inputs)
         _refuse_groups(spec, context_group, batch_group)
-        return _correct_as_release(inputs, spec)
+        return _correct_as_release(inputs, spec, spec.release)
     batch = _together(context_group, lambda: _Batch(inputs, spec, context_group))
     factor = batch.mean_weight(batch_group) if spec.weight is not None and spec.batch_normalize else None
     result = batch.correct(factor)
@@ -62,7 +70,7 @@ def compute_correction(
 
 
 def _together(group: dist.ProcessGroup | None, make: Callable[[], _Part]) -> _Part:
-    """What ``make`` gives, where every rank's does; else each raises, since the others would wait for one that did."""
+    """The result of ``make`` where no rank's call fails; else every rank raises, so that none waits for another."""
     if group is None or group.size() == 1:
         return make()
     made: list[_Part] = []
@@ -89,35 +97,50 @@ def _refuse_groups(spec: CorrectionSpec, *groups: dist.ProcessGroup | None) -> N
 
 
 @np.errstate(all="ignore")
-def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec) -> CorrectionResult:
-    release = correct_inputs_as_release(inputs, spec)
-    # The releases' metrics are of log ratios that are known or taken for 0.
+def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec, release: VerlRelease) -> CorrectionResult:
+    corrected = verl.correct(
+        release,
+        old_log_prob=inputs.train_logprobs.detach(),
+        rollout_log_prob=inputs.rollout_logprobs.detach(),
+        response_mask=inputs.response_mask.detach(),
+        arguments=spec.release_arguments,
+        cu_seqlens=inputs.cu_seqlens,
+    )
+    # A release measures log ratios that are known, or taken for 0; its rules are its own.
     spec_of_weights = replace(spec, rules=(), batch_normalize=False, nan_policy="ratio_one")
-    computation = BlockComputation(inputs, spec=spec_of_weights, group=None, batch=inputs)
-    tokens = computation.tokens
-    kept = release.mask.flatten()[tokens.places] != 0
+    block = BlockCorrection(inputs, spec=spec_of_weights, group=None, batch=inputs)
+    places = block.tokens.places
+    kept = corrected.mask.flatten()[places] != 0
     _check_rejected(spec, kept, None)
-    applied = None if release.weights is None else release.weights.flatten()[tokens.places]
-    weights = None
-    if applied is not None:
-        raw = computation.weights
-        assert raw is not None
-        log_weights, raw_by_token = (
-            Leveled(values=values, units=raw.units).by_token() for values in (raw.log_weights, raw.raw)
-        )
-        bounded = applied.double()
-        weights = MeasuredWeights(
-            units=None, log_weights=log_weights, raw=raw_by_token, bounded=bounded, applied=bounded, factor=None
-        )
+    applied = None if corrected.weights is None else corrected.weights.flatten()[places]
+    states = collect_states(
+        block.tokens,
+        spec,
+        {},
+        None if applied is None else _measure_applied(applied, block),
+        Leveled(values=kept, units=None),
+        sequences=block.sequences,
+    )
     return CorrectionResult(
-        weights=release.weights,
-        mask=release.mask,
+        weights=corrected.weights,
+        mask=corrected.mask,
         kept=kept,
         weights_by_token=applied,
-        states=collect_states(
-            tokens, spec, {}, weights, Leveled(values=kept, units=None), sequences=computation.sequences
-        ),
-        release_metrics=release.metrics,
+        states=states,
+        release_metrics=corrected.metrics,
+    )
+
+
+def _measure_applied(applied: torch.Tensor, block: BlockCorrection) -> MeasuredWeights:
+    """A release's weights ``[M]``, beside the raw ones that it made them of."""
+    raw = block.weights
+    assert raw is not None
+    log_weights, raw_by_token = (
+        Leveled(values=values, units=raw.units).by_token() for values in (raw.log_weights, raw.raw)
+    )
+    bounded = applied.double()
+    return MeasuredWeights(
+        units=None, log_weights=log_weights, raw=raw_by_token, bounded=bounded, applied=bounded, factor=None
     )
 
 
@@ -139,7 +162,7 @@ def _check_rejected(spec: CorrectionSpec, kept: torch.Tensor, group: dist.Proces
 
 
 class _Batch:
-    """One call's blocks; those of a batch with several are computed anew whenever they are asked for, and not kept."""
+    """The blocks of one call. A single block is kept; several are computed anew for each pass, and not kept."""
 
     def __init__(self, inputs: CorrectionInputs, spec: CorrectionSpec, group: dist.ProcessGroup | None) -> None:
         check_inputs(inputs)
@@ -150,19 +173,19 @@ class _Batch:
         self._has_weights = spec.weight is not None
         # Ranks that share sequences reduce them together, so all must have as many blocks.
         self._blocks = [whole_batch(inputs)] if is_shared else split_inputs(inputs)
-        self._open = partial(BlockComputation, spec=spec, group=group, batch=inputs)
+        self._open = partial(BlockCorrection, spec=spec, group=group, batch=inputs)
         self._only = self._open(inputs) if len(self._blocks) == 1 else None
 
-    def _map(self, compute: Callable[[BlockComputation], _Part]) -> Iterator[_Part]:
-        """``compute`` of each block in their order."""
+    def _map(self, compute: Callable[[BlockCorrection], _Part]) -> Iterator[_Part]:
+        """Calls ``compute`` on each block, in their order."""
         if self._only is not None:
             return iter([compute(self._only)])
         return map_blocks(lambda block: compute(self._open(block.inputs)), self._blocks)
 
     def mean_weight(self, group: dist.ProcessGroup | None) -> float:
-        """The mean of all weights over tokens at level token, else over sequences of their own means.
+        """The mean of all weights: over tokens at level token, else over the means of sequences; 1 where nearly 0.
 
-        1 where it is nearly 0. Collective where a group was given.
+        Collective where a group is given.
         """
         parts = list(self._map(lambda computation: computation.weight_sums()))
         sums, counts = (torch.cat(columns) for columns in zip(*parts, strict=True))
@@ -176,9 +199,9 @@ class _Batch:
         return mean if mean > SMALLEST_MEAN_WEIGHT else 1.0
 
     def correct(self, factor: float | None) -> CorrectionResult:
-        """The blocks' results as one."""
+        """Joins the results of all blocks."""
         mask = torch.empty_like(self._inputs.response_mask)
-        # Made before what is computed is, which then leaves no gaps between them.
+        # Allocated before the blocks' own tensors, which then leave no gaps between these.
         size = mask.numel() if self._has_weights else 0
         weights, by_token = (mask.new_empty(size, dtype=self._inputs.dtype) for _ in range(2))
         kept, log_weights = mask.new_empty(mask.numel(), dtype=torch.bool), np.empty(size, dtype=np.float32)
@@ -206,5 +229,5 @@ class _Batch:
 
 
 def _first(values: torch.Tensor, number: int) -> torch.Tensor:
-    """The first of them, without memory for the others."""
+    """The first values, without memory for the others."""
     return values if number == len(values) else values[:number].clone()

@@ -1,9 +1,9 @@
-"""Metrics of rollout correction, out of states that were merged first.
+"""Metrics of rollout correction, made of merged states.
 
-Contract: pure; every value is a float. Names are those of verl's newest release under ``rollout_corr/`` and those of
-the guide under ``mismatch/``, with the right values: sequences without response tokens are in no mean, and fractions
-beyond a threshold are of raw weights, not of those already cut at it. What has no value, as the mean of nothing, is
-left out. docs/rollout_correction.md has every formula.
+Contract: pure; every value is a float. Names are verl's newest under ``rollout_corr/`` and the guide's under
+``mismatch/``, with the right values: sequences without response tokens are in no mean, and fractions beyond a threshold
+are of raw weights, not of weights already cut at it. A metric without a value, as the mean of nothing, is left out.
+docs/rollout_correction.md has every formula.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec
+from mock_scheduler.correction.engine.inputs import CorrectionResult
 from mock_scheduler.correction.engine.rejection_metrics import guide_rejections, rejections, veto
 from mock_scheduler.correction.engine.states import (
     BUCKET_SUMS,
@@ -21,12 +22,10 @@ from mock_scheduler.correction.engine.states import (
     POSITION_EDGES,
     CorrectionStates,
     FloatArray,
-    bucket_names,
-    exact_sum,
-)
-from mock_scheduler.correction.engine.views import (
     View,
+    bucket_names,
     effective_sample_size,
+    exact_sum,
     fraction_beyond,
     mean_of,
     moments,
@@ -40,12 +39,17 @@ QUANTILES = (25, 50, 75, 95, 99)
 
 
 def correction_metrics(states: CorrectionStates, spec: CorrectionSpec) -> dict[str, float]:
-    """Every metric of these states; only how many tokens there are where there is none.
+    """Computes every metric of these states; the counts alone where no token has a known ratio.
 
     Log-probabilities far apart give infinities, and no warning.
     """
     with np.errstate(all="ignore"):
         return _correction_metrics(states, spec)
+
+
+def result_metrics(result: CorrectionResult, spec: CorrectionSpec) -> Mapping[str, float]:
+    """The metrics that a run logs of one batch: with ``verl_compat`` the release's own, else ours."""
+    return correction_metrics(result.states, spec) if result.release_metrics is None else result.release_metrics
 
 
 def _correction_metrics(states: CorrectionStates, spec: CorrectionSpec) -> dict[str, float]:
@@ -91,7 +95,7 @@ def _counts(view: View) -> dict[str, float]:
 
 
 def _policies(view: View) -> Iterator[tuple[str, float]]:
-    """How far the two policies are apart; verl's 13 names, and the differences of probabilities."""
+    """Distances of the two policies: verl's 13 names, and differences of probabilities."""
     train, rollout = view.row_means("train"), view.row_means("rollout")
     difference = rollout - train
     yield "training_ppl", mean_of(np.exp(-train))
@@ -133,8 +137,10 @@ def _probabilities(view: View) -> Iterator[tuple[str, float]]:
 
 
 def _weights(view: View, spec: CorrectionSpec) -> dict[str, float]:
-    """``rollout_is_…``: weights as the rules leave them (verl ≥ 0.8.0), ``…_raw_…`` before, ``…_applied_…`` as the loss
-    has them: 0 where a token is rejected, and divided by their mean where so configured."""
+    """``rollout_is_…``: weights after the rules (verl ≥ 0.8.0), ``…_raw_…`` before them, ``…_applied_…`` in the loss.
+
+    In the loss the weights of rejected tokens are 0, and weights are divided by their mean where so configured.
+    """
     states = view.states
     lower, upper = spec.weight_bounds
     metrics = moments(view, "bounded", "rollout_is")
@@ -154,17 +160,17 @@ def _weights(view: View, spec: CorrectionSpec) -> dict[str, float]:
         metrics["rollout_is_seq_fraction_low"] = mean_of(raw_means < lower)
     if any(rule.action == "zero_weight" for rule in spec.rules):
         metrics["rollout_is_oob_ratio"] = view.mean("zeroed")
-    if spec.batch_normalize:
+    if spec.batch_normalize and "factor" in states.maxima:  # states of a verl release have none
         metrics["rollout_is_batch_norm_factor"] = states.largest("factor")
     return metrics | _quantiles(states)
 
 
 def _quantiles(states: CorrectionStates) -> dict[str, float]:
-    """Of raw weights over response tokens, clamped at the bound of log ratios; linear between neighbours."""
+    """Quantiles of raw weights over response tokens, clamped at the bound of log ratios; linear between neighbours."""
     if not len(states.log_weights):
         return {}
     ranks = np.array([percent / 100 for percent in QUANTILES]) * (len(states.log_weights) - 1)
-    # A weight rises with its logarithm, so that only those next to a quantile are needed.
+    # A weight rises with its logarithm, so only the neighbours of a quantile need an exponential.
     logs = np.sort(states.log_weights)
     below, above = (
         np.exp(np.clip(logs[places.astype(np.int64)].astype(np.float64), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
@@ -177,7 +183,7 @@ def _quantiles(states: CorrectionStates) -> dict[str, float]:
 
 
 def _guide_weights(view: View, spec: CorrectionSpec, newest: Mapping[str, float]) -> dict[str, float]:
-    """The guide's ``rollout_is_…``: as above, but deviation and sample size of weights within both thresholds."""
+    """The guide's ``rollout_is_…``: deviation and sample size are of weights clamped to both thresholds."""
     names = ("mean", "max", "min", "std", "eff_sample_size", "ratio_fraction_high", "ratio_fraction_low")
     metrics = {f"rollout_is_{name}": newest[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in newest}
     metrics |= {name: value for name, value in newest.items() if name.startswith(("rollout_is_seq_", "rollout_is_p"))}
@@ -192,7 +198,7 @@ def _guide_weights(view: View, spec: CorrectionSpec, newest: Mapping[str, float]
 
 
 def _buckets(view: View, spec: CorrectionSpec) -> Iterator[tuple[str, float]]:
-    """By position in the sequence and by policy lag: KL, weights and rejections of each bucket that has tokens."""
+    """KL, weights and rejections of each bucket that has tokens, by position in the sequence and by policy lag."""
     tables: list[tuple[str, tuple[int, ...], FloatArray]] = [("by_position", POSITION_EDGES, view.states.positions)]
     if view.states.lags is not None:
         tables.append(("by_lag", LAG_EDGES, view.states.lags))

@@ -1,4 +1,4 @@
-"""From what was measured of a batch to its metric states: one row of sums, maxima and minima per sequence.
+"""The states of one block, for metrics: one row of sums, maxima and minima per sequence.
 
 A value that all tokens of a unit share is summed as the value times their number, so it is not laid out per token.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,39 +14,12 @@ import torch
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.correction.config.verl_keys import VETO
-from mock_scheduler.correction.engine.bounds import is_above, is_below, value_bounds
 from mock_scheduler.correction.engine.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
-from mock_scheduler.correction.engine.inputs import ResponseTokens
-from mock_scheduler.correction.engine.runs import Reduction
+from mock_scheduler.correction.engine.rule_measures import MeasuredRule, is_above, is_below, value_bounds
 from mock_scheduler.correction.engine.states import CorrectionStates, FloatArray
-from mock_scheduler.correction.engine.units import Leveled, Units, any_of
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MeasuredRule:
-    """values: float64 (a ratio's logarithm), and is_outside: bool, of tokens ``[M]`` or of runs ``[R]`` of ``units``.
-
-    rejected: bool, maybe of other units; ``None`` where the rule does not reject.
-    """
-
-    rule: Rule
-    units: Units | None
-    values: torch.Tensor
-    is_outside: torch.Tensor
-    rejected: Leveled | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MeasuredWeights:
-    """float64 ``[M]``, or ``[R]`` of ``units``: logarithms without a clamp, raw weights, those that the rules left, and
-    those divided by their mean, ``factor``; ``None`` without batch normalisation."""
-
-    units: Units | None
-    log_weights: torch.Tensor
-    raw: torch.Tensor
-    bounded: torch.Tensor
-    applied: torch.Tensor
-    factor: float | None
+from mock_scheduler.correction.engine.tokens import ResponseTokens
+from mock_scheduler.correction.engine.units import Leveled, Reduction, Units, any_of
+from mock_scheduler.correction.engine.weights import MeasuredWeights
 
 
 class _Rows:
@@ -61,7 +33,7 @@ class _Rows:
         self.columns: dict[Reduction, dict[str, FloatArray]] = {"sum": {}, "max": {}, "min": {}}
 
     def add(self, name: str, values: torch.Tensor, *reductions: Reduction, units: Units | None = None) -> None:
-        """Values of tokens, or of the runs of ``units``."""
+        """Reduces values of tokens, or of the runs of ``units``, over each sequence."""
         reductions = reductions or ("sum",)
         if units is None:
             columns = self._sequences.runs.reduce_to_arrays(values, reductions)
@@ -71,7 +43,7 @@ class _Rows:
             self.columns[reduction][name] = self._kept(column)
 
     def _kept(self, column: FloatArray) -> FloatArray:
-        # Small arrays that stay, among large ones that go, would leave the memory of these in pieces.
+        # Small arrays that outlive large ones would leave the freed memory in pieces, so they share one store.
         if self._num_free == 0:
             self._store, self._num_free = np.empty((64, len(column))), 64
         self._num_free -= 1
@@ -80,20 +52,21 @@ class _Rows:
         return stored
 
     def add_moments(self, name: str, values: torch.Tensor, *, units: Units | None = None) -> None:
-        """Sum, largest and smallest, and the sum of squares."""
+        """Adds the sum, the largest, the smallest, and the sum of squares."""
         self.add(name, values, "sum", "max", "min", units=units)
         self.add_squares(name, values, units=units)
 
     def add_squares(self, name: str, values: torch.Tensor, *, units: Units | None = None) -> None:
-        """The sum of squares."""
+        """Adds the sum of squares."""
         if self._scratch is None or self._scratch.shape != values.shape:
             self._scratch = torch.empty_like(values)
         self.add(f"{name}_squared", torch.square(values, out=self._scratch), units=units)
 
     def add_moments_of_kept(self, name: str, values: torch.Tensor, kept: torch.Tensor, *, units: Units) -> None:
-        """Those of values ``[R]`` that are 0 for tokens ``[M]`` that are not kept.
+        """Adds moments of values ``[R]``, with 0 for tokens ``[M]`` that are not kept.
 
-        Where all are it gives the bits of ``add_moments``: what other sequences lose must not change a sequence's sums.
+        A sequence that keeps all of its tokens gets the bits of ``add_moments``: its sums must not depend on the
+        tokens that other sequences lose.
         """
         counts = units.runs.reduce(kept, "sum")
         has_kept, has_lost = counts > 0, counts < units.runs.counts(counts.device)
@@ -108,13 +81,13 @@ class _Rows:
             self.columns[reduction][column] = units.by_sequence(of_runs, reduction, counts=counts).cpu().numpy()
 
     def repeat(self, name: str, of: str) -> None:
-        """The columns of what has the same values."""
+        """Gives ``name`` the columns of ``of``, which has the same values."""
         for columns in self.columns.values():
             if of in columns:
                 columns[name] = columns[of]
 
     def repeat_moments(self, name: str, of: str) -> None:
-        """The same with the sum of squares."""
+        """Repeats the columns, and the sum of squares."""
         self.repeat(name, of)
         self.repeat(f"{name}_squared", f"{of}_squared")
 
@@ -133,7 +106,7 @@ def collect_states(
     *,
     sequences: Units,
 ) -> CorrectionStates:
-    """The states of a batch, on the CPU. measured: by the rule's place in ``spec.rules``."""
+    """Collects the states of a block, on the CPU. measured: by the rule's place in ``spec.rules``."""
     rows = _Rows(sequences)
     k3 = tokens.log_ratio.expm1().sub_(tokens.log_ratio)
     _add_policies(rows, tokens, k3, kept)
@@ -173,7 +146,7 @@ def _add_policies(rows: _Rows, tokens: ResponseTokens, k3: torch.Tensor, kept: L
         sums["kept_k3"] = sums["k3"]
     else:
         rows.add("kept_k3", torch.where(kept.by_token(), k3, 0.0))
-    # Each in the place of the last: memory that is still in the cache is written several times as fast as new.
+    # Written in place: memory that is still in the cache is several times as fast as new memory.
     train, rollout = tokens.train.double(), tokens.rollout.double()
     rows.add("train", train)
     rows.add("rollout", rollout)
@@ -189,7 +162,7 @@ def _add_policies(rows: _Rows, tokens: ResponseTokens, k3: torch.Tensor, kept: L
 
 
 def _exp_of_own(values: torch.Tensor, *, of: torch.Tensor) -> torch.Tensor:
-    """The exponential, in place unless the values are those that were given."""
+    """The exponential, in place unless the values are the caller's own."""
     return values.exp() if values is of else values.exp_()
 
 
@@ -221,7 +194,7 @@ def _add_weights(
 
 
 def _is_bounded_alike(weights: MeasuredWeights, spec: CorrectionSpec) -> bool:
-    """Whether what the rules left is the raw weights cut at ``weight_bounds``, and nothing else."""
+    """Whether the rules only cut raw weights at ``weight_bounds``."""
     cuts = [(rule.lower, rule.upper) for rule in spec.rules if rule.action in ("truncate", "clip")]
     is_zeroed = any(rule.action == "zero_weight" for rule in spec.rules)
     has_unknown = weights.units is not None and weights.units.has_unknown is not None
@@ -229,7 +202,7 @@ def _is_bounded_alike(weights: MeasuredWeights, spec: CorrectionSpec) -> bool:
 
 
 def _add_applied(rows: _Rows, weights: MeasuredWeights, kept: Leveled) -> None:
-    """The weights of the loss: 0 where a token is rejected."""
+    """Adds the weights of the loss: 0 where a token is rejected."""
     units = weights.units
     if bool(kept.values.all()):
         if weights.applied is weights.bounded:
@@ -244,7 +217,7 @@ def _add_applied(rows: _Rows, weights: MeasuredWeights, kept: Leveled) -> None:
 
 
 def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, MeasuredRule], dtype: torch.dtype) -> None:
-    """Of rules that reject; what the others do is in the weights."""
+    """Adds the rules that reject; the effect of the others is in the weights."""
     rejections: list[Leveled] = []
     for index, item in measured.items():
         key = rule_key(index, item.rule)
@@ -264,13 +237,13 @@ def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, Measure
 
 
 def guide_rule(spec: CorrectionSpec) -> Rule | None:
-    """The rule that the guide's metrics of rejection are of, which has ratios alone: the first, but the veto."""
+    """The rule that the guide's metrics of rejection describe: the first by a ratio, but the veto."""
     found = (rule for rule in spec.rules if rule.rejects and rule.name != VETO and rule.estimator == "ratio")
     return next(found, None)
 
 
 def _add_values(rows: _Rows, key: str, item: MeasuredRule, dtype: torch.dtype) -> None:
-    """Values of units count once for each of their tokens; those of ratios are logarithms here."""
+    """Adds a rule's values, logarithms for ratios; the value of a unit counts once for each of its tokens."""
     rule, units = item.rule, item.units
     rows.add(key, item.values, "sum", "max", "min", units=units)
     lower, upper = value_bounds(rule)

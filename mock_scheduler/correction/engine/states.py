@@ -1,8 +1,8 @@
-"""What metrics of rollout correction are made of: mergeable, and the same for every split of the batch.
+"""States of rollout correction, which merge, and totals over the merged ones; metrics are made of these.
 
-Contract: one row of sums, maxima and minima per sequence, and the log weight of every token. Merging lays rows side by
-side; totals are correctly rounded sums over rows, maxima and quantiles those of all: so no number depends on
-micro-batches, on ranks or on order. Nothing here is a mean.
+Contract: states have one row of sums, maxima and minima per sequence, and the log weight of every token. Merging lays
+rows side by side; totals are correctly rounded sums over rows, and maxima and quantiles are over all: so no number
+depends on micro-batches, on ranks or on order. No state is a mean.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from mock_scheduler.correction.config.rules import Level
+
 FloatArray = npt.NDArray[np.float64]
 
 #: First position of each bucket of positions, and first number of versions of each bucket of policy lag.
 POSITION_EDGES = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 LAG_EDGES = (0, 1, 2, 3, 5, 9)
-#: What is summed in a bucket.
+#: The sums of a bucket.
 BUCKET_SUMS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "rejected")
 
 
@@ -32,10 +34,10 @@ def bucket_names(edges: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CorrectionStates:
-    """Of S sequences with M response tokens. sums, maxima, minima: float64 ``[S]`` by name.
+    """States of S sequences with M response tokens. sums, maxima, minima: float64 ``[S]`` by name.
 
-    positions: float64 ``[S, len(POSITION_EDGES), len(BUCKET_SUMS)]``; lags: alike, by policy versions, or ``None``
-    where they are not known. log_weights: float32 ``[M]``, of raw weights, without a clamp; empty without weights.
+    positions: float64 ``[S, len(POSITION_EDGES), len(BUCKET_SUMS)]``; lags: the same by policy versions,
+    ``None`` where not known. log_weights: float32 ``[M]``, of raw weights, without a clamp; empty without weights.
     """
 
     sums: Mapping[str, FloatArray]
@@ -52,12 +54,12 @@ class CorrectionStates:
 
     @classmethod
     def merge(cls, parts: Sequence[CorrectionStates]) -> CorrectionStates:
-        """Of all sequences of these parts, which share none. Raises ``ValueError`` for parts of other rules."""
+        """Puts parts together that share no sequence. Raises ``ValueError`` for parts of other rules."""
         return _join(parts, lambda kind, arrays: np.concatenate(arrays))
 
     @classmethod
     def add(cls, parts: Sequence[CorrectionStates]) -> CorrectionStates:
-        """Of the same sequences, of which each part has other tokens: the ranks of a context-parallel group.
+        """Adds parts that have other tokens of the same sequences: the ranks of a context-parallel group.
 
         Raises ``ValueError`` for parts of other rules, or of another number of sequences.
         """
@@ -93,7 +95,7 @@ def exact_sum(values: FloatArray) -> float:
 
 
 def _join(parts: Sequence[CorrectionStates], join: Callable[[str, list[FloatArray]], FloatArray]) -> CorrectionStates:
-    """The parts as one; ``join`` gets the kind of a column and its arrays."""
+    """Joins the parts; ``join`` gets the kind of a column and its arrays."""
     if not parts:
         raise ValueError("there are no parts to put together")
     first = parts[0]
@@ -119,3 +121,85 @@ def _join(parts: Sequence[CorrectionStates], join: Callable[[str, list[FloatArra
 
 def _columns(states: CorrectionStates) -> tuple[Mapping[str, FloatArray], ...]:
     return states.sums, states.maxima, states.minima
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """States as totals; filled: bool ``[S]``, the sequences that have response tokens."""
+
+    states: CorrectionStates
+    filled: np.ndarray
+
+    @property
+    def num_tokens(self) -> float:
+        """The number of response tokens with a known ratio."""
+        return self.states.total("tokens")
+
+    def mean(self, name: str) -> float:
+        """Mean over response tokens."""
+        return self.states.total(name) / max(self.num_tokens, 1.0)
+
+    def row_means(self, name: str) -> FloatArray:
+        """The mean of each sequence that has response tokens."""
+        return np.asarray(self.rows(name) / self.rows("tokens"))
+
+    def rows(self, name: str) -> FloatArray:
+        """The sum of each sequence that has response tokens."""
+        return np.asarray(self.states.sums[name][self.filled])
+
+
+def fraction_beyond(view: View, level: Level | None, column: str) -> float:
+    """The fraction of tokens in ``column``, or of sequences where all tokens of a sequence share one value."""
+    return view.mean(column) if level in ("token", "segment") else mean_of(view.rows(column) > 0)
+
+
+def moments(view: View, column: str, prefix: str) -> dict[str, float]:
+    """Computes mean, deviation, extremes and effective sample size of weights over response tokens."""
+    mean, square = view.mean(column), view.mean(f"{column}_squared")
+    return {
+        f"{prefix}_mean": mean,
+        f"{prefix}_max": view.states.largest(column),
+        f"{prefix}_min": view.states.smallest(column),
+        f"{prefix}_std": std_of(square, mean, view.num_tokens),
+        f"{prefix}_eff_sample_size": effective_sample_size(view, column),
+    }
+
+
+def effective_sample_size(view: View, column: str) -> float:
+    """Computes Kish's effective sample size (Σw)² / (N·Σw²), a fraction of 0 to 1; 0 where all weights are 0."""
+    largest = view.states.largest(column)
+    if not largest > 0.0:
+        return 0.0
+    if largest == view.states.smallest(column):
+        return 1.0
+    # Divided by the largest weight first, so that nothing overflows or vanishes.
+    total, squares = view.states.total(column) / largest, view.states.total(f"{column}_squared") / largest / largest
+    return min(total * total / (squares * view.num_tokens), 1.0)
+
+
+def sequence_values(means: FloatArray, prefix: str, *, centre: float) -> dict[str, float]:
+    """Computes statistics of the means of sequences; the deviation is unbiased, 0 for a single sequence."""
+    return {
+        f"{prefix}_seq_mean": mean_of(means),
+        f"{prefix}_seq_std": deviation_of(means),
+        f"{prefix}_seq_max": float(means.max()),
+        f"{prefix}_seq_min": float(means.min()),
+        f"{prefix}_seq_max_deviation": float(np.abs(means - centre).max()),
+    }
+
+
+def mean_of(values: np.ndarray) -> float:
+    """The mean of numbers or of booleans, whose sum is correctly rounded; 0 of nothing."""
+    return exact_sum(np.asarray(values, dtype=np.float64)) / len(values) if len(values) else 0.0
+
+
+def deviation_of(values: FloatArray) -> float:
+    """The unbiased standard deviation; 0 of fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    return math.sqrt(exact_sum(np.square(values - mean_of(values))) / (len(values) - 1))
+
+
+def std_of(mean_square: float, mean: float, num_tokens: float) -> float:
+    """The biased standard deviation from moments, as verl has it; 0 of a single token."""
+    return math.sqrt(max(mean_square - mean * mean, 0.0)) if num_tokens > 1 else 0.0

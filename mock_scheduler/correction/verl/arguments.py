@@ -1,4 +1,4 @@
-"""How verl's releases read their thresholds, with the errors that they raise.
+"""How verl's releases read their arguments, with the errors that they raise.
 
 Contract: pure functions of plain values. Raises ValueError, TypeError or ZeroDivisionError where the release does.
 Gaps that are kept: NaN passes every check, and ``True`` counts as 1 before 0.8.

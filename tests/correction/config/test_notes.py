@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.loading import dump_config, load_config
-from mock_scheduler.correction.config.notes import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
@@ -108,7 +108,7 @@ def test_a_preset_is_said_with_its_source_and_what_replaces_it(tmp_path: Path) -
         ),
         (
             {"verl_compat": "0.6.0", "rollout_is": "token"},
-            ["verl 0.6.0 makes weights of sequences with a ratio below its default veto threshold, 1e-4, 0"],
+            ["verl 0.6.0 makes weights of sequences with a ratio below its default veto threshold, 0.0001, 0"],
         ),
         (
             {"verl_compat": "0.9.1", "rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.5_1.25,2.5"},

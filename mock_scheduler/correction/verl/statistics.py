@@ -1,8 +1,11 @@
-"""verl's metrics of ratios and of the two policies, without the prefix.
+"""verl's ratios, masked means and metrics of ratios and of the two policies, without the prefix.
 
-Contract: pure functions from tensors to plain numbers. Kept as the releases define them: an effective sample size that
-can exceed 1, or whose division raises ZeroDivisionError where all weights are 0; rows with no response token as rows of
-0; and unclamped exponentials in ``k3_kl``.
+Contract: pure functions, in the dtype of the inputs, with no upcast; ``mask`` has the shape of ``values`` and any
+dtype. Kept as the releases define them: ``1e-8`` in the divisor of means, and no care for infinities inside the mask;
+an effective sample size that can exceed 1, or whose division raises ZeroDivisionError where all weights are 0; rows
+with no response token as rows of 0; and unclamped exponentials in ``k3_kl``.
+Source: verl, utils/torch_functional.py, masked_sum and masked_mean, equal in 0.6.0 to 0.9.1, and the helpers that
+``releases.py`` names.
 """
 
 from __future__ import annotations
@@ -11,13 +14,57 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
-from mock_scheduler.correction.verl.masked import Ratios, clamp_log, masked_mean, masked_sum, mean_of
+#: verl's own constant; log ratios are clamped to ± this.
+SAFETY_BOUND = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ratios:
+    """The ratios π_train/π_rollout at one level.
+
+    per_token: [B, T], exp of the clamped log ratio of the token or of its row. of_rows: [B, 1], the log ratio of each
+    row before the clamp; ``None`` at level ``token``.
+    """
+
+    per_token: torch.Tensor
+    of_rows: torch.Tensor | None
+
+
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Σ values·mask; what ``values`` hold where the mask is 0, NaN too, counts as 0."""
+    return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=dim)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """``masked_sum`` / (Σ mask + 1e-8), so 0 and not NaN where nothing is selected."""
+    return masked_sum(values, mask, dim) / (mask.sum(dim=dim) + 1e-8)
+
+
+def mean_of(condition: torch.Tensor, mask: torch.Tensor) -> float:
+    """The fraction of selected tokens where a bool tensor holds."""
+    return float(masked_mean(condition.float(), mask).item())
+
+
+def clamp_log(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp to ±20, which NaN passes."""
+    return torch.clamp(log_ratio, min=-SAFETY_BOUND, max=SAFETY_BOUND)
+
+
+def compute_ratios(level: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Ratios:
+    """Ratios π_train/π_rollout of ``log_ratio`` [B, T] at level token, sequence (product) or geometric (mean).
+
+    Rows are clamped after they are added, tokens each on its own.
+    """
+    if level == "token":
+        return Ratios(per_token=torch.exp(clamp_log(log_ratio)), of_rows=None)
+    add = masked_sum if level == "sequence" else masked_mean
+    of_rows = add(log_ratio, mask, -1).unsqueeze(-1)
+    return Ratios(per_token=torch.exp(clamp_log(of_rows)).expand_as(log_ratio), of_rows=of_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredRatios:
-    """What ``ratio_metrics`` measures.
+    """The ratios that ``ratio_metrics`` measures, and the bounds.
 
     applied, raw: [B, T], as used and before truncation; the same tensor where a release makes no difference.
     of_rows: [B, 1], log ratios of rows; ``None`` at level token. lower, upper: the bounds that fractions are beyond.
@@ -34,7 +81,7 @@ class MeasuredRatios:
 
     @classmethod
     def of_raw(cls, ratios: Ratios, mask: torch.Tensor, *, lower: float, upper: float) -> MeasuredRatios:
-        """Of ratios that nothing was done to, clamped before squares at both bounds."""
+        """Makes it of untouched ratios, clamped before squares at both bounds."""
         return cls(
             applied=ratios.per_token,
             raw=ratios.per_token,
@@ -80,7 +127,7 @@ def _range_metrics(ratios: MeasuredRatios, *, fractions_by_token: bool) -> dict[
             torch.log(torch.tensor(bound, device=ratios.of_rows.device)) for bound in (ratios.upper, ratios.lower)
         )
         high, low = ratios.of_rows > log_upper, ratios.of_rows < log_lower
-        largest = torch.exp(torch.clamp(ratios.of_rows.max(), max=LOG_RATIO_BOUND)).item()
+        largest = torch.exp(torch.clamp(ratios.of_rows.max(), max=SAFETY_BOUND)).item()
         smallest = torch.exp(ratios.of_rows.min()).item()
         by_token = fractions_by_token
     metrics = {"max": largest, "min": smallest}
