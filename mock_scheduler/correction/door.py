@@ -52,11 +52,11 @@ def correct(
     """Corrects a batch whose tokens another policy, or another engine, sampled.
 
     With ℓ = log π_train − log π_rollout of a token, its weight is w = exp(clamp(L, ±20)). L is ℓ at level ``token``,
-    Σℓ over the turn or the sequence at levels ``segment`` and ``sequence``, and the mean of ℓ over the sequence at level
-    ``geometric`` (verl 0.9.1, trainer/ppo/rollout_corr_helper.py). Rules then truncate the weight, or make it 0 outside
-    of bounds (IcePop, arXiv 2510.18855). Rules that reject measure ρ = e^ℓ, or k1 = −ℓ, k2 = ½ℓ², k3 = e^ℓ − 1 − ℓ
-    (joschu.net/blog/kl-approx.html), and take units outside of their bounds out of the mask. Each preset names its
-    source in ``correction.config.presets``.
+    Σℓ over the turn or the sequence at levels ``segment`` and ``sequence``, and the mean of ℓ over the sequence at
+    level ``geometric`` (verl 0.9.1, trainer/ppo/rollout_corr_helper.py). Rules then truncate the weight, or make it 0
+    outside of bounds (IcePop, arXiv 2510.18855). Rules that reject measure ρ = e^ℓ, or k1 = −ℓ, k2 = ½ℓ²,
+    k3 = e^ℓ − 1 − ℓ (joschu.net/blog/kl-approx.html), and take units outside of their bounds out of the mask. Each
+    preset names its source in ``correction.config.presets``.
 
     Args:
         train_logprobs: Log-probabilities by the training policy before the update, floating ``[B, T]``, or packed

@@ -6,7 +6,7 @@ numbers. Other tokens are never read, whatever they hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -114,9 +114,8 @@ def read_tokens(
     turns = None
     if needs_turns:
         turns = inputs.turn_ids if inputs.turn_ids is not None else _run_starts(mask, inputs.cu_seqlens).cumsum(0) - 1
-    lengths = _lengths(places, mask, inputs.cu_seqlens)
 
-    def at(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor | None:
+    def at(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else _take(tensor.detach().flatten(), places)
 
     train, rollout = (
@@ -124,44 +123,69 @@ def read_tokens(
     )
     if inputs.logprob_valid is not None:
         rollout = torch.where(_take(inputs.logprob_valid.flatten(), places).bool(), rollout, torch.nan)
-    log_ratio = train.double() - rollout.double()
-    is_known: torch.Tensor | None = None
-    unknown = UnknownTokens(sequence=places[:0], turn=places[:0])
-    assumed, positions = places[:0], inputs.positions
-    if not _all_finite(log_ratio):
-        finite = log_ratio.isfinite()
-        if nan_policy == "error":
-            _refuse_unknown(batch)
-        sequence = _repeat(lengths, places.device, len(places))
-        if nan_policy == "ratio_one":
-            assumed = sequence[~finite]
-            train = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0.0))
-            rollout, log_ratio = torch.where(finite, rollout, train), torch.where(finite, log_ratio, 0.0)
-        else:
-            is_known = finite
-            unknown = UnknownTokens(sequence=sequence[~finite], turn=at(turns, places[~finite]))
-            if positions is None:
-                # Positions count all response tokens, so they are counted before some are left out.
-                positions = places.new_zeros(mask.shape)
-                positions.view(-1)[places] = count_positions(lengths.to(places.device), len(places))
-            lengths = lengths - torch.bincount(unknown.sequence, minlength=len(lengths)).cpu()
-            train, rollout, log_ratio, places = (values[finite] for values in (train, rollout, log_ratio, places))
-    return ResponseTokens(
-        log_ratio=log_ratio,
+    tokens = ResponseTokens(
+        # In float64: the difference of two float32 log-probabilities is exact there.
+        log_ratio=train.double() - rollout.double(),
         train=train,
         rollout=rollout,
-        lengths=lengths,
+        lengths=_lengths(places, mask, inputs.cu_seqlens),
         places=places,
         shape=mask.shape,
         dtype=inputs.dtype,
-        is_known=is_known,
-        unknown=unknown,
-        assumed=assumed,
+        is_known=None,
+        unknown=UnknownTokens(sequence=places[:0], turn=places[:0]),
+        assumed=places[:0],
         has_turn_ids=inputs.turn_ids is not None,
-        turns=at(turns, places),
-        positions=at(positions, places),
-        versions_behind=at(inputs.versions_behind, places),
-        advantages=at(inputs.advantages, places),
+        turns=at(turns),
+        positions=at(inputs.positions),
+        versions_behind=at(inputs.versions_behind),
+        advantages=at(inputs.advantages),
+    )
+    if _all_finite(tokens.log_ratio):
+        return tokens
+    if nan_policy == "error":
+        _refuse_unknown(batch)
+    return _assume_ratio_one(tokens) if nan_policy == "ratio_one" else _leave_out_unknown(tokens)
+
+
+def _assume_ratio_one(tokens: ResponseTokens) -> ResponseTokens:
+    """Takes the policies for equal at tokens without a known ratio: both have the log-probability that is finite."""
+    finite, train, rollout = tokens.log_ratio.isfinite(), tokens.train, tokens.rollout
+    train = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0.0))
+    return replace(
+        tokens,
+        train=train,
+        rollout=torch.where(finite, rollout, train),
+        log_ratio=torch.where(finite, tokens.log_ratio, 0.0),
+        assumed=tokens.sequence()[~finite],
+    )
+
+
+def _leave_out_unknown(tokens: ResponseTokens) -> ResponseTokens:
+    """Sets tokens without a known ratio apart."""
+    finite = tokens.log_ratio.isfinite()
+    lost = tokens.sequence()[~finite]
+    # Positions count all response tokens, so they are counted before some are left out.
+    positions = tokens.positions
+    if positions is None:
+        positions = count_positions(tokens.lengths.to(finite.device), len(finite))
+
+    def known(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[finite]
+
+    return replace(
+        tokens,
+        log_ratio=tokens.log_ratio[finite],
+        train=tokens.train[finite],
+        rollout=tokens.rollout[finite],
+        lengths=tokens.lengths - torch.bincount(lost, minlength=len(tokens.lengths)).cpu(),
+        places=tokens.places[finite],
+        is_known=finite,
+        unknown=UnknownTokens(sequence=lost, turn=None if tokens.turns is None else tokens.turns[~finite]),
+        turns=known(tokens.turns),
+        positions=positions[finite],
+        versions_behind=known(tokens.versions_behind),
+        advantages=known(tokens.advantages),
     )
 
 
