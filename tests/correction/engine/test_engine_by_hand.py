@@ -11,7 +11,7 @@ from mock_scheduler.correction import CorrectionInputs, compute_correction, corr
 from mock_scheduler.correction.config.rules import Level
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
-from tests.correction.batches import NAN, random_batch, rule_fields
+from tests.correction.engine.batches import NAN, random_batch, rule_fields
 
 
 def section(**values: object) -> RolloutCorrectionConfig:

@@ -20,8 +20,8 @@ from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
+from tests.correction.engine.plain import PlainBatch, PlainResult, correct_plainly
 from tests.correction.golden_cases import CASES, golden_inputs, numbers, tensor
-from tests.correction.plain import PlainBatch, PlainResult, correct_plainly
 
 MASK = "response mask"
 WEIGHTS = "weights"

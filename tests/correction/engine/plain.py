@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
-from tests.correction.plain_metrics import LIMIT, Token, clamp, limits, mean, plain_metrics
+from tests.correction.engine.plain_metrics import LIMIT, Token, clamp, limits, mean, plain_metrics
 
 
 @dataclass(kw_only=True)

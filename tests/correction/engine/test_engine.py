@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from mock_scheduler.correction import CorrectionResult, compute_correction, correction_metrics
 from mock_scheduler.correction.config.rules import Action, Aggregation, Condition, CorrectionSpec, Level, Rule
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from tests.correction.batches import BOUNDS, Batch, random_batch, random_spec, rule_fields
-from tests.correction.plain import correct_plainly
+from tests.correction.engine.batches import BOUNDS, Batch, random_batch, random_spec, rule_fields
+from tests.correction.engine.plain import correct_plainly
 
 LEVELS: tuple[Level, ...] = ("token", "segment", "sequence", "geometric")
 ACTIONS: tuple[Action, ...] = ("reject_token", "reject_sequence", "zero_weight")

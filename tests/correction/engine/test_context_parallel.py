@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.multiprocessing.spawn import spawn
 
-from tests.correction.context_parallel_worker import NUM_RANKS, run
+from tests.correction.engine.context_parallel_worker import NUM_RANKS, run
 
 
 def test_shards_of_sequences_are_corrected_as_the_whole(tmp_path: Path) -> None:

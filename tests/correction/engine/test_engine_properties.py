@@ -18,7 +18,7 @@ from mock_scheduler.correction import (
 )
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from tests.correction.batches import NAN, Batch, random_batch, random_spec
+from tests.correction.engine.batches import NAN, Batch, random_batch, random_spec
 
 SEEDS = st.integers(0, 10**6)
 WILD = (NAN, float("inf"), -float("inf"), 1e30, -1e30)

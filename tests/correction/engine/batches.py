@@ -10,7 +10,7 @@ import torch
 from mock_scheduler.correction import CorrectionInputs
 from mock_scheduler.correction.config.rules import Aggregation, CorrectionSpec, Estimator, Level, Rule
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from tests.correction.plain import PlainBatch
+from tests.correction.engine.plain import PlainBatch
 
 GRID = 64
 NAN = float("nan")

@@ -20,7 +20,7 @@ from mock_scheduler.correction import (
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.errors import CorrectionError
-from tests.correction.batches import Batch, random_batch, random_spec, rule_fields
+from tests.correction.engine.batches import Batch, random_batch, random_spec, rule_fields
 
 NUM_RANKS = 2
 
