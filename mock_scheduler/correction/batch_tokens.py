@@ -1,7 +1,7 @@
-"""A rollout batch as correction sees it: trajectories one after another, and what is known of their tokens.
+"""A rollout batch as correction sees it: trajectories one after another, and facts of their tokens.
 
-Contract: a sequence is a trajectory, of one row or of several, and a segment one of its turns. What a batch does not
-tell, such as turns of which the mask shows fewer, is ``None`` and never guessed.
+Contract: a sequence is a trajectory, of one row or of several, and a segment one of its turns. A fact that the batch
+does not tell is ``None`` and never guessed, as turns where the mask shows fewer of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTokens:
-    """A batch with M response tokens in S trajectories. policy_version: of the policy that trains on it."""
+    """A batch with M response tokens in S trajectories; policy_version: the version of the policy under training."""
 
     batch: RolloutBatch
     policy_version: int
@@ -37,17 +37,17 @@ class BatchTokens:
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """int64 ``[S + 1]``: where the response tokens of each trajectory start."""
+        """The starts of each trajectory's response tokens, int64 ``[S + 1]``."""
         return self.batch.response_offsets[[*self.first_rows, len(self.batch)]]
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """bool ``[M]``, False where the engine gave no log-probability; ``None`` where no sound column says so."""
+        """Bool ``[M]``, False where the engine gave no log-probability; ``None`` without a sound column."""
         return None if valid_column_problems(self.batch) else valid_logprobs(self.batch)
 
     @cached_property
     def turns(self) -> torch.Tensor | None:
-        """int64 ``[M]``: which of the batch's turns each response token is of; ``None`` where that is not told.
+        """The turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told.
 
         The k-th turn of a row is its k-th unbroken run of response tokens; all of a row's tokens are its only turn.
         """
@@ -61,7 +61,7 @@ class BatchTokens:
 
     @cached_property
     def turn_ids(self) -> torch.Tensor | None:
-        """int64 ``[M]``: the turn of each response token within its trajectory; ``None`` where that is not told."""
+        """The turn of each response token within its trajectory, int64 ``[M]``; ``None`` where not told."""
         if self.turns is None:
             return None
         firsts = self.batch.turn_offsets[self.first_rows]
@@ -69,9 +69,9 @@ class BatchTokens:
 
     @cached_property
     def versions_behind(self) -> torch.Tensor | None:
-        """int64 ``[M]``: by how many versions the policy that sampled each token was older than that which trains.
+        """The versions by which each token's policy was older than the policy under training, int64 ``[M]``.
 
-        Turns that cannot be told apart need not be where their row has one version.
+        ``None`` where not told. A row of one version tells it without its turns.
         """
         batch, versions = self.batch, self.batch.policy_versions.long()
         if self.turns is not None:
@@ -96,10 +96,16 @@ class BatchTokens:
         trajectories: tuple[int, int] | None = None,
         advantages: torch.Tensor | None = None,
     ) -> CorrectionInputs:
-        """What correction reads of trajectories ``[first, last)``, of all where none are given.
+        """Makes the inputs of correction.
 
-        train_logprobs: floating, one per response token of theirs. advantages: floating ``[M]``.
-        Raises ``CorrectionError`` naming rows whose turns a rule needs and cannot be told apart.
+        Args:
+            train_logprobs: Floating, one per response token of the trajectories.
+            spec: The rules, which may need turns.
+            trajectories: ``[first, last)``; all where ``None``.
+            advantages: Floating ``[M]``, of the whole batch.
+
+        Raises:
+            CorrectionError: Names rows whose turns a rule needs and the mask does not tell apart.
         """
         first, last = trajectories or (0, len(self.first_rows))
         tokens, offsets = self.token_range(first, last), self.offsets[first : last + 1]
@@ -122,7 +128,7 @@ class BatchTokens:
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Runs begun before each of the batch's tokens and at its end; each row's first run; and its number of runs."""
+        """Runs begun before each token and at the end; each row's first run; each row's number of runs."""
         batch, mask = self.batch, self.batch.response_mask.numpy()
         starts = mask.copy()
         starts[1:] &= ~mask[:-1]
@@ -133,7 +139,7 @@ class BatchTokens:
 
     @cached_property
     def _untold_rows(self) -> list[int]:
-        """Rows with several turns, and another number of runs."""
+        """Rows whose runs of response tokens are not as many as their several turns."""
         num_runs, num_turns = self._runs[2], self.batch.turn_offsets.diff().numpy()
         is_told = (num_runs == num_turns) | (num_runs == 0) | (num_turns == 1)
         return [int(row) for row in np.flatnonzero(~is_told)]

@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.correction.report.advice import Advice
 from mock_scheduler.correction.report.figures import histogram_figure, steps_figure
 from mock_scheduler.correction.report.format import (
     group_outcomes,
@@ -24,11 +23,13 @@ from mock_scheduler.correction.report.format import (
     policy_rows,
     recording_rows,
 )
-from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
+from mock_scheduler.correction.report.presets import CONFIGURED
 from mock_scheduler.correction.report.view import (
+    Advice,
     Bucket,
     CorrectionReport,
     Measured,
+    Outcome,
     StepHealth,
     WorstSequence,
     WorstToken,

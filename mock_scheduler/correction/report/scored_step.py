@@ -1,4 +1,4 @@
-"""A recorded step as rollout correction sees it: trajectories one after another, and what is known of their tokens.
+"""A recorded step as rollout correction sees it: trajectories one after another, and facts of their tokens.
 
 Contract: trajectories and turns are those of ``correction.batches``, as in training.
 """
@@ -11,16 +11,21 @@ from functools import cached_property
 
 import torch
 
-from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.correction import CorrectionInputs, CorrectionSpec
+from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.correction.batch_tokens import BatchTokens
+from mock_scheduler.correction.comparable import VALID_COLUMN, zero_only_rows
+from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.engine.inputs import CorrectionInputs
+from mock_scheduler.correction.report.view import StepHealth
 from mock_scheduler.recording.step.step_info import StepInfo
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredBatch:
-    """One step with M response tokens in S trajectories; train_logprobs: floating ``[M]``, ``None`` where no run gave
-    them. Everything else follows from the batch."""
+class ScoredStep:
+    """One step with M response tokens in S trajectories.
+
+    train_logprobs: floating ``[M]``, ``None`` where no run gave them. Everything else follows from the batch.
+    """
 
     info: StepInfo
     batch: RolloutBatch
@@ -38,22 +43,22 @@ class ScoredBatch:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """int64 ``[S + 1]``: where the response tokens of each trajectory start."""
+        """The starts of each trajectory's response tokens, int64 ``[S + 1]``."""
         return self.tokens.offsets
 
     @property
     def versions_behind(self) -> torch.Tensor | None:
-        """int64 ``[M]``: by how many versions the policy that sampled each token was older than that of the step."""
+        """The versions by which each token's policy was older than the step's, int64 ``[M]``; ``None`` if not told."""
         return self.tokens.versions_behind
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """int64 ``[M]``: which of the batch's tokens each response token is."""
+        """The index of each response token among the batch's tokens, int64 ``[M]``."""
         return self.batch.response_mask.nonzero().flatten()
 
     @property
     def valid(self) -> torch.Tensor | None:
-        """bool ``[M]``, ``None`` where the batch does not say or its column is malformed."""
+        """Bool ``[M]``, False without a log-probability; ``None`` without a sound column that says so."""
         return self.tokens.valid
 
     @cached_property
@@ -92,6 +97,38 @@ class ScoredBatch:
         return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, index, values.double())
 
     def inputs(self, spec: CorrectionSpec) -> CorrectionInputs:
-        """What correction reads of a step whose training log-probabilities are known."""
+        """Makes the inputs of correction for a step whose training log-probabilities are known."""
         assert self.train_logprobs is not None
         return self.tokens.inputs(self.train_logprobs, spec, advantages=self.advantages)
+
+
+#: A log-probability above 0 by no more than this is rounding.
+ROUNDING = 1e-5
+
+
+def recorded_health(step: ScoredStep) -> StepHealth:
+    """Finds the health of a step without training log-probabilities."""
+    batch, logprobs = step.batch, step.batch.rollout_logprobs
+    versions, lags = batch.policy_versions, step.versions_behind
+    return StepHealth(
+        step=step.info.step,
+        trajectories=batch.num_trajectories,
+        rows=len(batch),
+        response_tokens=len(logprobs),
+        policy_version=step.info.policy_version,
+        policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
+        lag=None if lags is None or not len(lags) else (int(lags.min()), int(lags.max())),
+        has_valid_column=VALID_COLUMN in batch.extras,
+        invalid=0 if step.valid is None else int((~step.valid).sum()),
+        zeros=int((logprobs == 0).sum()),
+        positive=int((logprobs > ROUNDING).sum()),
+        zero_rows=len(zero_only_rows(batch)),
+    )
+
+
+def describe_sampling(sampling: SamplingParams) -> str:
+    """Says ``temperature 1, top_p 1, top_k 0, log-probabilities processed``."""
+    return (
+        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
+        f"log-probabilities {sampling.logprobs_mode}"
+    )
