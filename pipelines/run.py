@@ -18,7 +18,7 @@ from pathlib import Path
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.loading import dump_config
-from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import (

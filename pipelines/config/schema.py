@@ -33,8 +33,7 @@ from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
-from mock_scheduler.correction.config.algorithm import AlgorithmConfig
-from mock_scheduler.correction.config.combinations import combination_problems
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
 from mock_scheduler.megatron.order_plan import limits as emulation_limits
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
@@ -301,7 +300,7 @@ class PipelineConfig(ConfigSection):
         problems = combination_problems(
             self.algorithm,
             adv_estimator=self.adv_estimator,
-            reward_normalization=self.reward_normalization,
+            reward_normalization=self.reward_normalization.method,
             dual_clip=self.dual_clip,
             pg_clip_high=self.pg_clip_high,
         )

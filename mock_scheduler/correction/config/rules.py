@@ -22,6 +22,7 @@ from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.problems import Problem
 from mock_scheduler.correction.config.thresholds import Number
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
@@ -32,15 +33,9 @@ LossType = Literal["ppo_clip", "reinforce", "ratio"]
 NanPolicy = Literal["error", "reject", "ratio_one"]
 Denominator = Literal["original", "kept"]
 LoneSurvivor = Literal["reward", "zero"]
-VerlRelease = Literal["0.9.1", "0.7.1", "0.6.1", "e7cdce1c", "0.6.0"]
 
 #: Log ratios are clamped to ± this before a weight is made of them, and where a rule says ``clamps_tokens``.
 LOG_RATIO_BOUND = 20.0
-
-#: Releases whose options with k1 keep [1/hi, 1/lo] where [lo, hi] is asked for (verl#6377).
-INVERTED_RELEASES: tuple[VerlRelease, ...] = ("0.7.1", "0.9.1")
-#: What 0.6.0 vetoes below where no threshold is given.
-DEFAULT_VETO = 1e-4
 
 _ON_WEIGHTS = ("truncate", "clip")
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -237,10 +232,18 @@ class CorrectionSpec:
         return any(rule.rejects for rule in self.rules)
 
     def _acting_rules(self) -> tuple[Rule, ...]:
-        """The rules that act, with the bounds that the release makes of theirs; the veto of 0.6.0 is none of them."""
-        if self.release == "0.6.0":
+        """The rules that act, with the bounds that the release makes of theirs."""
+        release = self._behaviour
+        if release is None:
+            return self.rules
+        if release.rejects_by == "weight":
+            # The veto of such a release is described with its default.
             return tuple(rule for rule in self.rules if not rule.rejects)
-        return tuple(map(_inverted, self.rules)) if self.release in INVERTED_RELEASES else self.rules
+        return tuple(map(_inverted, self.rules)) if release.inverts_k1 else self.rules
+
+    @property
+    def _behaviour(self) -> Behaviour | None:
+        return None if self.release is None else BEHAVIOURS[self.release]
 
     def describe_computation(self) -> str:
         """Weights and rules, with the bounds as they were understood; without the mode and the loss they are for."""
@@ -248,8 +251,9 @@ class CorrectionSpec:
         parts = [] if self.release is None else [f"as verl {self.release} does, with its bugs"]
         parts.append("no weights" if self.weight is None else f"weights per {units.get(self.weight, self.weight)}")
         parts += [rule.describe() for rule in self._acting_rules()]
-        if self.release == "0.6.0" and self.weight is not None:
-            veto = next((rule.lower for rule in self.rules if rule.rejects), DEFAULT_VETO)
+        release = self._behaviour
+        if release is not None and release.default_veto is not None and self.weight is not None:
+            veto = next((rule.lower for rule in self.rules if rule.rejects), release.default_veto)
             parts.append(f"weight 0 for sequences with a token whose ratio is outside [{_bound(veto, '0')}, inf]")
         parts += ["weights divided by their mean"] if self.batch_normalize else []
         return "; ".join(parts)
@@ -262,8 +266,9 @@ class CorrectionSpec:
         parts += [f"advantage - {self.rollout_kl_in_advantage:g}·log(ratio)"] if self.rollout_kl_in_advantage else []
         acting = self._acting_rules()
         if self.weight is None and not acting and not self.rollout_kl_coef and not self.rollout_kl_in_advantage:
-            # Without a threshold that release returns before it measures.
-            parts.append("nothing is measured" if self.release == "0.6.0" else "only measured")
+            # A release that rejects by weights returns before it measures where it has no threshold.
+            measures = self._behaviour is None or self._behaviour.rejects_by != "weight"
+            parts.append("only measured" if measures else "nothing is measured")
         if self.release is None:
             parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
         if any(rule.rejects for rule in acting):

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from mock_scheduler.config.keyed import KeyedError
-from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule, VerlRelease
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule
 from mock_scheduler.correction.config.thresholds import (
     UNLIMITED,
     Threshold,
@@ -24,6 +24,7 @@ from mock_scheduler.correction.config.thresholds import (
     parse_ratio_band,
     split_thresholds,
 )
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, VerlRelease
 
 VETO = "veto"
 WEIGHTS = "rollout_is"
@@ -52,8 +53,6 @@ _LARGEST: Mapping[Estimator, float] = {
     "k2": 0.5 * LOG_RATIO_BOUND**2,
     "k3": math.exp(LOG_RATIO_BOUND) - 1.0 - LOG_RATIO_BOUND,
 }
-#: Releases whose options are those of ``RATIO_OPTIONS``.
-_OLD_RELEASES: tuple[VerlRelease, ...] = ("0.6.0", "e7cdce1c", "0.6.1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +156,7 @@ def never_rejects(rule: Rule) -> str:
 def _known_options(release: VerlRelease | None) -> list[str]:
     if release is None:
         return [*RATIO_OPTIONS, *DIVERGENCE_OPTIONS]
-    return list(RATIO_OPTIONS if release in _OLD_RELEASES else DIVERGENCE_OPTIONS)
+    return list(DIVERGENCE_OPTIONS if BEHAVIOURS[release].rejects_by == "divergence" else RATIO_OPTIONS)
 
 
 def _rule(option: str, threshold: Threshold, *, lower: float | None) -> Rule:
