@@ -24,7 +24,6 @@ from mock_scheduler.correction.report.format import (
 )
 from mock_scheduler.correction.report.presets import CONFIGURED
 from mock_scheduler.correction.report.view import (
-    Advice,
     Bucket,
     CorrectionReport,
     Measured,
