@@ -61,7 +61,7 @@ def correct(
     Args:
         train_logprobs: Log-probabilities by the training policy before the update, floating ``[B, T]``, or packed
             ``[N]`` with ``cu_seqlens``.
-        rollout_logprobs: Log-probabilities as the engine sampled the tokens, floating, of the same shape.
+        rollout_logprobs: The engine's log-probabilities of the sampled tokens, floating, of the same shape.
         response_mask: Bool, integer or floating of the same shape, nonzero on response tokens.
         correction: A preset's name, as ``decoupled_token_is``; or keys of ``algorithm.rollout_correction``, as
             ``{"rollout_is": "token", "rollout_is_threshold": 2.0}``; or the compiled rules.
@@ -73,12 +73,12 @@ def correct(
         advantages: Floating, of the same shape, for rules that ask for their sign.
 
     Returns:
-        Weights to multiply the policy loss of each token by, the mask of tokens that count, and metrics.
+        Weights to multiply the policy loss of each token by, the mask of counting tokens, and metrics.
 
     Raises:
-        ConfigError: An unknown preset, or keys that cannot be used; it lists each.
-        CorrectionError: Shapes or dtypes that do not fit, log-probabilities that are not finite with ``nan_policy``
-            error, advantages that a rule needs, or more rejected than ``max_rejected_fraction``.
+        ConfigError: An unknown preset, or unusable keys; it lists each.
+        CorrectionError: Shapes or dtypes do not fit; log-probabilities are not finite, with ``nan_policy``
+            error, missing advantages, or more rejected than ``max_rejected_fraction``.
 
     Example:
         >>> import math, torch

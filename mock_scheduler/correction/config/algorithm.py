@@ -1,8 +1,8 @@
 """``algorithm``: verl's section of that name, of which this project reads ``rollout_correction`` in all its spellings.
 
-verl 0.6.0 had its keys flat in ``algorithm``, and before that one, ``tis_imp_ratio_cap``, with the actor: both are
-read here, and ``flat_keys`` says what they became. In 0.6.0 ``rollout_is_threshold`` switches everything on, and
-``rollout_is`` (default false) says whether the weights are applied or only measured.
+verl 0.6.0 had its keys flat in ``algorithm``; older releases had one, ``tis_imp_ratio_cap``, with the actor. Both are
+read here, and ``flat_keys`` names the section made of them. In 0.6.0 ``rollout_is_threshold`` switches everything on,
+and ``rollout_is`` (default false) decides whether the weights are applied or only measured.
 Source: verl 0.6.0, ``trainer/config/algorithm.py`` and ``compute_rollout_importance_weights_and_add_to_batch``.
 """
 
@@ -42,7 +42,7 @@ _NEWER_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Translation:
-    """The section that flat keys become, its keys' names among them, and a remark to show; ``None`` is off."""
+    """The section made of flat keys, the flat name of each of its keys, and a remark to show; ``None`` is off."""
 
     section: dict[str, object] | None
     names: Mapping[str, str]
@@ -53,7 +53,7 @@ class _Translation:
 class AlgorithmConfig(ConfigSection):
     """``rollout_correction``: off where it is absent; an empty section only measures.
 
-    ``flat_keys``: the older keys that were read, and the section that they became.
+    ``flat_keys``: a sentence on the older keys and the section made of them.
     """
 
     rollout_correction: RolloutCorrectionConfig | None = None
@@ -110,7 +110,7 @@ def _translate(flat: Mapping[str, object]) -> _Translation:
 
 
 def _as_values(flat: Mapping[str, object], translation: _Translation) -> dict[str, object]:
-    """The values of ``AlgorithmConfig``; raises ``ValidationError`` that names the flat keys."""
+    """Makes the values of ``AlgorithmConfig``; raises ``ValidationError`` at the flat keys."""
     read = ", ".join(f"algorithm.{name}" for name in flat)
     if translation.section is None:
         return {"flat_keys": f"{read}: rollout correction is off, as {_what_is_off(flat)}"}
@@ -138,9 +138,9 @@ def _what_is_off(flat: Mapping[str, object]) -> str:
 
 
 def describe_correction(algorithm: AlgorithmConfig) -> list[str]:
-    """Lines for the log of a run that begins, each with ``PREFIX``; empty where correction is off.
+    """Makes the lines for the log of a new run, each with ``PREFIX``; none where correction is off.
 
-    The first has every bound as it was understood; then the rules that older keys became, the preset, and notes.
+    The first line has every bound as understood; older keys, the preset and notes follow.
     """
     lines = []
     section = algorithm.rollout_correction
@@ -178,7 +178,7 @@ def combination_problems(
     dual_clip: float | None,
     pg_clip_high: float | None,
 ) -> list[Problem]:
-    """Finds keys of correction, and of the run beside it, that would have no effect together.
+    """Finds keys of correction and of the run without effect beside one another.
 
     Args:
         algorithm: The checked section.

@@ -1,8 +1,7 @@
-"""Keys of ``rollout_correction`` that contradict one another, or that would have no effect, and names that clash.
+"""Checks of ``rollout_correction``: keys that contradict one another or have no effect, and clashing names of rules.
 
-Contract: pure functions from keys and rules to every problem, each with its key; none raises. A rule that rejects has
-the metrics ``rollout_rs_{name}_…``, among them ``…_mean`` and ``…_seq_mean``; a second rule of one label is
-``{label}_2`` there.
+Contract: pure functions from keys and rules to every problem, each with its key; none raises. A rejecting rule has the
+metrics ``rollout_rs_{name}_…``, among them ``…_mean`` and ``…_seq_mean``; a second rule of one label is ``{label}_2``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _RESERVED = {
 
 
 def section_problems(section: CorrectionKeys) -> list[Problem]:
-    """Every problem of the keys together; thresholds by themselves are checked where rules are made of them."""
+    """Finds every problem of the keys together; a threshold by itself is checked by the rule made of it."""
     problems = _loss_problems(section) + _idle_key_problems(section) + _rejection_problems(section)
     return problems if section.verl_compat is None else problems + _release_problems(section, section.verl_compat)
 
@@ -81,7 +80,7 @@ def _idle_key_problems(section: CorrectionKeys) -> list[Problem]:
 
 
 def _rejection_problems(section: CorrectionKeys) -> list[Problem]:
-    """Keys about what is rejected, where nothing is, or where nothing of theirs is left to decide."""
+    """Finds keys on the treatment of rejected tokens where nothing can be rejected, or where they decide nothing."""
     problems: list[Problem] = []
     about = {
         "rs_denominator": section.rs_denominator != "original",
@@ -120,7 +119,7 @@ def _rejection_problems(section: CorrectionKeys) -> list[Problem]:
 
 
 def _release_problems(section: CorrectionKeys, release: VerlRelease) -> list[Problem]:
-    """Keys that the release lacks, and values that it does not take."""
+    """Finds keys missing from the release, and values foreign to it."""
     behaviour = BEHAVIOURS[release]
     problems = [
         (key, _describe_absent(section, key, release))
@@ -165,7 +164,7 @@ def _value(section: CorrectionKeys, key: str) -> str:
 
 
 def name_problems(of_keys: Sequence[Rule], rules: Sequence[Rule]) -> list[Problem]:
-    """Each rule of ``rules`` that has a reserved name, or metrics that another rule has, after those of other keys."""
+    """Finds rules with a reserved name or with another rule's metrics; ``of_keys``: the rules of other keys, first."""
     problems: list[Problem] = [
         (f"rules.{index}.name", f"is {rule.name}, which is reserved for {_RESERVED[rule.name]}; give another name")
         for index, rule in enumerate(rules)

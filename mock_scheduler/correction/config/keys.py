@@ -1,6 +1,6 @@
 """The keys of ``algorithm.rollout_correction``, each read by itself.
 
-Contract: values and their types; ``checks`` says which keys cannot stand together, and ``section`` turns them to rules.
+Contract: values and their types; ``checks`` compares keys with one another, and ``section`` compiles them to rules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ThresholdValue = Annotated[float | str | None, BeforeValidator(read_scalar)]
 class CorrectionKeys(ConfigSection):
     """Values of the keys, verl's and our own.
 
-    ``preset``: named values; any other key that is given counts in their place. ``verl_compat``: reproduces this
+    ``preset``: named values; any other given key counts in their place. ``verl_compat``: reproduces this
     release of verl, with its bugs. ``rollout_is``, ``rollout_rs`` and their thresholds: verl's, of every release.
     ``rules``: further rules. ``bypass_mode`` and ``loss_type``: two policies in the place of three. The others: see
     ``CorrectionSpec``.
@@ -79,5 +79,5 @@ class CorrectionKeys(ConfigSection):
 
     @property
     def rejection_options(self) -> list[str]:
-        """The options that ``rollout_rs`` lists, in its order."""
+        """The options in ``rollout_rs``, in its order."""
         return [option.strip() for option in (self.rollout_rs or "").split(",") if option.strip()]

@@ -1,4 +1,4 @@
-"""Notes on the keys of ``rollout_correction``: the rules that older keys became, and effects that may surprise.
+"""Notes on the keys of ``rollout_correction``: the rules made of older keys, and surprising effects.
 
 Contract: text from values; nothing is logged here.
 """
@@ -13,9 +13,9 @@ from mock_scheduler.correction.verl.releases import BEHAVIOURS, VerlRelease
 
 
 def section_notes(section: CorrectionKeys, spec: CorrectionSpec) -> tuple[str, ...]:
-    """One sentence for each older key, and for each key whose effect differs from the one that a reader may expect.
+    """Writes a sentence for each older key, and for each key with another effect than a reader may expect.
 
-    spec: the computation that the keys compile to.
+    spec: the compiled keys.
     """
     notes = _older_key_notes(section)
     if section.bypass_mode and spec.loss_type != "reinforce" and section.rollout_is is not None:
@@ -67,7 +67,7 @@ def _release_notes(section: CorrectionKeys, release: VerlRelease) -> list[str]:
 
 
 def _inverted_bounds(section: CorrectionKeys) -> list[tuple[str, str]]:
-    """Each option with k1 whose bounds are no reciprocals of one another, and the ratios that it really keeps."""
+    """Pairs each k1 option, unless its bounds are reciprocals of one another, with the ratios that it really keeps."""
     key, found = "rollout_rs_threshold", []
     options, threshold = list(dict.fromkeys(section.rejection_options)), section.rollout_rs_threshold
     if threshold is None:

@@ -1,7 +1,7 @@
-"""``algorithm.rollout_correction``: keys that were checked together, and the rules that they become.
+"""``algorithm.rollout_correction``: keys checked together, and their rules.
 
-Contract: everything that can be known to be wrong is refused when the section is made, each problem at its key.
-``section.spec`` is the computation; ``section.notes`` say, once, the rules that older keys became.
+Contract: a section is refused when it is made, not when it is used, with each problem at its key. ``section.spec`` is
+the computation; ``section.notes`` are sentences for the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BOOL = TypeAdapter(bool)
 
 
 class RolloutCorrectionConfig(CorrectionKeys):
-    """Importance weights and rejection for rollouts that another policy sampled: keys that agree with one another."""
+    """Keys of importance weights and rejection; they agree with one another."""
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class RolloutCorrectionConfig(CorrectionKeys):
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The rules that these keys are."""
+        """The keys as rules."""
         compiled = _compile(self)
         return CorrectionSpec(
             weight=self.rollout_is,
@@ -107,7 +107,7 @@ def _is_true(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Compiled:
-    """Rules, the bounds beyond which raw weights are counted, and the problems of keys that became no rule."""
+    """Rules, the bounds beyond which raw weights are counted, and problems of keys without a rule."""
 
     rules: list[Rule]
     bounds: Bounds

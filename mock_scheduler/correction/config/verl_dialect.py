@@ -1,7 +1,7 @@
-"""What of verl's ``actor_rollout_ref`` belongs to rollout correction; the rest of it is of ``dialect_verl``.
+"""verl's keys of rollout correction in ``actor_rollout_ref``; ``config/dialects/verl.py`` reads the others there.
 
-- ``rollout.calculate_log_probs``: verl corrects nothing without it. Recordings always have log-probabilities, so that
-  true asks for what is there, and false together with a correction is refused.
+- ``rollout.calculate_log_probs``: verl corrects nothing without it. Recordings always have log-probabilities, so
+  true changes nothing, and false beside a correction is refused.
 - ``actor.tis_imp_ratio_cap``: the key before 0.6.0. It becomes ``algorithm.rollout_correction``.
 - ``actor.policy_loss.loss_mode: bypass_mode`` (0.6.1: ``rollout_correction``): refused where ``algorithm`` asks for
   three policies, as the run would train another loss than it says.
@@ -31,7 +31,7 @@ _BYPASS_MODES = ("bypass_mode", "rollout_correction")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlCorrection:
-    """``values``: the configuration without the keys that were read, and with what they became."""
+    """The keys as read; ``values``: the configuration without them, and with the section made of them."""
 
     values: Mapping[str, object]
     calculates_log_probs: bool | None = None
@@ -40,7 +40,7 @@ class VerlCorrection:
     problems: tuple[Problem, ...] = ()
 
     def conflicts(self, algorithm: AlgorithmConfig) -> list[Problem]:
-        """What these keys say that the checked section does not."""
+        """Finds contradictions between these keys and the checked section."""
         section = algorithm.rollout_correction
         problems: list[Problem] = []
         if self.calculates_log_probs is False and section is not None:
@@ -59,7 +59,7 @@ class VerlCorrection:
 
 
 def read_verl_correction(values: Mapping[str, object]) -> VerlCorrection:
-    """Take the keys above out of a composed configuration; what is no such section stays for others to refuse."""
+    """Takes the keys above out of a composed configuration; malformed sections stay, for others to refuse."""
     outer = values.get("actor_rollout_ref")
     if not isinstance(outer, Mapping):
         return VerlCorrection(values=values)
@@ -83,7 +83,7 @@ def read_verl_correction(values: Mapping[str, object]) -> VerlCorrection:
 
 
 def _without(section: Mapping[str, object], key: str, found: dict[str, object]) -> dict[str, object]:
-    """The section without the keys that are read, which go to ``found``; sections that only had such are left out."""
+    """The section without these keys, which go to ``found``; sections left empty are dropped."""
     rest: dict[str, object] = {}
     for name, value in section.items():
         inner = f"{key}.{name}"
@@ -100,7 +100,7 @@ def _without(section: Mapping[str, object], key: str, found: dict[str, object]) 
 
 
 def _with_cap(algorithm: object, cap: object, problems: list[Problem]) -> object:
-    """``algorithm`` with the section that the cap is; problems are added under the cap's own key."""
+    """``algorithm`` with the cap as a section; problems are added under the cap's own key."""
     if algorithm is not None and not isinstance(algorithm, Mapping):
         return algorithm
     others = {} if algorithm is None else dict(algorithm)

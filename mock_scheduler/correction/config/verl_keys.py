@@ -1,6 +1,6 @@
 """verl's keys of rollout correction, of every release, as rules.
 
-Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options that measure k1 compare
+Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options of k1 compare
 the log ratio itself with the logarithms of their bounds, so the kept ratios are [lo, hi], as verl documents them; its
 releases up to 0.9.1 keep [1/hi, 1/lo] (verl#6377).
 Sources: verl ``trainer/ppo/rollout_corr_helper.py`` (0.6.1 to 0.9.1), ``mismatch_helper.py`` (0.6.0, git e7cdce1c).
@@ -57,7 +57,7 @@ _LARGEST: Mapping[Estimator, float] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRule:
-    """What ``rollout_is`` and its thresholds ask for. bounds: those that the metrics count raw weights beyond."""
+    """The rules of ``rollout_is`` and its thresholds; bounds: beyond them metrics count raw weights."""
 
     rules: tuple[Rule, ...]
     bounds: tuple[float | None, float | None]
@@ -66,7 +66,7 @@ class WeightRule:
 def weight_rules(
     level: Level, threshold: Threshold | None, *, lower: float | None, mode: Literal["truncate", "mask"] | None
 ) -> WeightRule:
-    """The rules of importance weights.
+    """Makes the rules of importance weights.
 
     ``u`` truncates at u. ``"lo_hi"``, a lower bound, or mode ``mask`` make weights outside [lo, hi] 0 (IcePop); lo is
     1/u where mode is ``mask`` and no lower bound is given. ``inf`` leaves weights as they are.
@@ -98,7 +98,7 @@ def weight_rules(
 def rejection_rules(
     text: str, threshold: Threshold | None, *, lower: float | None, release: VerlRelease | None
 ) -> tuple[Rule, ...]:
-    """The rules of ``rollout_rs``: one per option of the list, in its order."""
+    """Makes the rules of ``rollout_rs``: one per option of the list, in its order."""
     key = "rollout_rs_threshold"
     options = list(dict.fromkeys(option.strip() for option in text.split(",") if option.strip()))
     if not options:
@@ -121,7 +121,7 @@ def rejection_rules(
 
 
 def veto_rule(threshold: float) -> Rule:
-    """Reject every sequence that has a token whose ratio is below ``threshold``; raises ``KeyedError`` from 1 on."""
+    """Makes the rule against sequences with a token of ratio below ``threshold``; raises ``KeyedError`` from 1 on."""
     check_veto(threshold, key="rollout_token_veto_threshold")
     return Rule(level="token", action="reject_sequence", lower=threshold, name=VETO)
 

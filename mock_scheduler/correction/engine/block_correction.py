@@ -23,7 +23,7 @@ from mock_scheduler.correction.engine.weights import MeasuredWeights, normalise,
 class BlockCorrection:
     """The correction of one block; each part is computed once, when it is first asked for.
 
-    Ranks that share sequences must ask for the same parts in the same order.
+    Ranks with shared sequences must ask for the same parts in the same order.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class BlockCorrection:
         Args:
             inputs: The block, a part of ``batch``.
             spec: The rules.
-            group: Ranks that hold other tokens of the same sequences.
+            group: Ranks with other tokens of the same sequences.
             batch: The whole batch, for messages.
 
         Raises:
-            CorrectionError: Values that cannot be corrected.
+            CorrectionError: Values without a correction, as ``read_tokens`` and ``check_turns`` refuse them.
         """
         self._inputs = inputs
         self._spec = spec
@@ -63,7 +63,7 @@ class BlockCorrection:
 
     @cached_property
     def _measured(self) -> dict[int, MeasuredRule]:
-        """Measures by the rule's place; rules that cut weights need none."""
+        """Measures by the rule's place; ``truncate`` and ``clip`` need none."""
         rules = enumerate(self._spec.rules)
         return {
             place: measure_rule(rule, self.tokens, self._units(rule.level), sequences=self.sequences)
@@ -79,8 +79,9 @@ class BlockCorrection:
 
     @cached_property
     def kept(self) -> Leveled:
-        """Bool: True for tokens that no rule rejects; of sequences where these tell all."""
+        """Bool, True unless a rule rejects; one value per sequence where that says everything."""
         rejections = [item.rejected for item in self._measured.values() if item.rejected is not None]
+        # Rules judge the raw log ratios, so no rule sees the work of another, and their order does not matter.
         rejected = any_of(rejections) if rejections else None
         if rejected is None or not bool(rejected.values.any()):
             return Leveled(values=torch.ones_like(self.sequences.sequence, dtype=torch.bool), units=self.sequences)
@@ -89,11 +90,12 @@ class BlockCorrection:
     # Log-probabilities far apart give infinities, and no warning.
     @np.errstate(all="ignore")
     def result(self, factor: float | None) -> CorrectionResult:
-        """The block's weights, mask and states; ``factor``: the mean that divides weights, ``None`` for none."""
+        """Makes the block's weights, mask and states; ``factor``: the divisor of weights, ``None`` for none."""
         tokens, kept = self.tokens, self.kept.by_token()
         weights = None if self.weights is None else normalise(self.weights, factor)
         applied = None
         if weights is not None:
+            # Rejected tokens keep their weights; the loss leaves them out by the mask.
             applied = Leveled(values=weights.applied.to(tokens.dtype), units=weights.units).by_token()
         mask = self._inputs.response_mask.detach()
         if tokens.is_known is not None or not bool(self.kept.values.all()):

@@ -1,4 +1,4 @@
-"""A batch as blocks of whole sequences, each so small that its computation stays in a processor's cache.
+"""A batch as blocks of whole sequences, each small enough for its computation to stay in a processor's cache.
 
 Contract: a block's result does not depend on the thread that computes it, and results come in the blocks' order.
 """
@@ -74,7 +74,7 @@ def _part(inputs: CorrectionInputs, place: slice, offsets: torch.Tensor | None) 
 
 
 def map_blocks(compute: Callable[[Block], _Result], blocks: Sequence[Block]) -> Iterator[_Result]:
-    """Calls ``compute`` on each block, in order, on as many threads as torch has, which uses one alone meanwhile."""
+    """Calls ``compute`` on each block, in order, on all of torch's threads, while torch uses one."""
     num_threads = min(torch.get_num_threads(), len(blocks))
     if num_threads < 2 or any(block.inputs.response_mask.numel() > BLOCK_TOKENS for block in blocks):
         yield from map(compute, blocks)

@@ -15,7 +15,7 @@ from mock_scheduler.correction.engine.units import Leveled, Runs, Units
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BucketRuns:
-    """Runs of tokens that share a sequence and a bucket; cells: int64 ``[R]``, sequence · num_buckets + bucket."""
+    """Runs of tokens of one sequence and one bucket; cells: int64 ``[R]``, sequence · num_buckets + bucket."""
 
     runs: Runs
     cells: npt.NDArray[np.int64]
@@ -24,7 +24,7 @@ class BucketRuns:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BucketValues:
-    """The values that ``BUCKET_SUMS`` names; log_ratio, k3: float64 ``[M]``. Weights are 1 where there are none."""
+    """The values for ``BUCKET_SUMS``; log_ratio, k3: float64 ``[M]``. Weights are 1 where there are none."""
 
     log_ratio: torch.Tensor
     k3: torch.Tensor
@@ -44,7 +44,7 @@ def position_runs(tokens: ResponseTokens) -> BucketRuns:
 
 
 def lag_runs(tokens: ResponseTokens) -> BucketRuns:
-    """Finds runs of tokens by the policy versions by which the sampling policy was older."""
+    """Finds runs of tokens by the lag of the sampling policy, in versions."""
     assert tokens.versions_behind is not None
     return _find_runs(tokens, tokens.versions_behind.long(), LAG_EDGES)
 

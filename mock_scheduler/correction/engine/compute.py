@@ -1,8 +1,8 @@
 """Rollout correction as one pure function: log-probabilities and a mask in, weights, a mask and metric states out.
 
 Contract: nothing is random, no input is written to, and no result has a gradient. An empty batch, a batch without
-response tokens and a batch that is rejected as a whole are ordinary inputs. The only communication is over the given
-groups: ``context_group`` for units that ranks share, ``batch_group`` for the mean of batch normalisation.
+response tokens and a wholly rejected batch are ordinary inputs. The only communication is over the given groups:
+``context_group`` for shared units, ``batch_group`` for the mean of batch normalisation.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def compute_correction(
 
     Args:
         inputs: The batch, or this rank's part of it.
-        spec: The rules. With ``release`` set, weights and mask are that release's, on one process, and states have
-            nothing of single rules.
-        context_group: Ranks that hold other tokens of the same sequences; each must be in one ``batch_group``.
+        spec: The rules. With ``release`` set, weights and mask are verl's, on one process, and states have nothing of
+            single rules.
+        context_group: Ranks with other tokens of the same sequences; each must be in one ``batch_group``.
         batch_group: Ranks whose weights are normalised together.
 
     Raises:
-        CorrectionError: Shapes that do not fit; log-probabilities that are not finite, with ``nan_policy`` error;
-            advantages or turns that a rule needs and the inputs lack; more rejected than ``max_rejected_fraction``.
+        CorrectionError: Shapes do not fit; a log-probability is not finite, with ``nan_policy`` error; a rule needs
+            advantages or turns and the inputs lack them; more than ``max_rejected_fraction`` is rejected.
         ValueError, TypeError, ArithmeticError: Where a ``release`` raises them.
     """
     if spec.release is not None:
@@ -132,7 +132,7 @@ def _correct_as_release(inputs: CorrectionInputs, spec: CorrectionSpec, release:
 
 
 def _measure_applied(applied: torch.Tensor, block: BlockCorrection) -> MeasuredWeights:
-    """A release's weights ``[M]``, beside the raw ones that it made them of."""
+    """Pairs a release's weights ``[M]`` with the raw ones."""
     raw = block.weights
     assert raw is not None
     log_weights, raw_by_token = (
@@ -188,6 +188,7 @@ class _Batch:
         Collective where a group is given.
         """
         parts = list(self._map(lambda computation: computation.weight_sums()))
+        # One process adds with fsum, which rounds once: the cut into blocks changes no bit of the mean.
         sums, counts = (torch.cat(columns) for columns in zip(*parts, strict=True))
         if group is not None and group.size() > 1:
             both = torch.stack((sums.sum(), counts.sum()))

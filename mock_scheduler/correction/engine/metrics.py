@@ -103,6 +103,7 @@ def _policies(view: View) -> Iterator[tuple[str, float]]:
     yield "rollout_ppl", mean_of(np.exp(-rollout))
     yield "rollout_log_ppl", mean_of(-rollout)
     yield "kl", 0.0 - view.mean("log_ratio")
+    # Of ℓ without a clamp, which would hide the tokens that are furthest off.
     yield "k3_kl", view.mean("k3")
     yield "log_ppl_diff", mean_of(difference)
     yield "log_ppl_abs_diff", mean_of(np.abs(difference))
@@ -110,6 +111,7 @@ def _policies(view: View) -> Iterator[tuple[str, float]]:
     yield "log_ppl_diff_min", float(difference.min())
     yield "ppl_ratio", mean_of(np.exp(difference))
     yield "chi2_token", view.mean("ratio_squared") - 1.0
+    # E[ρ²] − 1 is chi²(train‖rollout) under rollout; the exponent is clamped before it is doubled, as in verl.
     clamped = view.rows("log_ratio").clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     yield "chi2_seq", mean_of(np.exp(2.0 * clamped)) - 1.0
     yield from _probabilities(view)

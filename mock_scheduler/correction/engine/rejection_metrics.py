@@ -1,4 +1,4 @@
-"""Metrics of each rule that rejects, and of all together, by verl's newest names and by the guide's."""
+"""Metrics of each rejecting rule, and of all together, by verl's newest names and by the guide's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mock_scheduler.correction.engine.states import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rejecting:
-    """A rule that rejects, the prefix of its columns, and its own name in metrics."""
+    """A rejecting rule, the prefix of its columns, and its own name in metrics."""
 
     rule: Rule
     key: str
@@ -28,7 +28,7 @@ class _Rejecting:
 
 
 def _rejecting(view: View, spec: CorrectionSpec) -> list[_Rejecting]:
-    """The rules that reject, with the veto; none for states of a verl release, which know no rules."""
+    """The rejecting rules, with the veto; states of a verl release know none."""
     found: list[_Rejecting] = []
     for index, rule in enumerate(spec.rules):
         key = rule_key(index, rule)
@@ -39,7 +39,7 @@ def _rejecting(view: View, spec: CorrectionSpec) -> list[_Rejecting]:
 
 
 def rejections(view: View, spec: CorrectionSpec) -> dict[str, float]:
-    """``rollout_rs_{rule}_…`` of every rule that rejects, without the veto, and of all together.
+    """Makes ``rollout_rs_{rule}_…`` of every rejecting rule, without the veto, and of all together.
 
     A second rule of one label is ``{label}_2``.
     """
@@ -54,7 +54,7 @@ def rejections(view: View, spec: CorrectionSpec) -> dict[str, float]:
 
 
 def _rejection(view: View, item: _Rejecting) -> dict[str, float]:
-    """Metrics of one rule; a ratio's values are given as k1 = −log ρ, as in verl's options of that name."""
+    """Metrics of one rule; a ratio's values are given as k1 = −log ρ, as in verl's options of this name."""
     rule, key = item.rule, item.key
     states, prefix = view.states, f"rollout_rs_{item.name}"
     sign = -1.0 if rule.estimator == "ratio" else 1.0
@@ -95,7 +95,7 @@ def veto(view: View, spec: CorrectionSpec) -> dict[str, float]:
 
 
 def guide_rejections(view: View, spec: CorrectionSpec) -> dict[str, float]:
-    """The guide's ``rollout_rs_…``, in ratios, of the first rule that rejects by a ratio, but the veto."""
+    """Makes the guide's ``rollout_rs_…``, in ratios, of the first rule against a ratio, but the veto."""
     found = [item for item in _rejecting(view, spec) if item.rule is guide_rule(spec)]
     if not found:
         return {}

@@ -1,6 +1,6 @@
 """One rule on one block: the measure of every unit, and the units outside the rule's bounds.
 
-Contract: a rule measures by its estimator, aggregates over the unit, and compares with bounds that are inclusive.
+Contract: a rule measures by its estimator, aggregates over the unit, and compares with inclusive bounds.
 Nothing is communicated but by the units' own reductions.
 """
 
@@ -26,11 +26,11 @@ _CONDITIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredRule:
-    """The measures of one rule, and the units that it finds outside its bounds.
+    """The measures of one rule, and the units outside its bounds.
 
     values: float64 of tokens ``[M]``, or of the runs ``[R]`` of ``units``; logarithms for the estimator ``ratio``.
     is_outside: bool of the same shape.
-    rejected: bool, of these or of other units; ``None`` where the rule does not reject.
+    rejected: bool, of the same or of other units; ``None`` where the rule does not reject.
     """
 
     rule: Rule
@@ -44,13 +44,14 @@ def measure_rule(rule: Rule, tokens: ResponseTokens, units: Units | None, *, seq
     """Measures the units of one rule. Collective where the units are shared.
 
     Args:
-        rule: A rule that rejects, or that makes weights 0.
+        rule: A rule of any action but ``truncate`` and ``clip``.
         tokens: The block's response tokens.
         units: The units of the rule's level; ``None``: every token is one.
         sequences: The block's sequences.
     """
     values = _estimate(rule, tokens)
     if units is not None:
+        # The sum of a unit is over its tokens in order, so the order of tokens is part of the result.
         values = units.reduce(values, "max" if rule.effective_aggregation == "max" else "sum")
         if rule.effective_aggregation == "mean":
             values = values / units.counts().clamp(min=1.0)
@@ -58,6 +59,7 @@ def measure_rule(rule: Rule, tokens: ResponseTokens, units: Units | None, *, seq
     if units is not None and units.has_unknown is not None:
         # A unit whose measure is not known is treated as one that is outside.
         is_outside = is_outside | units.has_unknown
+    # The condition is on the sum of a unit's advantages.
     if rule.when != "always":
         assert tokens.advantages is not None
         advantages = tokens.advantages if units is None else units.reduce(tokens.advantages)
@@ -72,7 +74,7 @@ def measure_rule(rule: Rule, tokens: ResponseTokens, units: Units | None, *, seq
 
 
 def _find_rejected(rule: Rule, is_outside: torch.Tensor, units: Units | None, sequences: Units) -> Leveled | None:
-    """The units that the rule rejects, for ``is_outside`` of all of its units; ``None`` where it rejects none."""
+    """The units rejected by the rule, for ``is_outside`` of all its units; ``None`` where it does not reject."""
     if not rule.rejects:
         return None
     if units is None and rule.action == "reject_token":
@@ -84,7 +86,7 @@ def _find_rejected(rule: Rule, is_outside: torch.Tensor, units: Units | None, se
 
 
 def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
-    """Estimates every token, float64 ``[M]``; for ``ratio`` the logarithm, in which it is aggregated."""
+    """Estimates every token, float64 ``[M]``; ``ratio`` as its logarithm."""
     if rule.estimator == "prob_diff":
         difference = tokens.train.double().exp() - tokens.rollout.double().exp()
         return -difference if rule.reverse else difference
@@ -93,6 +95,7 @@ def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
         log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     match rule.estimator:
         case "ratio":
+            # Products and geometric means of ratios are sums and means of logarithms.
             return log_ratio
         case "k1":
             return -log_ratio
@@ -105,7 +108,8 @@ def _estimate(rule: Rule, tokens: ResponseTokens) -> torch.Tensor:
 
 
 def _is_outside(values: torch.Tensor, rule: Rule, dtype: torch.dtype) -> torch.Tensor:
-    """Whether values are outside the bounds; both are rounded to ``dtype``, so that a value at a bound is within."""
+    """Whether values are outside the rule's bounds."""
+    # Both sides are rounded to the dtype of weights, so a value at a bound is within: ln 2 is within [0.5, 2].
     rounded = values.to(dtype)
     outside = torch.zeros_like(rounded, dtype=torch.bool)
     for bound, is_beyond in zip(value_bounds(rule), (is_below, is_above), strict=True):
@@ -115,7 +119,7 @@ def _is_outside(values: torch.Tensor, rule: Rule, dtype: torch.dtype) -> torch.T
 
 
 def is_above(values: torch.Tensor, bound: float) -> torch.Tensor:
-    """Whether values, float32 or float64, are above the bound, which is rounded to their dtype."""
+    """Whether values, float32 or float64, are above the bound, rounded to their dtype."""
     if values.is_cpu:
         # numpy takes a seventh of torch's time.
         array = values.numpy()
@@ -124,7 +128,7 @@ def is_above(values: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def is_below(values: torch.Tensor, bound: float) -> torch.Tensor:
-    """Whether values are below the bound, which is rounded to their dtype."""
+    """Whether values are below the bound, rounded to their dtype."""
     if values.is_cpu:
         array = values.numpy()
         return torch.from_numpy(np.asarray(array < array.dtype.type(bound)))

@@ -1,6 +1,6 @@
 """The states of one block, for metrics: one row of sums, maxima and minima per sequence.
 
-A value that all tokens of a unit share is summed as the value times their number, so it is not laid out per token.
+A value shared by all tokens of a unit is summed as the value times their number, without a value per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mock_scheduler.correction.engine.weights import MeasuredWeights
 
 
 class _Rows:
-    """Columns of sums, maxima and minima, each reduced as it comes, so that no token value is kept."""
+    """Columns of sums, maxima and minima, each reduced as it comes, without keeping token values."""
 
     def __init__(self, sequences: Units) -> None:
         self._sequences = sequences
@@ -63,11 +63,8 @@ class _Rows:
         self.add(f"{name}_squared", torch.square(values, out=self._scratch), units=units)
 
     def add_moments_of_kept(self, name: str, values: torch.Tensor, kept: torch.Tensor, *, units: Units) -> None:
-        """Adds moments of values ``[R]``, with 0 for tokens ``[M]`` that are not kept.
-
-        A sequence that keeps all of its tokens gets the bits of ``add_moments``: its sums must not depend on the
-        tokens that other sequences lose.
-        """
+        """Adds moments of values ``[R]``, with 0 for tokens ``[M]`` that are not kept."""
+        # A sequence with all of its tokens gets the bits of ``add_moments``: losses of others must not touch its sums.
         counts = units.runs.reduce(kept, "sum")
         has_kept, has_lost = counts > 0, counts < units.runs.counts(counts.device)
         largest, smallest = torch.where(has_kept, values, -math.inf), torch.where(has_kept, values, math.inf)
@@ -81,7 +78,7 @@ class _Rows:
             self.columns[reduction][column] = units.by_sequence(of_runs, reduction, counts=counts).cpu().numpy()
 
     def repeat(self, name: str, of: str) -> None:
-        """Gives ``name`` the columns of ``of``, which has the same values."""
+        """Gives ``name`` the columns of ``of``, for equal values."""
         for columns in self.columns.values():
             if of in columns:
                 columns[name] = columns[of]
@@ -217,7 +214,7 @@ def _add_applied(rows: _Rows, weights: MeasuredWeights, kept: Leveled) -> None:
 
 
 def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, MeasuredRule], dtype: torch.dtype) -> None:
-    """Adds the rules that reject; the effect of the others is in the weights."""
+    """Adds the rejecting rules; the effect of the others is in the weights."""
     rejections: list[Leveled] = []
     for index, item in measured.items():
         key = rule_key(index, item.rule)
@@ -237,7 +234,7 @@ def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, Measure
 
 
 def guide_rule(spec: CorrectionSpec) -> Rule | None:
-    """The rule that the guide's metrics of rejection describe: the first by a ratio, but the veto."""
+    """The subject of the guide's metrics of rejection: the first rule against a ratio, but the veto."""
     found = (rule for rule in spec.rules if rule.rejects and rule.name != VETO and rule.estimator == "ratio")
     return next(found, None)
 

@@ -1,4 +1,4 @@
-"""States of rollout correction, which merge, and totals over the merged ones; metrics are made of these.
+"""Mergeable states of rollout correction, and totals over merged ones, for metrics.
 
 Contract: states have one row of sums, maxima and minima per sequence, and the log weight of every token. Merging lays
 rows side by side; totals are correctly rounded sums over rows, and maxima and quantiles are over all: so no number
@@ -55,6 +55,7 @@ class CorrectionStates:
     @classmethod
     def merge(cls, parts: Sequence[CorrectionStates]) -> CorrectionStates:
         """Puts parts together that share no sequence. Raises ``ValueError`` for parts of other rules."""
+        # Rows are kept apart: sums of sums would depend on the order of merging.
         return _join(parts, lambda kind, arrays: np.concatenate(arrays))
 
     @classmethod

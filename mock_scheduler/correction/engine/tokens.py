@@ -1,6 +1,6 @@
 """The one layout in which correction computes: response tokens, sequence after sequence.
 
-Contract: padded ``[B, T]`` and packed ``[N]`` inputs become the same list of tokens, so that both give the same
+Contract: padded ``[B, T]`` and packed ``[N]`` inputs become the same list of tokens, and so give the same
 numbers. Other tokens are never read, whatever they hold.
 """
 
@@ -149,7 +149,7 @@ def read_tokens(
 
 
 def _assume_ratio_one(tokens: ResponseTokens) -> ResponseTokens:
-    """Takes the policies for equal at tokens without a known ratio: both have the log-probability that is finite."""
+    """Takes the policies for equal at tokens without a known ratio: both have the finite log-probability, or else 0."""
     finite, train, rollout = tokens.log_ratio.isfinite(), tokens.train, tokens.rollout
     train = torch.where(train.isfinite(), train, torch.where(rollout.isfinite(), rollout, 0.0))
     return replace(

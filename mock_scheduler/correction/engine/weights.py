@@ -49,11 +49,13 @@ def weigh(
         log_weights = units.reduce(log_weights)
         if spec.weight == "geometric":
             log_weights = log_weights / units.counts().clamp(min=1.0)
+    # Clamped after the sum: a sequence of many small ratios may reach the bound.
     raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp_()
     if units is not None:
         log_weights, raw = units.of_runs(log_weights), units.of_runs(raw)
     weights = MeasuredWeights(units=units, log_weights=log_weights, raw=raw, bounded=raw, applied=raw, factor=None)
     for place, rule in enumerate(spec.rules):
+        # Each acts on the weights that the rules before it left: a clip lifts a zeroed weight to its lower bound.
         if rule.action in ("truncate", "clip"):
             weights = replace(weights, bounded=weights.bounded.clamp(min=rule.lower, max=rule.upper))
         elif rule.action == "zero_weight":
@@ -68,6 +70,7 @@ def weigh(
 def _zero(weights: MeasuredWeights, flags: Leveled) -> MeasuredWeights:
     """Makes flagged weights 0; the weights become one per token where the flags are not of their own units."""
     if flags.units is not weights.units:
+        # Tokens of one unit may now have different weights.
         log_weights, raw, bounded = (
             Leveled(values=values, units=weights.units).by_token()
             for values in (weights.log_weights, weights.raw, weights.bounded)

@@ -72,7 +72,7 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """Choices of the reader, and facts that steps do not have.
+    """Choices of the reader, and facts from outside of steps.
 
     recording, run: for the report's head. configured: the correction that a configuration asks for, shown first.
     presets: further configurations. num_worst: tokens and trajectories to name. vocabulary: texts of tokens.
@@ -245,7 +245,7 @@ class ReportBuilder:
         return found
 
     def _comparability(self) -> list[Advice]:
-        """Compares sampling with training; of training that is not known, only problems of any training are found."""
+        """Compares sampling with training; of unknown training, only problems of any training are found."""
         training = self._options.training
         texts = [
             text

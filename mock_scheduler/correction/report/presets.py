@@ -1,7 +1,7 @@
 """The effect of each configuration of rollout correction on recorded steps, without training: one line for each.
 
-Contract: every number comes from ``compute_correction``, which training uses too, step by step, and totals are of all
-steps. Where a step lacks advantages or turns that a rule asks for, the line says so and has no numbers.
+Contract: every number comes from training's own ``compute_correction``, step by step, and totals are of all steps. If a
+rule needs advantages or turns and a step lacks them, the line says so and has no numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A recorded step as rollout correction sees it: trajectories one after another, and facts of their tokens.
 
-Contract: trajectories and turns are those of ``correction.batches``, as in training.
+Contract: trajectories and turns are those of ``BatchTokens``, as in training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sources of the report beside a recording: a run's training log-probabilities, and configurations.
 
-Contract: only reads; each source that cannot be used is a ``ConfigError`` that says why, and the remedy. A trace's
+Contract: only reads; an unusable source is a ``ConfigError`` with the reason and the remedy. A trace's
 log-probabilities belong to recorded tokens only where rows, lengths and, of a completed run, the digest of the whole
 batch are the recorded ones.
 """
@@ -42,7 +42,7 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """A configuration's facts of training that the report needs; section: ``None`` where correction is off."""
+    """Facts of training for the report; section: ``None`` where correction is off."""
 
     side: TrainingSide
     section: RolloutCorrectionConfig | None
@@ -105,7 +105,7 @@ class TrainingScores:
     def load(self, batch: RolloutBatch, *, step: int) -> torch.Tensor | None:
         """Loads those of a batch's M response tokens, floating ``[M]``; ``None`` where the step was not traced.
 
-        Raises ``ConfigError`` where the trace has no scores, or those of other rollouts.
+        Raises ``ConfigError`` where the trace has no scores, or scores of other rollouts.
         """
         if step not in self._reader.steps:
             return None

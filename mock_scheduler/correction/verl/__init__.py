@@ -1,7 +1,7 @@
 """verl's releases of rollout correction, reproduced with their bugs.
 
-``correct`` is the one entry. ``releases.py`` is the table of differences between the releases; configuration reads that
-table too, and no other code of the project knows a release by name. ``reproduce.py`` is the code behind the entry; it
+``correct`` is the one entry. ``releases.py`` is the table of differences between the releases; configuration reads it
+too, and no other code of the project knows a release by name. ``reproduce.py`` is the code behind the entry; it
 imports torch when ``correct`` is first asked for, so that configuration imports none.
 """
 

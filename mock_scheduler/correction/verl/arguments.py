@@ -1,7 +1,7 @@
-"""How verl's releases read their arguments, with the errors that they raise.
+"""Arguments as verl's releases read them, with the errors of the releases.
 
 Contract: pure functions of plain values. Raises ValueError, TypeError or ZeroDivisionError where the release does.
-Gaps that are kept: NaN passes every check, and ``True`` counts as 1 before 0.8.
+Kept gaps: NaN passes every check, and ``True`` counts as 1 before 0.8.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Option:
 
 
 def read_number(name: str, value: object) -> float:
-    """The number itself, unconverted; TypeError for a text or a list, which no release compares with a number."""
+    """Reads the number, unconverted; TypeError for a text or a list, as no release compares them with a number."""
     if not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; expected a number")
     return value
 
 
 def read_positive(name: str, value: object) -> float:
-    """``read_number`` that is not ≤ 0; NaN passes."""
+    """Reads a number; ValueError for one ≤ 0; NaN passes."""
     number = read_number(name, value)
     if number <= 0:
         raise ValueError(f"{name} is {number}; expected a positive number")
@@ -57,7 +57,7 @@ def read_positive(name: str, value: object) -> float:
 
 
 def read_choice(name: str, value: object, choices: frozenset[str]) -> str:
-    """One of ``choices``; ValueError for another, TypeError for what cannot be hashed."""
+    """One of ``choices``; ValueError for another, TypeError for an unhashable value."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(sorted(choices))}")
     return str(value)

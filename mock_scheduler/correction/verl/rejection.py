@@ -1,6 +1,6 @@
 """Rejection in verl: by a ratio with a veto (e7cdce1c and 0.6.1), and by k1, k2 and k3 (from 0.7.1 on).
 
-Contract: pure functions. Kept of the former: a mask that is not of floats becomes float32 where something is rejected
+Contract: pure functions. Kept of the former: a bool or integer mask becomes float32 where something is rejected
 or vetoed. Kept of the latter: k1 = −ℓ is compared with the logarithms of bounds of the ratio itself, so that ratios in
 [1/upper, 1/lower] pass (verl issue 6377); each ℓ is clamped before rows are added; and NaN is rejected.
 """
@@ -33,7 +33,7 @@ _LEVELS = frozenset({"token", "sequence", "geometric"})
 def reject_by_ratio(
     behaviour: Behaviour, log_ratio: torch.Tensor, mask: torch.Tensor, arguments: dict[str, object]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The mask [B, T] without what lies outside [lower, upper], both inclusive, and metrics ``rollout_rs_*``.
+    """Keeps ratios within [lower, upper], both inclusive: the mask [B, T], and metrics ``rollout_rs_*``.
 
     lower: 1/upper where none is given. Raises ValueError for a level, TypeError or ZeroDivisionError for a bound.
     """
@@ -50,7 +50,7 @@ def reject_by_ratio(
 
 
 def masked_fractions(name: str, level: str, kept: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Fractions of tokens, and of all rows, that ``kept`` (float [B, T], 0 or 1) leaves out."""
+    """Fractions of tokens, and of all rows, without ``kept`` (float [B, T], 0 or 1)."""
     rows = masked_sum(1 - kept, mask, -1) > 0 if level == "token" else 1 - kept[:, 0]
     return {
         f"{name}_masked_fraction": masked_mean(1 - kept, mask).item(),
@@ -101,7 +101,7 @@ class _Statistic:
 def reject_by_divergence(
     behaviour: Behaviour, log_ratio: torch.Tensor, mask: torch.Tensor, arguments: dict[str, object]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The mask [B, T], in its dtype, of tokens that pass every option, and metrics ``rollout_rs_*``.
+    """Keeps tokens within the bounds of every option: the mask [B, T], in its dtype, and metrics ``rollout_rs_*``.
 
     Raises as ``read_options`` does.
     """
@@ -125,6 +125,7 @@ def reject_by_divergence(
 
 
 def _compute_statistic(option: Option, log_ratio: torch.Tensor, mask: torch.Tensor) -> _Statistic:
+    # k1 = −ℓ is compared with log(lower) and log(upper), so ratios in [1/upper, 1/lower] pass (verl#6377).
     if option.estimator == "k1":
         values = -log_ratio
     elif option.estimator == "k2":
@@ -172,7 +173,7 @@ def _option_metrics(statistic: _Statistic, mask: torch.Tensor) -> dict[str, floa
 
 
 def _rejected_fractions(passes: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Of response tokens, and of the rows that have any."""
+    """Rejected fractions of response tokens, and of rows with response tokens."""
     has_tokens = (mask.sum(dim=-1) > 0).float()
     row_passes = (passes | ~mask.bool()).all(dim=-1).to(log_ratio.dtype)
     return {

@@ -1,4 +1,4 @@
-"""One table of what differs between verl's releases of rollout correction.
+"""One table of the differences between verl's releases of rollout correction.
 
 Contract: plain values; imports no torch and nothing of this project. The facts are from the helper files of the
 releases on PyPI (0.6.0 ``trainer/ppo/mismatch_helper.py``; 0.6.1, 0.7.1 and 0.9.1
@@ -24,15 +24,15 @@ class Behaviour:
     """The switches of one release.
 
     defaults: every argument by the release's own name, with its default in Python.
-    keys: the keys of ``rollout_correction`` that the release has.
-    levels: the levels of weights that it has.
+    keys: the keys of ``rollout_correction`` in the release.
+    levels: the levels of weights in the release.
     prefix: of all metrics. policy_prefix: of metrics that compare the two policies, after ``prefix``.
     has_chi2: whether ``chi2_token`` and ``chi2_seq`` are among them.
     rejects_by: the statistic that rejection compares with bounds. ``weight``: the weights themselves, which become 0
         while the mask stays; ``ratio``: a ratio of its own, with a veto; ``divergence``: options with k1, k2 and k3,
         without a veto.
     default_veto: the threshold of the veto where none is given; ``None`` vetoes nothing then.
-    truncates_first: weights are truncated before they are masked and measured, so that no metric sees a raw weight.
+    truncates_first: weights are truncated before they are masked and measured, and no metric sees a raw weight.
     measures_applied: metrics are of weights after truncation, while fractions beyond a bound stay of raw ones.
     text_bounds: ``rollout_is_threshold`` may be a text; ``"lower_upper"`` zeroes weights outside (IcePop).
     batch_norm: the rows whose means batch normalisation of sequence weights averages.

@@ -39,6 +39,7 @@ def importance_weights(
     level = read_choice("rollout_is", arguments["rollout_is"], _LEVELS)
     bounds = read_weight_bounds(arguments["rollout_is_threshold"], text_bounds=behaviour.text_bounds)
     ratios = compute_ratios(level, log_ratio, mask)
+    # Times the mask, so NaN at padding stays NaN.
     raw = (ratios.per_token.clamp(max=bounds.upper) if behaviour.truncates_first else ratios.per_token) * mask
     applied = _apply_bounds(raw, bounds)
     lower = 1.0 / bounds.upper if bounds.lower is None else bounds.lower
@@ -58,6 +59,7 @@ def importance_weights(
     if not arguments.get("rollout_is_batch_normalize", False):
         return weights, metrics
     mean = _batch_mean(behaviour.batch_norm, level, weights, mask)
+    # NaN is not above it either, so it turns normalisation off.
     if not mean > 1e-8:
         return weights, metrics | {"rollout_is_batch_norm_factor": 1.0}
     return weights / mean, metrics | {"rollout_is_batch_norm_factor": mean.item()}
