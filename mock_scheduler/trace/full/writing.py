@@ -19,8 +19,8 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.full.files import Ending, EntryIntake, RankStep, check_unwritten, write_part
-from mock_scheduler.trace.full.pieces import PieceRecord, record_entry
+from mock_scheduler.trace.full.files import Ending, EntryIntake, check_unwritten, part_path, write_part
+from mock_scheduler.trace.full.header import PieceRecord, RankStep, record_entry
 
 DEFAULT_PART_BYTES = 1 << 30
 
@@ -103,7 +103,7 @@ class FullSink:
     def _remove_parts(self) -> None:
         """Remove all parts of this rank's step: none was there when it began. Waits for a write that has begun."""
         self._executor.shutdown(cancel_futures=True)
-        paths = [self._rank_step.part_path(self._trace_dir, part) for part in range(self._part.index + 1)]
+        paths = [part_path(self._trace_dir, self._rank_step, part) for part in range(self._part.index + 1)]
         with suppress(OSError):  # what cannot be removed has no last part, and is no whole step
             for path in paths:
                 path.unlink(missing_ok=True)
