@@ -5,11 +5,10 @@ Contract: they end with ``release`` or with the process; a forked child, which h
 
 from __future__ import annotations
 
-import os
-
 from mock_scheduler.recording.paths import shard_stem
 from mock_scheduler.recording.storage import Lock, Storage
 from mock_scheduler.scheduler import RowShard
+from mock_scheduler.support.forks import PerProcess
 
 _CLAIM = ""  # of the whole recording, beside the locks of its folders
 
@@ -21,25 +20,26 @@ class FolderLocks:
         self._storage = storage
         self._part = None if shard is None else shard_stem(shard)
         self._run_id = run_id
-        self._locks: dict[str, Lock | None] = {}
-        self._process_id = os.getpid()
+        first: dict[str, Lock | None] = {}
+        self._locks = PerProcess(first, remake=lambda: {_CLAIM: storage.claim(run_id)})
 
     def claim(self) -> None:
         """Keep other runs out; raises ``RecordingError`` naming one that records here."""
-        if _CLAIM not in self._locks:
-            self._locks[_CLAIM] = self._storage.claim(self._run_id)
+        locks = self._locks.get()
+        if _CLAIM not in locks:
+            locks[_CLAIM] = self._storage.claim(self._run_id)
 
     def take(self, folder: str) -> None:
         """Lock a folder such as ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
-        if self._process_id != os.getpid():  # a forked child: the locks are its parent's
-            self._locks, self._process_id = {}, os.getpid()
-            self.claim()
-        if folder not in self._locks:
-            self._locks[folder] = self._storage.lock(folder, part=self._part)
+        locks = self._locks.get()
+        if folder not in locks:
+            locks[folder] = self._storage.lock(folder, part=self._part)
 
     def release(self) -> None:
         """Give all back."""
-        while self._locks:
-            _, lock = self._locks.popitem()
+        # A forked child that has taken none gives none back.
+        locks = self._locks.get() if self._locks.is_own else {}
+        while locks:
+            _, lock = locks.popitem()
             if lock is not None:
                 lock.release()
