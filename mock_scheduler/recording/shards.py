@@ -8,9 +8,10 @@ sampling, meta and extras, with disjoint rows. A shard whose digest it does not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mock_scheduler.batch.trajectory import RowKey, SampleIdentity, count_groups, partial_group_problems
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
 from mock_scheduler.recording.paths import (
@@ -22,7 +23,7 @@ from mock_scheduler.recording.paths import (
     list_shard_files,
 )
 from mock_scheduler.recording.sealed import SealedFile
-from mock_scheduler.recording.step.row_keys import count_trajectories, group_problems, overlap_problems
+from mock_scheduler.recording.step.layout import RowKeys
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
@@ -32,6 +33,8 @@ from mock_scheduler.support.documents import Count
 
 COMMIT_FORMAT = "rollout-commit"
 COMMIT_VERSION = 1
+
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +97,8 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     all_keys = [key for rows in keys.values() for key in rows.keys]
     strangers = [name for name in list_shard_files(storage, step_name) if name not in keys]
     problems = [f"{name} is of another number of shards" for name in strangers]
-    problems += _difference_problems(files) + overlap_problems(keys)
-    problems += [] if group_size is None else group_problems(all_keys, group_size)
+    problems += _difference_problems(files) + _overlap_problems(keys)
+    problems += [] if group_size is None else _group_problems(all_keys, group_size)
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise RecordingError(f"[Rollout Mock] {where} cannot be committed: its shards do not fit together:{lines}")
@@ -242,3 +245,35 @@ def _whole_group_size(files: Sequence[StepFile]) -> int | None:
         return files[0].info.group_size
     sizes = {file.group_size for file in files if file.num_rows} or {files[0].group_size}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def count_trajectories(keys: Iterable[RowKey]) -> int:
+    """Number of different trajectories."""
+    return count_groups(key[:4] for key in keys).total()
+
+
+def _overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
+    """Rows that more than one file holds, each with the files' names; the first 20 of them where there are more."""
+    holders: dict[RowKey, list[str]] = {}
+    for name, rows in files.items():
+        for key in rows.keys:
+            holders.setdefault(key, []).append(name)
+    twice = [(key, names) for key, names in sorted(holders.items()) if len(names) > 1]
+    return _some([f"{_name_row(key)} is in {' and in '.join(names)}" for key, names in twice])
+
+
+def _group_problems(keys: Iterable[RowKey], group_size: int) -> list[str]:
+    """Groups that have another number of trajectories; the first 20 of them where there are more."""
+    return _some(partial_group_problems(count_groups(key[:4] for key in sorted(keys)), group_size))
+
+
+def _name_row(key: RowKey) -> str:
+    scheduler_id, group_id, episode_id, env_id, turn = key
+    return str(
+        SampleIdentity(scheduler_id=scheduler_id, group_id=group_id, episode_id=episode_id, env_id=env_id, turn=turn)
+    )
+
+
+def _some(problems: list[str]) -> list[str]:
+    hidden = len(problems) - _MAX_LISTED
+    return problems if hidden <= 0 else [*problems[:_MAX_LISTED], f"and {hidden} more"]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
-from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import (
     RetentionRecord,
     find_removable,
@@ -23,6 +22,7 @@ from mock_scheduler.recording.retention import (
 )
 from mock_scheduler.recording.sealed import encode_sealed
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from pipelines.config.schema import RetentionConfig
 from tests.recording.builders import make_batch, make_contract, make_info

@@ -17,14 +17,13 @@ from contextlib import contextmanager
 import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_range
+from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, check_range
 from mock_scheduler.recording.storage.compressed import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
     compress,
     open_compressed,
 )
-from mock_scheduler.recording.storage.names import check_name
 from mock_scheduler.support.files import Buffer
 from mock_scheduler.support.forks import PerProcess
 
