@@ -2,7 +2,7 @@
 
 import pytest
 
-from mock_scheduler.recording.patience import Patience
+from mock_scheduler.recording.writing.sharded import Patience
 
 
 class FakeTime:

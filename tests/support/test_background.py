@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -12,11 +13,33 @@ from collections.abc import Callable
 import pytest
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording.writing.background import MAX_HELD, JobQueue
+from mock_scheduler.support.background import JobQueue, QueueTexts
 from tests.recording.processes import run_in_child
 
 # Python 3.12 warns of a fork beside threads, of which torch and earlier tests may have left some: ours need none.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+MAX_HELD = 2
+
+TEXTS = QueueTexts(
+    closed="the writer is closed",
+    halted="nothing more is written",
+    failed="a write failed",
+    skipped="a write is left out",
+)
+
+
+def open_queue(*, is_background: bool) -> JobQueue:
+    """A queue as a recording has it."""
+    return JobQueue(
+        "rollout-writer",
+        texts=TEXTS,
+        error=RecordingError,
+        logger=logging.getLogger("mock_scheduler.test"),
+        max_held=MAX_HELD,
+        is_background=is_background,
+    )
 
 
 class Gate:
@@ -40,7 +63,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("is_background", [True, False])
 def test_jobs_run_in_the_order_in_which_they_were_given(is_background: bool) -> None:
-    queue, done = JobQueue(is_background=is_background), []
+    queue, done = open_queue(is_background=is_background), []
     for number in range(20):
         queue.submit(giving(lambda number=number: done.append(number)))
     queue.flush()
@@ -49,7 +72,7 @@ def test_jobs_run_in_the_order_in_which_they_were_given(is_background: bool) -> 
 
 
 def test_giving_a_job_does_not_wait_for_it() -> None:
-    queue, gate, done = JobQueue(is_background=True), Gate(), []
+    queue, gate, done = open_queue(is_background=True), Gate(), []
     queue.submit(giving(gate.job))
     queue.submit(giving(lambda: done.append(1)))
     assert (gate.has_begun.wait(60), done) == (True, [])
@@ -59,7 +82,7 @@ def test_giving_a_job_does_not_wait_for_it() -> None:
 
 
 def test_a_job_in_place_is_done_when_it_was_given() -> None:
-    queue, threads = JobQueue(is_background=False), []
+    queue, threads = open_queue(is_background=False), []
     queue.submit(giving(lambda: threads.append(threading.current_thread())))
     assert threads == [threading.current_thread()]
 
@@ -81,7 +104,7 @@ def test_never_more_than_two_jobs_are_held() -> None:
         most.append(len(alive))
         return lambda: (most.append(len(alive)), payload)
 
-    queue = JobQueue(is_background=True)
+    queue = open_queue(is_background=True)
     for _ in range(300):
         queue.submit(make_job)
     queue.close()
@@ -90,7 +113,7 @@ def test_never_more_than_two_jobs_are_held() -> None:
 
 
 def test_a_third_job_is_not_made_before_the_first_is_done() -> None:
-    queue, gate, made = JobQueue(is_background=True), Gate(), threading.Event()
+    queue, gate, made = open_queue(is_background=True), Gate(), threading.Event()
     queue.submit(giving(gate.job))
     queue.submit(giving(lambda: None))
 
@@ -109,7 +132,7 @@ def test_a_third_job_is_not_made_before_the_first_is_done() -> None:
     queue.close()
 
 
-REPEATED = "[Rollout Mock] Nothing more is recorded, since an earlier write failed: the first error"
+REPEATED = "nothing more is written: the first error"
 
 
 @pytest.mark.parametrize("is_background", [True, False])
@@ -118,7 +141,7 @@ def test_an_error_is_raised_as_it_was_by_the_next_call_and_told_of_by_all_later_
     call: str, is_background: bool
 ) -> None:
     """It was forgotten once raised: a later flush said that all was on disk, and close that all was well."""
-    queue, done = JobQueue(is_background=is_background), []
+    queue, done = open_queue(is_background=is_background), []
     calls: dict[str, Callable[[], object]] = {
         "submit": lambda: queue.submit(giving(lambda: done.append(1))),
         "run": lambda: queue.run(lambda: done.append(1)),
@@ -129,7 +152,7 @@ def test_an_error_is_raised_as_it_was_by_the_next_call_and_told_of_by_all_later_
     with contextlib.suppress(ZeroDivisionError):
         queue.submit(giving(fail))
     if is_background:
-        queue._executor.submit(int).result()  # the thread has got past the failed job
+        queue._worker.get().executor.submit(int).result()  # the thread has got past the failed job
         with pytest.raises(ZeroDivisionError, match="the first error"):
             calls[call]()
     for _ in range(2):
@@ -142,7 +165,7 @@ def test_an_error_is_raised_as_it_was_by_the_next_call_and_told_of_by_all_later_
 
 
 def test_what_a_job_raises_that_is_run_here_is_its_callers_alone() -> None:
-    queue = JobQueue(is_background=True)
+    queue = open_queue(is_background=True)
     with pytest.raises(ZeroDivisionError):
         queue.run(fail)
     assert queue.run(lambda: 3) == 3
@@ -151,7 +174,7 @@ def test_what_a_job_raises_that_is_run_here_is_its_callers_alone() -> None:
 
 def test_any_thread_may_give_jobs() -> None:
     """Two threads that looked at the first job together took two away: IndexError, or an error that was lost."""
-    queue, failures, done = JobQueue(is_background=True), [], []
+    queue, failures, done = open_queue(is_background=True), [], []
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -177,7 +200,7 @@ def test_any_thread_may_give_jobs() -> None:
 
 
 def test_jobs_in_place_run_one_at_a_time() -> None:
-    queue, running, most = JobQueue(is_background=False), [], []
+    queue, running, most = open_queue(is_background=False), [], []
     barrier = threading.Barrier(3)
 
     def job() -> None:
@@ -199,7 +222,7 @@ def test_jobs_in_place_run_one_at_a_time() -> None:
 
 
 def test_what_waited_behind_a_failed_job_is_not_done(caplog: pytest.LogCaptureFixture) -> None:
-    queue, gate, done = JobQueue(is_background=True), Gate(), []
+    queue, gate, done = open_queue(is_background=True), Gate(), []
 
     def fail_late() -> None:
         gate.job()
@@ -214,13 +237,13 @@ def test_what_waited_behind_a_failed_job_is_not_done(caplog: pytest.LogCaptureFi
         queue.close()
     assert done == []
     assert [record.getMessage() for record in caplog.records] == [
-        "[Rollout Mock] Recording failed; the next call raises this error: the first error",
-        "[Rollout Mock] A step that was queued is not written, since the write before it failed",
+        "a write failed; the next call raises this error: the first error",
+        "a write is left out, since the write before it failed",
     ]
 
 
 def test_a_call_that_waited_for_a_failing_job_raises_its_error_and_makes_nothing() -> None:
-    queue, gate, made = JobQueue(is_background=True), Gate(), []
+    queue, gate, made = open_queue(is_background=True), Gate(), []
 
     def fail_late() -> None:
         gate.job()
@@ -246,17 +269,17 @@ def test_a_call_that_waited_for_a_failing_job_raises_its_error_and_makes_nothing
 
 
 def test_a_job_that_fails_in_place_raises_at_once_and_ends_the_queue() -> None:
-    queue = JobQueue(is_background=False)
+    queue = open_queue(is_background=False)
     with pytest.raises(ZeroDivisionError, match="the first error"):
         queue.submit(giving(fail))
     for _ in range(2):
-        with pytest.raises(RecordingError, match=r"an earlier write failed: the first error"):
+        with pytest.raises(RecordingError, match=r"^nothing more is written: the first error$"):
             queue.submit(giving(fail))
 
 
 @pytest.mark.parametrize("is_background", [True, False])
 def test_a_job_that_cannot_be_made_takes_no_place(is_background: bool) -> None:
-    queue, done = JobQueue(is_background=is_background), []
+    queue, done = open_queue(is_background=is_background), []
     for _ in range(5):
         with pytest.raises(ZeroDivisionError):
             queue.submit(fail)  # type: ignore[arg-type]
@@ -266,23 +289,23 @@ def test_a_job_that_cannot_be_made_takes_no_place(is_background: bool) -> None:
 
 
 def test_a_closed_queue_takes_nothing_more() -> None:
-    queue = JobQueue(is_background=True)
+    queue = open_queue(is_background=True)
     queue.close()
     queue.close()
     with pytest.raises(RecordingError) as caught:
         queue.submit(giving(fail))
-    assert str(caught.value) == ("[Rollout Mock] The writer of this recording is closed: nothing more can be recorded")
+    assert str(caught.value) == "the writer is closed"
 
 
 def test_closing_joins_the_thread() -> None:
-    queue = JobQueue(is_background=True)
+    queue = open_queue(is_background=True)
     queue.submit(giving(lambda: None))
     queue.close()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rollout-writer")] == []
 
 
 def start_script(text: str) -> "subprocess.Popen[str]":
-    head = "import sys, threading\nfrom mock_scheduler.recording.writing.background import JobQueue\n"
+    head = "import sys, threading\nfrom tests.support.test_background import open_queue\n"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", head + text], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -291,7 +314,7 @@ def test_a_process_that_ends_without_closing_finishes_what_was_queued() -> None:
     """The first job waits until this test has seen that the process's own code has come to its end."""
     process = start_script(
         "started = threading.Event()\n"
-        "queue = JobQueue(is_background=True)\n"
+        "queue = open_queue(is_background=True)\n"
         "queue.submit(lambda: lambda: (started.set(), print(sys.stdin.readline(), end='')))\n"
         "queue.submit(lambda: lambda: print('second'))\n"
         "started.wait()\n"
@@ -304,14 +327,14 @@ def test_a_process_that_ends_without_closing_finishes_what_was_queued() -> None:
 
 
 def test_an_error_that_no_call_follows_is_logged() -> None:
-    process = start_script("queue = JobQueue(is_background=True)\nqueue.submit(lambda: lambda: 1 / 0)\n")
+    process = start_script("queue = open_queue(is_background=True)\nqueue.submit(lambda: lambda: 1 / 0)\n")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert errors == "[Rollout Mock] Recording failed; the next call raises this error: division by zero\n"
+    assert errors == "a write failed; the next call raises this error: division by zero\n"
 
 
 def test_a_forked_child_does_not_hang_and_does_not_do_its_parents_jobs() -> None:
-    queue, gate, process_ids = JobQueue(is_background=True), Gate(), []
+    queue, gate, process_ids = open_queue(is_background=True), Gate(), []
     queue.submit(giving(gate.job))
     queue.submit(giving(lambda: process_ids.append(os.getpid())))
     assert gate.has_begun.wait(60)
