@@ -36,11 +36,11 @@ from mock_scheduler.run_folder.inputs import (
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.recordings import judge_recordings
 from mock_scheduler.verdict.replicas import check_replicas
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.runs import judge_runs
 from mock_scheduler.verdict.verdict import Verdict, decide
 
 _STDOUT = "-"

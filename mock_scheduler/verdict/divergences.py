@@ -18,7 +18,7 @@ from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifferen
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
-from mock_scheduler.verdict.sentence import describe_before, describe_tensor, name_place
+from mock_scheduler.verdict.wording.divergences import describe_before, describe_tensor, name_place
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.proofs import Outcome, Proof, ProofName
-from mock_scheduler.verdict.sentence import describe_coverage
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_coverage
 
 #: How many times less a difference must be in float64 for that to be said.
 _NOTED_RATIO = 2.0

@@ -28,14 +28,14 @@ from mock_scheduler.errors import ExitCode
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.divergences import Divergence, describe_divergence, find_divergences, from_metric
-from mock_scheduler.verdict.reasons import describe_causes, describe_idle, describe_turned, no_bound
-from mock_scheduler.verdict.sentence import (
+from mock_scheduler.verdict.wording.divergences import (
     describe_coverage,
     describe_smallest,
     describe_tensor,
     describe_worst,
     name_kind,
 )
+from mock_scheduler.verdict.wording.reasons import describe_causes, describe_idle, describe_turned, no_bound
 
 __all__ = [
     "Verdict",

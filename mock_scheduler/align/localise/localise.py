@@ -37,13 +37,6 @@ from mock_scheduler.align.localise.runs import (
     guess_bytes,
     sketch_overrides,
 )
-from mock_scheduler.align.localise.text import (
-    compare_command,
-    describe_amplifiers,
-    describe_causes,
-    describe_sentence,
-    said_pass,
-)
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds
 from mock_scheduler.compare.pairing.selection import Selection
@@ -55,6 +48,13 @@ from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.proofs import Localisation
+from mock_scheduler.verdict.wording.localisation import (
+    compare_command,
+    describe_amplifiers,
+    describe_causes,
+    describe_sentence,
+    said_pass,
+)
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30

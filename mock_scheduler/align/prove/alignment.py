@@ -40,9 +40,9 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.runs import judge_runs
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
 
 SaveResult = Callable[[AlignmentResult], None]

@@ -34,14 +34,6 @@ from mock_scheduler.report.alignment.rows import (
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView, ProofView, TensorLine
-from mock_scheduler.report.alignment.words import (
-    complete_ladder,
-    describe_proof,
-    describe_proved_by,
-    describe_reason,
-    describe_smallest_error,
-    write_headline,
-)
 from mock_scheduler.report.comparison.view import (
     describe_details,
     describe_equal_metrics,
@@ -56,6 +48,14 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind, worst_exit_code
+from mock_scheduler.verdict.wording.headline import (
+    complete_ladder,
+    describe_proof,
+    describe_proved_by,
+    describe_reason,
+    describe_smallest_error,
+    write_headline,
+)
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map

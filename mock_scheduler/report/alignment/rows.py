@@ -10,8 +10,8 @@ from mock_scheduler.report.alignment.folders import RunFacts
 from mock_scheduler.report.alignment.heat import describe_times
 from mock_scheduler.report.comparison.view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.verdict.consequence.text import describe_length
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
+from mock_scheduler.verdict.wording.consequence import describe_length
 
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20

@@ -26,9 +26,9 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
-from mock_scheduler.verdict.consequence.text import describe_consequence
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 from mock_scheduler.verdict.proofs import ClipFlip, Consequence, RolloutGap
+from mock_scheduler.verdict.wording.consequence import describe_consequence
 
 _REFERENCE, _ROLLOUT = "KL to the reference policy", "KL from the rollout policy"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.report.alignment.words import describe_proof, describe_reason, write_headline
 from mock_scheduler.verdict.proofs import Proof
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.headline import describe_proof, describe_reason, write_headline
 
 SENTENCE = "step 0, update 0, optimizer: a parameter differs by 2.57e-06 (bound 2.2e-06)"
 

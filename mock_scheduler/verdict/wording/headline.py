@@ -14,8 +14,8 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.proofs import PROOF_NAMES, Outcome, Proof, ProofName
 from mock_scheduler.verdict.results import CandidateResult
-from mock_scheduler.verdict.sentence import name_kinds
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.divergences import name_kinds
 
 #: How to read each verdict, in one sentence.
 LEGEND: Mapping[VerdictKind, str] = {
