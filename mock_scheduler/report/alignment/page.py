@@ -18,7 +18,7 @@ from mock_scheduler.report.alignment.figures import bar_table
 from mock_scheduler.report.alignment.sections import candidate_html, chip_legend, chips, verdict_word
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.page_parts import facts
-from mock_scheduler.verdict.wording.headline import LEGEND, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _EXIT_MEANINGS = {

@@ -15,7 +15,7 @@ from mock_scheduler.report.alignment.trajectory import sample_html
 from mock_scheduler.report.alignment.view import CandidateView, ProofView, TensorLine
 from mock_scheduler.report.comparison.page_parts import facts
 from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.wording.headline import PROOF_MARKS
+from mock_scheduler.verdict.wording.legend import PROOF_MARKS
 
 _NUM_DETAILED = 5
 

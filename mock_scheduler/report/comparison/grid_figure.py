@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from html import escape
 
-from mock_scheduler.report.comparison.error_path import Grid, PathPoint, bound_ratio
+from mock_scheduler.report.comparison.error_path import Grid, PathPoint
 from mock_scheduler.report.comparison.page_figures import describe_point, end_of_name, plain_layout
 from mock_scheduler.report.comparison.view import format_size
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.verdict.wording.numbers import bound_ratio
 
 _MAX_TICKS = 28
 _MAX_CELL_TEXTS = 260

@@ -34,27 +34,22 @@ from mock_scheduler.report.comparison.view import (
     describe_ledgers,
     describe_margin,
     describe_not_compared,
-    describe_rest,
     metrics_to_show,
     name_sides,
     unmatched,
-    worst_judged,
 )
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.legend import TONES
+from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2
-_TONES = {
-    VerdictKind.IDENTICAL: "good",
-    VerdictKind.EMULATED: "good",
-    VerdictKind.ROUNDING: "good",
-    VerdictKind.DIVERGED: "bad",
-}
 
 
 def write_comparison_page(result: ComparisonResult, path: Path) -> None:
@@ -69,39 +64,40 @@ def render_comparison_page(result: ComparisonResult) -> str:
     """The page's text, of 5 MB, nearly all of which is plotly's script."""
     figures: list[JSON] = []
     sections = [_verdict_section(result)]
-    tensors = result.alignment.tensors
+    tensors = result.verdict.tensors
     if tensors is not None:
         sections += _tensor_sections(result, tensors, figures)
-    if result.alignment.metrics is not None:
-        sections.append(_metrics_section(result, result.alignment.metrics, figures))
+    if result.verdict.metrics is not None:
+        sections.append(_metrics_section(result, result.verdict.metrics, figures))
     sections += _list_sections(result)
     baseline, candidate = name_sides(result)
-    title = f"{result.alignment.verdict.value}: {candidate} against {baseline}"
+    title = f"{result.verdict.kind.value}: {candidate} against {baseline}"
     return render_document(
         title, f"{candidate} against {baseline}", sections, footer=result.bounds.describe(), figures=figures
     )
 
 
 def _verdict_section(result: ComparisonResult) -> str:
-    alignment = result.alignment
-    tensors = alignment.tensors
+    verdict = result.verdict
+    tensors = verdict.tensors
     sides = zip(name_sides(result), (result.baseline, result.candidate), strict=True)
     rows = [(name, _describe_side(side)) for name, side in sides]
     if tensors is not None:
         level = "sketch: relative differences are estimated" if tensors.level == "sketch" else "full"
         steps = count_of(len(tensors.steps), "step")
         rows.append(("compared", f"{count_of(len(tensors.differences), 'tensor')} over {steps}, level {level}"))
-        worst = worst_judged(tensors)
+        worst = find_nearest(tensors)
         if worst is not None:
             rows.append(("worst", f"{worst.key.describe()}, {describe_margin(worst)}"))
-    if alignment.full_dump:
-        rows.append(("next", f"run both again with {' '.join(alignment.full_dump)}"))
-    sentence = alignment.sentence or alignment.reason
-    rest = describe_rest(alignment) if alignment.sentence else ""
+    if verdict.full_dump:
+        rows.append(("next", f"run both again with {' '.join(verdict.full_dump)}"))
+    sentence = describe_sentence(verdict)
+    rest = describe_rest(verdict)
+    sentence, rest = (sentence, rest) if sentence else (rest, "")
     reason = f'<p class="note">{escape(rest)}</p>' if rest else ""
     return (
-        f'<section class="verdict {_TONES.get(alignment.verdict, "warn")}">'
-        f'<div class="word">{escape(alignment.verdict.value)}</div>'
+        f'<section class="verdict {TONES[verdict.kind]}">'
+        f'<div class="word">{escape(verdict.kind.value)}</div>'
         f'<p class="sentence">{escape(sentence)}</p>{reason}{facts(rows)}</section>'
     )
 
@@ -113,9 +109,9 @@ def _describe_side(side: ComparedInput) -> str:
 
 def _tensor_sections(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> list[str]:
     sections = [tiers_html(count_tiers(tensors))]
-    points = list_points(result.alignment)
+    points = list_points(result.verdict)
     if points:
-        path = find_error_path(points, result.alignment)
+        path = find_error_path(points, result.verdict)
         sections.append(_path_section(path, figures, is_sketch=tensors.level == "sketch"))
         sections.append(_layers_section(path, figures))
         if len(tensors.steps) > 1:
@@ -202,8 +198,8 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 
 def _list_sections(result: ComparisonResult) -> list[str]:
     """What is a list of lines: what has no number, replicas, choices of experts, calls, what was left out."""
-    alignment, tensors = result.alignment, result.alignment.tensors
-    found = [item.message for item in unmatched(alignment.metrics, tensors)]
+    verdict, tensors = result.verdict, result.verdict.tensors
+    found = [item.message for item in unmatched(verdict.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
     if tensors is not None:
         conflicts = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]

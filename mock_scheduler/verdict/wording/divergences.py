@@ -1,18 +1,22 @@
-"""The first divergence in one plain sentence, and what a comparison that passes has compared."""
+"""A divergence in words: the place, the tensor, by how much and where it differs, what it looks like, and before it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.tensors import LedgerComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
-from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
+from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
+from mock_scheduler.verdict.wording.numbers import name_kind
 
-#: What a step does in each phase.
-PHASE_NAMES: Mapping[Phase, str] = {
+#: The part of a step in each phase.
+_PHASE_NAMES: Mapping[Phase, str] = {
     Phase.START: "start",
     Phase.DATA: "inputs",
     Phase.FORWARD: "forward",
@@ -26,9 +30,42 @@ PHASE_NAMES: Mapping[Phase, str] = {
 _NUM_RANKS = 4
 
 
+def describe_divergence(divergence: Divergence) -> str:
+    """One sentence; of a tensor with its place and the tensors before it: ``step 3, update 0, backward: ...``."""
+    found = describe_evidence(divergence)
+    if divergence.kind not in TRACE_KINDS or divergence.before is None:
+        return found
+    place = name_place(divergence.step, divergence.update, divergence.kind)
+    before = _describe_before(divergence.before, is_compared=divergence.difference is not None)
+    return f"{place}: {found}; {before}"
+
+
+def describe_evidence(divergence: Divergence) -> str:
+    """What differs, and by how much, without the place in the step."""
+    evidence = divergence.evidence
+    match evidence:
+        case TensorDifference():
+            return describe_tensor(evidence)
+        case MetricDifference():
+            return describe_metric(evidence)
+        case ReplicaConflict():
+            looks_like = "" if divergence.residual is None else f": {divergence.residual.text}"
+            return f"copies within the candidate differ: {evidence.describe()}{looks_like}"
+        case Finding():
+            return evidence.message
+        case LedgerComparison():
+            return evidence.difference or ""
+        case ContractDifference():
+            return f"the contracts differ in {evidence.describe()}"
+        case StepsOfOneSide():
+            return f"{evidence.folder} {_name_steps(evidence)} in {evidence.side} only"
+        case StepDifference():
+            return f"{evidence.folder} step {evidence.step}: {evidence.first()}"
+
+
 def name_place(step: int, update: int | None, kind: TraceKind) -> str:
     """``step 3, update 0, backward``."""
-    parts = [f"step {step}", *([] if update is None else [f"update {update}"]), PHASE_NAMES[PHASES[kind]]]
+    parts = [f"step {step}", *([] if update is None else [f"update {update}"]), _PHASE_NAMES[PHASES[kind]]]
     return ", ".join(dict.fromkeys(parts))
 
 
@@ -49,96 +86,25 @@ def describe_tensor(difference: TensorDifference) -> str:
     return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"
 
 
-def describe_before(tensors: TensorComparison, first: TensorDifference | None, place: int) -> str:
-    """What the tensors before the first divergence are; ``place``: how many were compared before it."""
-    before = tensors.differences[:place]
-    if not before:
-        return "nothing was compared before it" if first is None else "it is the first tensor that was compared"
-    tensors_before = f"the {count_of(len(before), 'tensor')} before it"
-    verb = "is" if len(before) == 1 else "are"
-    num_equal = sum(item.bit_equal for item in before)
-    if num_equal == len(before):
-        return f"{tensors_before} {verb} equal"
-    num_unjudged = sum(not item.is_judged for item in before)
-    unjudged = f", {num_unjudged} no larger than noise" if num_unjudged else ""
-    return f"{tensors_before} {verb} within their bounds ({num_equal} equal{unjudged})"
-
-
-def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
-    """What was compared, by kind, how much of it is equal, and what had no say; for a verdict that passes."""
-    parts = []
-    if metrics is not None:
-        parts.append(f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}")
-    for kind in tensors.kinds if tensors is not None else ():
-        group = tensors.group(kind) if tensors is not None else None
-        if group is not None:
-            parts.append(f"{count_kind(group.num_compared, kind)}{_describe_group(group)}")
-    return ", ".join(parts)
-
-
-def describe_worst(tensors: TensorComparison | None) -> str:
-    """The tensor nearest to its bound, of all that differ and are judged; empty where there is none."""
-    judged = [] if tensors is None else [item for item in tensors.differences if item.is_judged and item.relative > 0]
-    if not judged:
-        return ""
-    worst = min(judged, key=lambda item: item.margin)
+def describe_metric(difference: MetricDifference) -> str:
+    """A metric beyond its bound: from which step on, by how much, and where it is furthest beyond."""
     return (
-        f"nearest to its bound: {worst.key.describe()}, {worst.relative:.2e}, {_describe_margin(worst.margin)} times "
-        f"below {worst.tolerance:.2g}"
+        f"{difference.name} from step {difference.first_exceeding_step} on: relative difference up to "
+        f"{difference.max_relative:.3g}, |a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} "
+        f"at step {difference.nearest_step}"
     )
 
 
-def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
-    """The smallest error that would have been called a divergence, for each kind that was compared.
-
-    Metrics have bounds of their own at every step, so the one nearest to its bound stands for them. A tensor that is 0
-    in the baseline has no size that an error could be relative to, and is counted.
-    """
-    kinds: dict[str, list[str]] = {}
-    differing = [item for item in metrics.differences if item.is_judged and not item.bit_equal] if metrics else []
-    num_without_size = 0
-    for kind in tensors.kinds if tensors is not None else ():
-        assert tensors is not None
-        of_kind = (item for item in tensors.differences if item.key.kind == kind and item.is_judged)
-        judged = [item for item in of_kind if not item.num_decisions]  # their bound is a number of elements
-        num_without_size += sum(math.isinf(item.tolerance) for item in judged)
-        bounded = [item.tolerance for item in judged if item.is_bounded]
-        if bounded:
-            kinds.setdefault(f"{max(bounded):.2g}", []).append(name_kinds(kind))
-    listed = [f"{bound} of {_join(names)}" for bound, names in kinds.items()]
-    zero = f" ({count_of(num_without_size, 'tensor')} of the baseline 0, without a size)" if num_without_size else ""
-    text = f"a divergence would have been any relative error above {'; '.join(listed)}{zero}" if listed else ""
-    if differing:
-        nearest = max(differing, key=lambda item: item.times_bound)
-        metric = (
-            f"the metric nearest to its bound, {nearest.name}, is at {nearest.times_bound:.2g} of it at step "
-            f"{nearest.nearest_step}"
-        )
-        text = f"{text}; {metric}" if text else metric
-    return text
-
-
-def name_kind(kind: TraceKind) -> str:
-    """``activation gradient``."""
-    return "initial parameter" if kind == "initial" else kind.replace("_", " ")
-
-
-def name_kinds(kind: TraceKind) -> str:
-    """``activation gradients``, ``logits``, ``loss tensors``."""
-    return kind if kind == "logits" else count_kind(2, kind).partition(" ")[2]
-
-
-def count_kind(count: int, kind: TraceKind) -> str:
-    """``1 gradient``, ``12 activations``, ``3 logits tensors``."""
-    name = name_kind(kind)
-    if kind in ("gradient", "parameter", "weight", "activation", "activation_gradient", "gradient_norm", "initial"):
-        return count_of(count, name)
-    return count_of(count, f"{name} tensor")
-
-
-def _join(names: Sequence[str]) -> str:
-    """``a, b and c``."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def _describe_before(before: Before, *, is_compared: bool) -> str:
+    """The tensors before a divergence; ``is_compared``: it is a tensor that was compared itself."""
+    if not before.num_compared:
+        return "it is the first tensor that was compared" if is_compared else "nothing was compared before it"
+    tensors = f"the {count_of(before.num_compared, 'tensor')} before it"
+    verb = "is" if before.num_compared == 1 else "are"
+    if before.num_equal == before.num_compared:
+        return f"{tensors} {verb} equal"
+    unjudged = f", {before.num_unjudged} no larger than noise" if before.num_unjudged else ""
+    return f"{tensors} {verb} within their bounds ({before.num_equal} equal{unjudged})"
 
 
 def _describe_worst(difference: TensorDifference) -> list[str]:
@@ -161,19 +127,7 @@ def _describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace
     return " and ".join(f"{places} {side}" for side, places in named if places)
 
 
-def _describe_group(group: TensorGroup) -> str:
-    if group.num_bit_equal == group.num_compared:
-        return ""
-    stored = "" if group.worst.relative else "; the others within the rounding of storing"
-    return f" ({group.num_bit_equal} bit-equal{stored}{_describe_excluded(group)})"
-
-
-def _describe_excluded(group: TensorGroup) -> str:
-    """How much had no say: elements whose gradients are rounding, and tensors that are too small to be judged."""
-    excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
-    unjudged = f"; {group.num_unjudged} not judged, being no larger than noise" if group.num_unjudged else ""
-    return excluded + unjudged
-
-
-def _describe_margin(margin: float) -> str:
-    return f"{margin:,.0f}" if margin >= 10 else f"{margin:.1f}"
+def _name_steps(own: StepsOfOneSide) -> str:
+    ranges = own.steps.ranges
+    is_one = len(ranges) == 1 and ranges[0][1] in (None, ranges[0][0])
+    return f"step {own.steps} is" if is_one else f"steps {own.steps} are"

@@ -1,25 +1,24 @@
-"""What localisation found, in words: the one sentence, what each graft showed, and the command that opens the traces.
-
-Contract: pure; every number and name comes from the comparisons.
-"""
+"""A localisation in words: the one sentence, the finding of each graft, and the command that opens the traces."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
-from typing import get_args
+from collections.abc import Mapping, Sequence
 
-from mock_scheduler.align.localise.decisions import Differing, GraftWalk, PassName, pass_of
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.verdict.proofs import GraftedModule
+from mock_scheduler.verdict.localisation import (
+    DifferingTensor,
+    GraftedModule,
+    GraftEnd,
+    GraftEndCause,
+    Localisation,
+    pass_of,
+)
 
-#: In which of its parts a step is, as a sentence says it: main gradients are made in the backward pass.
-_SAID: dict[PassName, str] = {"gradient": "backward", "loss": "forward"}
-_NOUNS: dict[TraceKind, str] = {
+_NOUNS: Mapping[TraceKind, str] = {
     "initial": "before the step",
     "activation": "output",
     "router": "",
@@ -33,99 +32,75 @@ _NOUNS: dict[TraceKind, str] = {
     "advantage": "",
 }
 _NUM_NAMED = 3
-#: How near to 1 a cosine is of a tensor that is another one times a number.
+_NUM_AMPLIFIERS = 5
+#: A tensor is another one times a number where their cosine is this near to 1.
 _PARALLEL = 1e-9
 
 
-def said_pass(key: TraceKey) -> str:
-    """``forward``, ``backward``, ``update``; ``start`` and ``inputs`` for what stands before them."""
-    name = pass_of(key)
-    return _SAID.get(name, name)
+def describe_localisation(found: Localisation) -> str:
+    """The one sentence: the place, the tensor, what it looks like, and how far the rest follows from it."""
+    place = [f"step {found.step}", *([f"update {found.update}"] if found.update else []), found.phase]
+    if len(found.causes) > 1:
+        tensors = [cause.tensor for cause in found.causes if cause.tensor is not None]
+        listed = " and ".join(f"{_describe_subject(item.key)} ({describe_look(item)})" for item in tensors)
+        subject = f"{len(found.causes)} causes: {listed}"
+    else:
+        subject = f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found)}"
+    return f"{', '.join(place)}, {subject}; {'; '.join(_list_rest(found))}"
 
 
-def describe_place(key: TraceKey) -> str:
-    """``step 3, backward``; the update where it is not the first."""
-    return ", ".join([f"step {key.step}", *([f"update {key.update}"] if key.update else []), said_pass(key)])
+def localisation_rows(found: Localisation | None) -> tuple[tuple[str, str], ...]:
+    """Where a divergence begins, its causes, the modules that only pass it on, and the traces, as label and text."""
+    if found is None:
+        return ()
+    rows = [("where", f"step {found.step}, update {found.update}, {found.phase}: {found.name}")]
+    rows += [
+        ("cause", f"{_name_module(cause)}: {describe_module(cause, found, is_first=number == 0)}")
+        for number, cause in enumerate(found.causes)
+    ]
+    rows += [
+        ("passes it on", f"{_name_module(module)}: {describe_module(module, found)}")
+        for module in found.amplifiers[:_NUM_AMPLIFIERS]
+    ]
+    rest = len(found.amplifiers) - _NUM_AMPLIFIERS
+    rows += [("", f"and {rest:,} more, in the JSON result")] if rest > 0 else []
+    rows.append(("traces", " and ".join(map(str, found.trace_dirs))))
+    return tuple(rows)
 
 
-def describe_subject(key: TraceKey) -> str:
-    """``decoder.layers.1.input_layernorm.weight gradient``."""
-    noun = _NOUNS.get(key.kind, key.kind)
-    return f"{key.name} {noun}".strip()
+def describe_module(module: GraftedModule, found: Localisation, *, is_first: bool = True) -> str:
+    """The finding of the grafts on one module; ``is_first``: no cause stands before it."""
+    if module.tensor is None:
+        return f"only passes on what {module.cause} does{_describe_growth(module)}"
+    put_right = "" if is_first else " with the causes before it put right"
+    text = f"{describe_look(module.tensor)}; all before it is {_equal(found)}{put_right}"
+    if not module.num_healed:
+        return f"{text}, and nothing behind it is mended by the reference's tensor in its place"
+    healed = f"{count_of(module.num_healed, 'tensor')} behind it {_be(module.num_healed)}"
+    return f"{text}, and with the reference's tensor in its place {healed}"
 
 
-def describe_look(item: Differing) -> str:
-    """What a difference looks like, where it lies, or at least how large it is."""
+def compare_command(found: Localisation) -> str:
+    """The command that opens the two traces."""
+    return shlex.join(["mock-scheduler", "compare", *map(str, found.trace_dirs), "--steps", str(found.step)])
+
+
+def describe_look(item: DifferingTensor) -> str:
+    """What a difference looks like and where it lies, or at least how large it is."""
     difference = item.difference
     if difference is None:
-        return item.problem
+        return _describe_problem(item)
     details = [] if difference.residual is None else [difference.residual.text]
     if not details and not difference.bit_equal:
         details = [_describe_size(difference)]
     details += [difference.localities[0].text] if difference.localities else []
-    return ", ".join(details) or item.problem
+    return ", ".join(details) or _describe_problem(item)
 
 
-def describe_sentence(
-    origin: Differing,
-    differing: Sequence[Differing],
-    comparison: TensorComparison,
-    *,
-    walk: GraftWalk | None,
-    reductions: Sequence[Differing],
-    is_exact: bool,
-) -> str:
-    """The one sentence. differing, comparison: of the origin's step without a graft. walk: of the origin's pass;
-    ``None`` where nothing can be put in. reductions: main gradients that differ by themselves, behind the grafts."""
-    key, equal = origin.key, "equal" if is_exact else "within their bounds"
-    causes = walk.causes if walk is not None else []
-    place, name = describe_place(key), pass_of(key)
-    if len(causes) > 1:
-        listed = " and ".join(f"{describe_subject(item.key)} ({describe_look(item)})" for item in causes)
-        subject = f"{len(causes)} causes: {listed}"
-    else:
-        subject = f"{describe_subject(key)}: {describe_look(origin)}{_describe_maker(key, comparison)}"
-    if walk is not None and causes:
-        rest = _describe_walk(walk, comparison, key, equal)
-        rest += _describe_reductions(reductions)
-    elif name == "gradient":
-        rest = _describe_gradients(origin, differing, comparison, equal)
-    else:
-        rest = _describe_others(origin, differing, comparison, equal)
-        if walk is not None and walk.ended:
-            rest += f"; no graft: {walk.ended}"
-    return f"{place}, {subject}; {rest}"
-
-
-def describe_causes(walk: GraftWalk, *, is_exact: bool) -> tuple[GraftedModule, ...]:
-    """Each cause, and what its graft healed."""
-    equal = "equal" if is_exact else "within their bounds"
-    modules: list[GraftedModule] = []
-    for item, healed in zip(walk.causes, walk.healed, strict=True):
-        put_in = " with the causes before it put right" if modules else ""
-        text = f"{describe_look(item)}; all before it is {equal}{put_in}"
-        if healed:
-            verb = "is" if len(healed) == 1 else "are"
-            text += f", and with the reference's tensor in its place {count_of(len(healed), 'tensor')} behind it {verb}"
-        else:
-            text += ", and nothing behind it is mended by the reference's tensor in its place"
-        modules.append(GraftedModule(name=item.key.name, kind=walk.kind, is_cause=True, text=text))
-    return tuple(modules)
-
-
-def describe_amplifiers(walk: GraftWalk) -> tuple[GraftedModule, ...]:
-    """Whatever was mended by a graft before it, in order, with how it compares with the cause."""
-    modules = []
-    for cause, healed in zip(walk.causes, walk.healed, strict=True):
-        for item in healed:
-            text = f"only passes on what {cause.key.name} does{_describe_growth(cause, item)}"
-            modules.append(GraftedModule(name=item.key.name, kind=walk.kind, is_cause=False, text=text))
-    return tuple(modules)
-
-
-def compare_command(trace_dirs: tuple[Path, Path], step: int) -> str:
-    """What opens the two traces."""
-    return shlex.join(["mock-scheduler", "compare", *map(str, trace_dirs), "--steps", str(step)])
+def _describe_problem(item: DifferingTensor) -> str:
+    if item.conflict is not None:
+        return f"copies within the candidate differ: {item.conflict.describe()}"
+    return "" if item.finding is None else item.finding.message
 
 
 def _describe_size(difference: TensorDifference) -> str:
@@ -135,108 +110,112 @@ def _describe_size(difference: TensorDifference) -> str:
     return f"differs by {difference.relative:.3g}"
 
 
-def _describe_maker(key: TraceKey, comparison: TensorComparison) -> str:
-    """Of a gradient at an output: which module's backward pass comes before it, whose own gradient is still equal."""
-    if pass_of(key) != "backward":
-        return ""
-    keys = [item.key for item in comparison.differences if pass_of(item.key) == "backward"]
-    same = [other for other in keys if (other.step, other.update) == (key.step, key.update)]
-    place = same.index(key) if key in same else 0
-    return f", made by the backward pass behind {same[place - 1].name}" if place else ", made by that of the loss"
+def _describe_subject(key: TraceKey) -> str:
+    """``decoder.layers.1.input_layernorm.weight gradient``."""
+    return " ".join(filter(None, (key.name, _NOUNS.get(key.kind, key.kind))))
 
 
-def _describe_growth(cause: Differing, item: Differing) -> str:
-    if cause.relative is None or item.relative is None or not cause.relative:
+def _name_module(module: GraftedModule) -> str:
+    kind = "activation gradient" if module.kind == "activation_gradient" else "activation"
+    return f"{module.name} ({kind})"
+
+
+def _describe_maker(found: Localisation) -> str:
+    """The backward pass that made a gradient at an output, whose own gradient is still equal."""
+    if not found.made_by:
         return ""
-    times = f"{item.relative / cause.relative:.2g}"
+    behind = "that of the loss" if found.made_by == "loss" else f"the backward pass behind {found.made_by}"
+    return f", made by {behind}"
+
+
+def _describe_growth(module: GraftedModule) -> str:
+    if module.growth is None or module.relative is None:
+        return ""
+    times = f"{module.growth:.2g}"
     growth = "as it is" if times == "1" else f"{times} times its relative difference"
-    return f": {item.relative:.3g}, {growth}"
+    return f": {module.relative:.3g}, {growth}"
 
 
-def _describe_walk(walk: GraftWalk, comparison: TensorComparison, key: TraceKey, equal: str) -> str:
-    what = "activations" if walk.kind == "activation" else "activation gradients"
-    both = "it" if len(walk.causes) == 1 else "them"
-    num_others = len(walk.before) - len(walk.causes)
-    before = _count_before(comparison, key)
-    parts = [f"the {count_of(before, 'tensor')} before it {_be(before)} {equal}" if before else "nothing before it"]
-    if walk.is_explained:
-        if num_others:
-            others = count_of(num_others, "other tensor")
-            passes = "it passes" if num_others == 1 else "they pass"
-            parts.append(
-                f"with the reference's {what} in the place of {both}, the {others} of the pass that differed "
-                f"{_be(num_others)} {equal}: {passes} it on"
-            )
-        else:
-            parts.append("nothing else of the pass differs")
+def _list_rest(found: Localisation) -> list[str]:
+    if found.causes:
+        return _list_grafts(found)
+    parts = _list_also(found)
+    good = f" ({found.num_equal} up to the end of that pass)" if found.num_equal else ""
+    parts.append(f"every other tensor {_equal(found)}{good}")
+    if found.num_later:
+        verb = "follows" if found.num_later == 1 else "follow"
+        parts.append(f"{count_of(found.num_later, 'later tensor')} {verb} from it")
+    return [*parts, f"no graft: {describe_end(found.end)}"] if found.end is not None else parts
+
+
+def _list_grafts(found: Localisation) -> list[str]:
+    """How many tensors before the causes are equal, and what the grafts leave."""
+    what = "activations" if found.causes[0].kind == "activation" else "activation gradients"
+    both = "it" if len(found.causes) == 1 else "them"
+    put_in = f"with the reference's {what} in the place of {both}"
+    parts = ["nothing before it"]
+    if found.num_before:
+        parts = [f"the {count_of(found.num_before, 'tensor')} before it {_be(found.num_before)} {_equal(found)}"]
+    if found.end is not None:
+        names = list_some(found.remaining, _NUM_NAMED, ", ")
+        parts.append(f"{put_in}, {names} still differ: {describe_end(found.end)}")
+    elif found.num_others:
+        others = f"the {count_of(found.num_others, 'other tensor')} of the pass that differed"
+        passes = "it passes" if found.num_others == 1 else "they pass"
+        parts.append(f"{put_in}, {others} {_be(found.num_others)} {_equal(found)}: {passes} it on")
     else:
-        names = list_some([item.key.name for item in walk.remaining], _NUM_NAMED, ", ")
-        parts.append(f"with the reference's {what} in the place of {both}, {names} still differ: {walk.ended}")
-    return "; ".join(parts)
+        parts.append("nothing else of the pass differs")
+    if found.reductions:
+        names = _list_names(found.reductions)
+        look = describe_look(found.reductions[0])
+        parts.append(f"then gradients of {names} still differ, {look}: their own reduction")
+    return parts
 
 
-def _describe_reductions(reductions: Sequence[Differing]) -> str:
-    if not reductions:
-        return ""
-    names = list_some([item.key.name for item in reductions], _NUM_NAMED, ", ")
-    return f"; then gradients of {names} still differ, {describe_look(reductions[0])}: their own reduction"
+def _list_also(found: Localisation) -> list[str]:
+    """The other tensors of the same pass that differ, and whether they look as the first one does."""
+    if not found.also:
+        return []
+    names = _list_names(found.also)
+    if pass_of(found.origin.key) != "gradient":
+        return [f"then {names}"]
+    look = describe_look(found.origin)
+    is_like = all(describe_look(item) == look for item in found.also if _has_residual(item))
+    word = f"so {_be(len(found.also))}" if is_like and _has_residual(found.origin) else "also"
+    return [f"{word} {count_of(len(found.also), 'other')}: {names}"]
 
 
-def _describe_gradients(
-    origin: Differing, differing: Sequence[Differing], comparison: TensorComparison, equal: str
-) -> str:
-    key = origin.key
-    others = [item for item in differing if pass_of(item.key) == "gradient" and item.key.update == key.update][1:]
-    parts = []
-    if others:
-        alike = all(describe_look(item) == describe_look(origin) for item in others if _has_residual(item))
-        names = list_some([item.key.name for item in others], _NUM_NAMED, ", ")
-        word = f"so {_be(len(others))}" if alike and _has_residual(origin) else "also"
-        parts.append(f"{word} {count_of(len(others), 'other')}: {names}")
-    return "; ".join([*parts, _describe_equal(origin, differing, comparison, equal)])
+def describe_end(end: GraftEnd) -> str:
+    """Why no further graft was made."""
+    name = end.key.name
+    match end.cause:
+        case GraftEndCause.STILL_DIFFERS:
+            return f"{name} differs although the reference's tensor was put in"
+        case GraftEndCause.TOKENS_NOWHERE:
+            return (
+                f"tokens of {name} are held by no rank, so there is nothing in whose place the reference's could be "
+                "put; the cause lies in which rows the ranks were given, not in a module"
+            )
+        case GraftEndCause.NO_GRAFT:
+            return f"{name} ({end.key.kind.replace('_', ' ')}) is nothing that can be put in"
+        case GraftEndCause.NOT_TRACED:
+            return f"{name} is not in the reference's trace, which has the first that differ alone"
+        case GraftEndCause.RUNS_SPENT:
+            return f"no further run was made after {end.num_runs}; the next cause would be {name}"
+        case GraftEndCause.RUN_FAILED:
+            return f"the graft could not be made: {end.error}"
 
 
-def _describe_others(
-    origin: Differing, differing: Sequence[Differing], comparison: TensorComparison, equal: str
-) -> str:
-    same = [item for item in differing if pass_of(item.key) == pass_of(origin.key)][1:]
-    parts = []
-    if same:
-        parts.append(f"then {list_some([item.key.name for item in same], _NUM_NAMED, ', ')}")
-    return "; ".join([*parts, _describe_equal(origin, differing, comparison, equal)])
+def _list_names(items: Sequence[DifferingTensor]) -> str:
+    return list_some([item.key.name for item in items], _NUM_NAMED, ", ")
 
 
-def _describe_equal(origin: Differing, differing: Sequence[Differing], comparison: TensorComparison, equal: str) -> str:
-    """How much of the same update and before is equal, and what comes later."""
-    key = origin.key
-    bad = {item.key for item in differing}
-    upto = [item.key for item in comparison.differences if _is_upto(item.key, key)]
-    good = [other for other in upto if other not in bad]
-    later = [item for item in differing if not _is_upto(item.key, key)]
-    text = f"every other tensor {equal}" + (f" ({len(good)} up to the end of that pass)" if good else "")
-    if later:
-        text += f"; {count_of(len(later), 'later tensor')} {'follows' if len(later) == 1 else 'follow'} from it"
-    return text
-
-
-def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
-    """Whether a tensor is of the origin's pass or one before it, of the origin's step and update."""
-    place = (key.update, _ORDER.index(pass_of(key)))
-    return key.step == origin.step and place <= (origin.update, _ORDER.index(pass_of(origin)))
-
-
-#: In the order of a step.
-_ORDER: tuple[PassName, ...] = get_args(PassName)
-
-
-def _count_before(comparison: TensorComparison, key: TraceKey) -> int:
-    """Tensors of the step that were compared before this one."""
-    keys = [item.key for item in comparison.differences if item.key.step == key.step]
-    return keys.index(key) if key in keys else 0
-
-
-def _has_residual(item: Differing) -> bool:
+def _has_residual(item: DifferingTensor) -> bool:
     return item.difference is not None and item.difference.residual is not None
+
+
+def _equal(found: Localisation) -> str:
+    return "equal" if found.is_exact else "within their bounds"
 
 
 def _be(count: int) -> str:

@@ -1,0 +1,266 @@
+"""The reasons of a verdict, as facts: one class for each, and ``Reason`` is any of them.
+
+Contract: plain data. A text is in here only where another program wrote it (``error``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import TraceKind
+
+ProofName = Literal["replicas", "bit-equality", "emulation", "noise", "referee"]
+
+#: Strongest first.
+PROOF_NAMES: tuple[ProofName, ...] = ("replicas", "bit-equality", "emulation", "noise", "referee")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BothBroken:
+    """Neither run is a reference: the same tensor is not finite in both."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingCompared:
+    """Nothing was compared; ``chosen``: by this selection neither side has anything, or ``None``."""
+
+    chosen: Selection | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindsMissing:
+    """No tensor (or metric) of these kinds was compared, so the rest proves nothing."""
+
+    kinds: tuple[TraceKind | Literal["metric"], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedOtherThings:
+    """The two runs were told to trace different things, and nothing else differs."""
+
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingTrained:
+    """Every gradient of the baseline is 0, or no update moved a parameter: any change would look equal."""
+
+    still: Literal["gradient", "parameter"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingJudged:
+    """Tensors were compared and none of ``kind`` (``None``: of any) was judged.
+
+    ``because``: noise is as large as they are; nothing bounds them; or updates are smaller than parameters are stored.
+    """
+
+    kind: Literal["gradient", "parameter"] | None
+    because: Literal["noise", "no bound", "storage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaselineConflict:
+    """Replicas disagree in the baseline, so it is no reference."""
+
+    conflict: ReplicaConflict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Undecided:
+    """Sketches cannot tell for so many tensors on which side of its bound each is."""
+
+    num_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BitEqual:
+    """Every bit is equal; ``by_fingerprints``: of sketches, where there are no whole tensors."""
+
+    by_fingerprints: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithinBounds:
+    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotExplainedByNoise:
+    """Nothing is beyond its bound, and the verdict's suspicions are still no noise; ``is_estimated`` as above."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeyondBounds:
+    """Something is beyond its bound or missing; ``is_estimated``: every bound that is exceeded was extrapolated."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRollouts:
+    """The two runs trained on other rollouts, from ``first_step`` on in ``num_steps`` of ``num_shared`` steps."""
+
+    first_step: int
+    num_steps: int
+    num_shared: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotReadable:
+    """The files of a run cannot be read; ``error``: of the reader."""
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailed:
+    """The candidate's run failed with its own ``error``; ``exit_code`` is 0 where it ended well and ran nothing."""
+
+    exit_code: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StillOpen:
+    """The alignment is still going, or was interrupted, before the candidate was run, or judged."""
+
+    missing: Literal["run", "judgement"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotDeterministic:
+    """The runs are not shown to repeat themselves; ``otherwise``: the reason that they would give."""
+
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualRecordings:
+    """All steps of two recordings are equal to the last bit."""
+
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRecordings:
+    """Two recordings differ; ``num_equal_steps`` are equal to the last bit."""
+
+    num_equal_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoCommonStep:
+    """No step is in both recordings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefutedBy:
+    """A proof of the alignment refutes the candidate; ``is_same_place``: it begins where the direct comparison does."""
+
+    proof: ProofName
+    is_same_place: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualToReference:
+    """Bits equal those of the reference in the candidate's order; ``vouched_by``: shows that it is a reference.
+
+    ``None``: nothing does, as the reference is itself not within the noise of the baseline.
+    """
+
+    vouched_by: Literal["noise", "referee"] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApartFromReference:
+    """The reference in the candidate's order shows more than the baseline; ``is_refuted``: beyond every bound."""
+
+    is_refuted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VanishesInFloat64:
+    """The difference from the baseline is beyond its bounds, and in float64 it is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaysInFloat64:
+    """The difference is within its bounds, and in float64 it does not shrink as rounding does."""
+
+    otherwise: Reason
+
+
+Reason = (
+    BothBroken
+    | NothingCompared
+    | KindsMissing
+    | TracedOtherThings
+    | NothingTrained
+    | NothingJudged
+    | BaselineConflict
+    | Undecided
+    | BitEqual
+    | WithinBounds
+    | NotExplainedByNoise
+    | BeyondBounds
+    | OtherRollouts
+    | NotReadable
+    | RunFailed
+    | StillOpen
+    | NotDeterministic
+    | EqualRecordings
+    | OtherRecordings
+    | NoCommonStep
+    | RefutedBy
+    | EqualToReference
+    | ApartFromReference
+    | VanishesInFloat64
+    | StaysInFloat64
+)
+"""Why a verdict is what it is."""
+
+
+class NotTriedCause(StrEnum):
+    """Why a proof was not tried."""
+
+    ONE_PROCESS = "one process"
+    NOT_NEEDED = "not needed"
+    BIT_EQUAL = "bit-equal"
+    STRONGER_PROOF = "stronger proof"
+    TURNED_OFF = "turned off"
+    SAME_ORDER = "same order"
+    CHANGES_MORE = "changes more"
+    ORDER_UNKNOWN = "order unknown"
+    RUN_FAILED = "run failed"
+    CANNOT_RUN = "cannot run"
+    FLOAT64_ALREADY = "float64 already"
+    NOTHING_MAY_ROUND = "nothing may round"
+    NOTHING_COMPARED = "nothing compared"
+    NOT_DETERMINISTIC = "not deterministic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotTried:
+    """Why a proof was not tried; ``keys``: configuration keys that it names; ``error``: of a run or a check."""
+
+    cause: NotTriedCause
+    keys: tuple[str, ...] = ()
+    error: str = ""
+
+
+#: The reasons that hold until an alignment knows a better one.
+NOT_NEEDED = NotTried(cause=NotTriedCause.NOT_NEEDED)
+BIT_EQUAL = NotTried(cause=NotTriedCause.BIT_EQUAL)
+STRONGER_PROOF = NotTried(cause=NotTriedCause.STRONGER_PROOF)
