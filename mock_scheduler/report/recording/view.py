@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.columns import TextColumn, lay_out
+from mock_scheduler.display.tables import TextColumn, print_table
 from mock_scheduler.display.text import cut, print_labelled, print_wrapped
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
@@ -100,8 +100,7 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
     if not folder.steps:
         return
     console.print()
-    for line in _steps_table(folder.steps, width=console.width - 2):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+    _print_steps(folder.steps, console)
     if len(folder.steps) > _NUM_STEPS:
         hidden = len(folder.steps) - _NUM_STEPS
         console.print(f"  and {count_of(hidden, 'step')} between (all with --json, some with --steps)")
@@ -166,7 +165,7 @@ def _oddities(steps: Sequence[StepStatistics], totals: RecordingTotals) -> Itera
         yield "no response", count_of(totals.num_rows_without_response, "row")
 
 
-def _steps_table(steps: Sequence[StepStatistics], *, width: int) -> Iterator[str]:
+def _print_steps(steps: Sequence[StepStatistics], console: Console) -> None:
     half = _NUM_STEPS // 2
     shown = steps if len(steps) <= _NUM_STEPS else [*steps[:half], *steps[-half:]]
     spreads = [(step.reward, step.response_length) for step in shown]
@@ -184,10 +183,7 @@ def _steps_table(steps: Sequence[StepStatistics], *, width: int) -> Iterator[str
         ("stale", 3, [_describe_staleness(step.staleness) for step in shown]),
         ("size", 1, [format_bytes(step.size_bytes) for step in shown]),
     )
-    return lay_out(
-        [TextColumn(header=header, drop_order=drop_order, cells=cells) for header, drop_order, cells in columns],
-        width=width,
-    )
+    print_table([TextColumn(header=header, drop_order=order, cells=cells) for header, order, cells in columns], console)
 
 
 def _describe_staleness(staleness: Staleness | None) -> str:
