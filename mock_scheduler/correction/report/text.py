@@ -24,8 +24,8 @@ from mock_scheduler.correction.report.format import (
 )
 from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
 from mock_scheduler.correction.report.view import Bucket, CorrectionReport, Measured, StepHealth, WorstToken
+from mock_scheduler.display.console import print_labelled, print_wrapped
 from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
-from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.text import shorten
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.display.console import print_labelled, print_wrapped
 from mock_scheduler.display.tables import FittedTable, TextColumn
-from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.alignment.words import LEGEND, PROOF_MARKS
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
