@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.algorithm.losses import PolicyLossOutput
-from pipelines.layouts.cases import LONGEST_ROW, SEED
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.cases import LONGEST_ROW, SEED
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions

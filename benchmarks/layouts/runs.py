@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.layouts.cases import Case
 from mock_scheduler.support.text import count_of
-from pipelines.layouts.cases import Case
 
-_WORKER = "pipelines.layouts.worker"
+_WORKER = "benchmarks.layouts.worker"
 _QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 

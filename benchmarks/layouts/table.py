@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from pipelines.layouts.cases import Case
-from pipelines.layouts.comparison import CaseComparison, compare_cases
+from benchmarks.layouts.cases import Case
+from benchmarks.layouts.comparison import CaseComparison, compare_cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

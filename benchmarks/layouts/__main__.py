@@ -1,4 +1,4 @@
-"""The table of layouts: ``python -m pipelines.layouts``, and that of computation options: ``... --options``.
+"""The table of layouts: ``python -m benchmarks.layouts``, and that of computation options: ``... --options``.
 
 Trains small models, dense and with experts, for two steps of two updates under every layout of up to 8 processes, in
 float32 and float64, and shows how far metrics, gradients and parameters are from those of one process. In float64
@@ -16,10 +16,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
+from benchmarks.layouts.runs import run_cases
+from benchmarks.layouts.table import build_results, render
 from mock_scheduler.megatron.rules.known_wrong import MEGATRON, installed_megatron
-from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
-from pipelines.layouts.runs import run_cases
-from pipelines.layouts.table import build_results, render
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _WIDTH_OF_FILES = 160

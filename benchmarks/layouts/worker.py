@@ -1,4 +1,4 @@
-"""Trains cases of one world size in one process group: ``torchrun ... -m pipelines.layouts.worker FOLDER CASE ...``.
+"""Trains cases of one world size in one process group: ``torchrun ... -m benchmarks.layouts.worker FOLDER CASE ...``.
 
 A case is ``model/precision/layout/option``. Of each, ``FOLDER/{case}`` gets the metrics of all steps, which all ranks
 hold alike, and a trace of all gradients and parameters. Nothing is judged here.
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime

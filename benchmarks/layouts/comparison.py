@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.layouts.worker import METRICS_FILE
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
-from pipelines.layouts.worker import METRICS_FILE
 
 # A metric that is a difference of nearly equal numbers is judged against what was subtracted, which is of this size.
 _ABSOLUTE_SCALE = 1e-3

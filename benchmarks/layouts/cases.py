@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mock_scheduler.config.layout import parse_layout
-from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
-from pipelines.config.schema import ParallelConfig, PipelineConfig
-from pipelines.layouts.models import MODELS
-from pipelines.layouts.options import (
+from benchmarks.layouts.models import MODELS
+from benchmarks.layouts.options import (
     OPTIONS,
     PLAIN,
     SEPARATOR,
@@ -19,7 +16,10 @@ from pipelines.layouts.options import (
     split_options,
     values_options,
 )
-from pipelines.layouts.rows import GROUP_SIZE, NUM_GROUPS
+from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
+from mock_scheduler.config.layout import parse_layout
+from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
+from pipelines.config.schema import ParallelConfig, PipelineConfig
 
 PRECISIONS = ("float32", "float64")
 SEED = 42
