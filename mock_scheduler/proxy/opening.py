@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mock_scheduler.errors import StepNotFoundError
 from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
-from mock_scheduler.proxy.answers import share_of
+from mock_scheduler.proxy.checks import share_of
 from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import (
