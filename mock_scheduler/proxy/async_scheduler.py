@@ -15,9 +15,18 @@ from weakref import WeakKeyDictionary
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
-from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work, is_async
-from mock_scheduler.proxy.failures import is_raised_already
-from mock_scheduler.proxy.lock_table import LockTable
+from mock_scheduler.proxy.effects import (
+    Build,
+    Call,
+    Effect,
+    Flow,
+    Guarded,
+    LockTable,
+    T,
+    Work,
+    is_async,
+    is_raised_already,
+)
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 from mock_scheduler.support.digests import JSON
 

@@ -12,8 +12,8 @@ from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
+from mock_scheduler.proxy.checks import as_contract, as_plan, check_make_real, check_run_id
 from mock_scheduler.proxy.core import ProxyCore
-from mock_scheduler.proxy.given import as_contract, as_plan, check_make_real, check_run_id
 from mock_scheduler.proxy.opening import open_access
 from mock_scheduler.proxy.routing import modes_to_prepare
 from mock_scheduler.proxy.settings import ProxySettings

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import BatchError, SchedulerError
+from mock_scheduler.errors import BatchError, ConfigError, SchedulerError
+from mock_scheduler.recording import Contract
 from mock_scheduler.recording.reading.prompts import compare_prompts, prompts_of
-from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard
+from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard, shown
+from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import RolloutMockConfig
 
 _NUM_SHOWN = 5
@@ -135,3 +138,101 @@ def _describe(problems: Sequence[str], request: RolloutRequest) -> str:
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{where}: the answer has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
+
+
+def read_metrics(told: object, owner: str, request: RolloutRequest | None) -> dict[str, float]:
+    """Metrics by name, as floats, from what ``collect_metrics`` of class ``owner`` returned after ``request``."""
+    metrics: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, value in _as_dict(told, f"{owner}.collect_metrics", request, "a dict of names and numbers").items():
+        if not isinstance(name, str):
+            wrong.append(f"key {shown(name)} is no text")
+        elif isinstance(value, str | bytes | bytearray):  # which float() would read
+            wrong.append(f"{name!r} is {shown(value)}")
+        else:
+            try:
+                metrics[name] = float(value)  # any scalar, as of torch or NumPy
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                wrong.append(f"{name!r} is {shown(value)}")
+    if wrong:
+        raise SchedulerError(
+            f"{_after(request)}: {owner}.collect_metrics gave what is no number: {'; '.join(wrong)}; expected a dict "
+            "of names and numbers"
+        )
+    return metrics
+
+
+def read_state(told: object, owner: str, request: RolloutRequest | None) -> dict[str, Any]:
+    """The state by key, from what ``state_dict`` of class ``owner`` returned after ``request``."""
+    state = _as_dict(told, f"{owner}.state_dict", request, "a dict of what a checkpoint must keep, as JSON")
+    wrong = [f"key {shown(key)} is no text" for key in state if not isinstance(key, str)]
+    if wrong:
+        raise SchedulerError(f"{_after(request)}: {owner}.state_dict: {'; '.join(wrong)}")
+    return dict(state)
+
+
+def _as_dict(told: object, method: str, request: RolloutRequest | None, expected: str) -> Mapping[Any, Any]:
+    if told is None:
+        return {}
+    if not isinstance(told, Mapping):
+        raise SchedulerError(f"{_after(request)}: {method} returned {shown(told)}; expected {expected}, or None")
+    return told
+
+
+def _after(request: RolloutRequest | None) -> str:
+    return "before the first step" if request is None else f"{request.mode} step {request.global_step}"
+
+
+_MAX_RUN_ID = 128
+
+
+def check_make_real(make_real: object) -> None:
+    """Raise ``ConfigError`` unless it can be called."""
+    if not callable(make_real):
+        name = type(make_real).__name__
+        advice = (
+            f"pass {name} or lambda: scheduler" if hasattr(make_real, "get_batch") else "pass a class or a function"
+        )
+        raise ConfigError(f"make_real must be a callable that builds the scheduler, found {_a(name)} {name}; {advice}")
+
+
+def as_contract(contract: object) -> Contract:
+    """The contract of a run from what was given; raises ``ConfigError`` where it is none."""
+    if isinstance(contract, Contract):
+        return contract
+    if not isinstance(contract, Mapping):
+        raise ConfigError(
+            f"contract must be a Contract, or a mapping of names to values that must match, found {shown(contract)}"
+        )
+    values: Mapping[str, JSON] = contract
+    return Contract.of(values)
+
+
+def as_plan(plan: object) -> tuple[RolloutRequest, ...]:
+    """The requests that will come; raises ``SchedulerError`` for anything else."""
+    if not isinstance(plan, Sequence) or isinstance(plan, str | bytes):
+        raise SchedulerError(f"plan is {shown(plan)}; expected a list of RolloutRequest")
+    for index, request in enumerate(plan):
+        check_request(request, f"plan[{index}]")
+    return tuple(plan)
+
+
+def check_request(request: object, what: str) -> None:
+    """Raise ``SchedulerError`` unless it is a ``RolloutRequest``."""
+    if not isinstance(request, RolloutRequest):
+        raise SchedulerError(f"{what} is {shown(request)}; expected a RolloutRequest")
+
+
+def check_run_id(run_id: object) -> None:
+    """Raise ``SchedulerError`` unless it can name a run in every file of it; None: the run gets a new one."""
+    if run_id is None:
+        return
+    expected = f"expected a text of 1 to {_MAX_RUN_ID} printable characters"
+    if isinstance(run_id, int) and not isinstance(run_id, bool):
+        raise SchedulerError(f"run_id is {run_id}; {expected}: give it as text, {str(run_id)!r}")
+    if not isinstance(run_id, str) or not 0 < len(run_id) <= _MAX_RUN_ID or not run_id.isprintable():
+        raise SchedulerError(f"run_id is {shown(run_id)}; {expected}")
+
+
+def _a(noun: str) -> str:
+    return "an" if noun[0] in "aeiouAEIOU" else "a"

@@ -8,14 +8,17 @@ no real scheduler's exception is touched on its way to the pipeline.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from mock_scheduler.proxy.routing import RequestKey
 from mock_scheduler.scheduler import SchedulerMethod
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,28 @@ Flow: TypeAlias = Generator[Effect, Any, T]
 def is_async(method: SchedulerMethod) -> bool:
     """Whether calling it is known to give a coroutine."""
     return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(getattr(method, "__call__", None))  # noqa: B004
+
+
+class LockTable(Generic[L]):
+    """``make_lock`` makes one; any thread may ask."""
+
+    def __init__(self, make_lock: Callable[[], L]) -> None:
+        self._make_lock = make_lock
+        self._locks: WeakValueDictionary[Hashable, L] = WeakValueDictionary()
+        self._guard = threading.Lock()
+
+    def of(self, name: Hashable) -> L:
+        """The lock of this name: the same one as long as anyone uses it."""
+        with self._guard:
+            lock = self._locks.get(name)
+            if lock is None:
+                lock = self._locks[name] = self._make_lock()
+            return lock
+
+
+def is_raised_already(failure: BaseException, error: BaseException | None) -> bool:
+    """Whether ``error``, with which a block ends, is the one of which ``failure``, raised by closing, only tells again.
+
+    A writer raises its first error as it was, and later ones that have the first as their cause.
+    """
+    return error is not None and failure.__cause__ is not None and failure.__cause__ in (error, error.__cause__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded
-from mock_scheduler.proxy.held_calls import HeldCalls
+from mock_scheduler.proxy.pending import HeldCalls
 from mock_scheduler.scheduler import SchedulerMethod, SchedulerMethods, scheduler_methods
 from mock_scheduler.support.digests import JSON
 
