@@ -1,4 +1,9 @@
-"""What the pipeline gets, and whether it is what was asked for, before it is trained on or recorded."""
+"""Checks every value that comes from outside: a live answer, a scheduler's metrics and state, a trainer's arguments.
+
+Contract: a batch is checked before it is trained on or recorded, arguments before anything is built, read or written.
+None from a real scheduler counts as no metrics or no state, since many schedulers return nothing. Every error names the
+value found and the value expected.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the pipeline gets. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
+    """An answer for the pipeline. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
 
     request: RolloutRequest
     native: NativeBatch
@@ -30,7 +35,7 @@ class Answer:
 
 
 def share_of(request: RolloutRequest, shard: RowShard | None) -> int:
-    """Trajectories that this process gets of the request; raises ``SchedulerError`` where the shards are not equal."""
+    """Count the trajectories of a request for this process; raises ``SchedulerError`` where shards are not equal."""
     if shard is None:
         return request.batch_size
     if request.batch_size % shard.count:
@@ -42,7 +47,7 @@ def share_of(request: RolloutRequest, shard: RowShard | None) -> int:
 
 
 def as_rollout_batch(answer: object, request: RolloutRequest) -> RolloutBatch:
-    """``answer`` itself where it is a ``RolloutBatch``; raises ``SchedulerError`` otherwise."""
+    """Return ``answer`` where it is a ``RolloutBatch``; raises ``SchedulerError`` otherwise."""
     if isinstance(answer, RolloutBatch):
         return answer
     raise SchedulerError(
@@ -59,11 +64,11 @@ def judge_batch(
     shard: RowShard | None,
     is_reporting: bool,
 ) -> list[str]:
-    """Refuse a batch that is not what was asked for, and return what is to be reported of one that is.
+    """Refuse a batch other than the requested one, and return the lines to report of an accepted one.
 
-    ``is_reporting`` False: nobody reads the reports, so rows are not compared for them. Whole groups are not asked of a
-    shard, whose process may hold a part of each. Raises ``BatchError`` listing every problem, with the rows of another
-    scheduler, the groups that are not whole and the rows that repeat others.
+    ``is_reporting`` False: nobody reads the reports, so rows are not compared for them. A shard may hold a part of each
+    group, so whole groups are asked of a whole batch only. Raises ``BatchError`` listing every problem, with rows of
+    another scheduler, groups in parts and rows with the content of another row.
     """
     problems = [
         *_count_problems(batch, request, shard),
@@ -140,20 +145,20 @@ def _describe(problems: Sequence[str], request: RolloutRequest) -> str:
     return f"{where}: the answer has {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
-def read_metrics(told: object, owner: str, request: RolloutRequest | None) -> dict[str, float]:
-    """Metrics by name, as floats, from what ``collect_metrics`` of class ``owner`` returned after ``request``."""
+def read_metrics(value: object, owner: str, request: RolloutRequest | None) -> dict[str, float]:
+    """Read metrics by name, as floats, from the value of ``collect_metrics`` of class ``owner`` after ``request``."""
     metrics: dict[str, float] = {}
     wrong: list[str] = []
-    for name, value in _as_dict(told, f"{owner}.collect_metrics", request, "a dict of names and numbers").items():
+    for name, number in _as_dict(value, f"{owner}.collect_metrics", request, "a dict of names and numbers").items():
         if not isinstance(name, str):
             wrong.append(f"key {shown(name)} is no text")
-        elif isinstance(value, str | bytes | bytearray):  # which float() would read
-            wrong.append(f"{name!r} is {shown(value)}")
+        elif isinstance(number, str | bytes | bytearray):  # float() would read a text
+            wrong.append(f"{name!r} is {shown(number)}")
         else:
             try:
-                metrics[name] = float(value)  # any scalar, as of torch or NumPy
+                metrics[name] = float(number)  # any scalar, of torch and NumPy too
             except (TypeError, ValueError, RuntimeError, OverflowError):
-                wrong.append(f"{name!r} is {shown(value)}")
+                wrong.append(f"{name!r} is {shown(number)}")
     if wrong:
         raise SchedulerError(
             f"{_after(request)}: {owner}.collect_metrics gave what is no number: {'; '.join(wrong)}; expected a dict "
@@ -162,21 +167,21 @@ def read_metrics(told: object, owner: str, request: RolloutRequest | None) -> di
     return metrics
 
 
-def read_state(told: object, owner: str, request: RolloutRequest | None) -> dict[str, Any]:
-    """The state by key, from what ``state_dict`` of class ``owner`` returned after ``request``."""
-    state = _as_dict(told, f"{owner}.state_dict", request, "a dict of what a checkpoint must keep, as JSON")
+def read_state(value: object, owner: str, request: RolloutRequest | None) -> dict[str, Any]:
+    """Read the state by key from the value of ``state_dict`` of class ``owner`` after ``request``."""
+    state = _as_dict(value, f"{owner}.state_dict", request, "a dict of what a checkpoint must keep, as JSON")
     wrong = [f"key {shown(key)} is no text" for key in state if not isinstance(key, str)]
     if wrong:
         raise SchedulerError(f"{_after(request)}: {owner}.state_dict: {'; '.join(wrong)}")
     return dict(state)
 
 
-def _as_dict(told: object, method: str, request: RolloutRequest | None, expected: str) -> Mapping[Any, Any]:
-    if told is None:
+def _as_dict(value: object, method: str, request: RolloutRequest | None, expected: str) -> Mapping[Any, Any]:
+    if value is None:
         return {}
-    if not isinstance(told, Mapping):
-        raise SchedulerError(f"{_after(request)}: {method} returned {shown(told)}; expected {expected}, or None")
-    return told
+    if not isinstance(value, Mapping):
+        raise SchedulerError(f"{_after(request)}: {method} returned {shown(value)}; expected {expected}, or None")
+    return value
 
 
 def _after(request: RolloutRequest | None) -> str:
@@ -187,7 +192,7 @@ _MAX_RUN_ID = 128
 
 
 def check_make_real(make_real: object) -> None:
-    """Raise ``ConfigError`` unless it can be called."""
+    """Raise ``ConfigError`` for a value that cannot be called."""
     if not callable(make_real):
         name = type(make_real).__name__
         advice = (
@@ -197,7 +202,7 @@ def check_make_real(make_real: object) -> None:
 
 
 def as_contract(contract: object) -> Contract:
-    """The contract of a run from what was given; raises ``ConfigError`` where it is none."""
+    """Make the contract of a run out of the given value; raises ``ConfigError`` where it is none."""
     if isinstance(contract, Contract):
         return contract
     if not isinstance(contract, Mapping):
@@ -209,7 +214,7 @@ def as_contract(contract: object) -> Contract:
 
 
 def as_plan(plan: object) -> tuple[RolloutRequest, ...]:
-    """The requests that will come; raises ``SchedulerError`` for anything else."""
+    """Return the planned requests; raises ``SchedulerError`` for anything else."""
     if not isinstance(plan, Sequence) or isinstance(plan, str | bytes):
         raise SchedulerError(f"plan is {shown(plan)}; expected a list of RolloutRequest")
     for index, request in enumerate(plan):
@@ -224,7 +229,7 @@ def check_request(request: object, what: str) -> None:
 
 
 def check_run_id(run_id: object) -> None:
-    """Raise ``SchedulerError`` unless it can name a run in every file of it; None: the run gets a new one."""
+    """Raise ``SchedulerError`` unless it can name a run in each of its files; None: the run gets a new one."""
     if run_id is None:
         return
     expected = f"expected a text of 1 to {_MAX_RUN_ID} printable characters"

@@ -1,8 +1,13 @@
-"""Batches that the real scheduler gave and the pipeline does not have yet.
+"""Keeps whatever is on its way between pipeline and real scheduler: batches coming from it, calls going to it.
 
-Contract: a batch is here from the moment in which the real scheduler returned it until the pipeline gets it, whatever
-fails or is cancelled in between: its scheduler has gone on and would give the next one. What was learned about it on
-the way (its recorded form, metrics, scheduler state) stays with it, so that nothing is asked for or written twice.
+Contract: pure bookkeeping.
+
+- A batch is pending from its return by the real scheduler until the pipeline has it, whatever fails or is cancelled
+  meanwhile: the scheduler has gone on and would give the next one. Its recorded form, metrics and scheduler state stay
+  with it, so nothing is asked for or written twice.
+- A call is pending until we know whether the next answer is live or replayed. It is then delivered, in order, before
+  the live answer, or suppressed by the replayed one. The latest suppressed policy version, and whether the pipeline had
+  resumed, are kept: a real scheduler that takes over later is brought to where it would be.
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ from mock_scheduler.support.digests import JSON
 
 @dataclass(kw_only=True, slots=True)
 class Taken:
-    """One batch, as the real scheduler gave it, and how far its way to the pipeline has come.
+    """One batch of the real scheduler, and how far it has come on its way to the pipeline.
 
-    ``batch``: its recorded form, once examined. ``measured`` and ``scheduler_state``: what the real scheduler said
-    right after it, once asked. ``is_submitted``: whether the writer has it.
+    ``batch``: its recorded form, once examined. ``measured``, ``scheduler_state``: the real scheduler's metrics and
+    state right after it, once asked for. ``is_submitted``: whether the writer has it.
     """
 
     request: RolloutRequest
@@ -35,29 +40,29 @@ class Taken:
     scheduler_state: Mapping[str, JSON] | None = None
     is_submitted: bool = False
 
-    def note_metrics(self, owner: str, told: object) -> None:
-        """What ``collect_metrics`` of class ``owner`` returned; raises as ``read_metrics``."""
-        self.measured = read_metrics(told, owner, self.request)
+    def note_metrics(self, owner: str, value: object) -> None:
+        """Keep the value returned by ``collect_metrics`` of class ``owner``; raises as ``read_metrics``."""
+        self.measured = read_metrics(value, owner, self.request)
 
-    def note_state(self, owner: str, told: object) -> None:
-        """What ``state_dict`` of class ``owner`` returned; raises as ``read_state``."""
-        self.scheduler_state = read_state(told, owner, self.request)
+    def note_state(self, owner: str, value: object) -> None:
+        """Keep the value returned by ``state_dict`` of class ``owner``; raises as ``read_state``."""
+        self.scheduler_state = read_state(value, owner, self.request)
 
 
 class TakenBatches:
-    """At most one per step of each kind and scheduler."""
+    """Batches that the pipeline does not have yet, at most one per step of each kind and scheduler."""
 
     def __init__(self) -> None:
         self._by_step: dict[RequestKey, Taken] = {}
 
     def add(self, request: RolloutRequest, native: NativeBatch) -> None:
-        """The real scheduler answered ``request``."""
+        """Keep the real scheduler's answer to ``request``."""
         self._by_step[request_key(request)] = Taken(request=request, native=native)
 
     def find(self, request: RolloutRequest) -> Taken | None:
-        """The batch that was played for this very request, if any.
+        """Return the batch played for this very request, if any.
 
-        Raises ``SchedulerError`` naming what differs where it was played for another request of the step.
+        Raises ``SchedulerError`` naming every difference where it was played for another request of the step.
         """
         taken = self._by_step.get(request_key(request))
         if taken is not None and taken.request != request:
@@ -69,11 +74,11 @@ class TakenBatches:
         return taken
 
     def drop(self, request: RolloutRequest) -> None:
-        """The pipeline has the batch, or it is not what was asked for."""
+        """Forget a batch: the pipeline has it, or it is a wrong answer."""
         self._by_step.pop(request_key(request), None)
 
     def clear(self) -> None:
-        """The run goes on from elsewhere, or ends."""
+        """Forget all: the run goes on from elsewhere, or ends."""
         self._by_step.clear()
 
 
@@ -87,7 +92,10 @@ HeldCall: TypeAlias = tuple[str, tuple[object, ...]]
 
 
 class HeldCalls:
-    """Of ``suspend``, ``resume`` and ``update_weights``."""
+    """Calls that wait until we know whether the next answer is live or replayed.
+
+    They are ``suspend``, ``resume`` and ``update_weights``.
+    """
 
     def __init__(self) -> None:
         self._held: deque[HeldCall] = deque()
@@ -100,11 +108,11 @@ class HeldCalls:
         return bool(self._held) or self._missed_version is not None or self._missed_resume
 
     def hold(self, name: str, arguments: tuple[object, ...]) -> None:
-        """Keep a call until it is known what the next answer is."""
+        """Keep a call until the kind of the next answer is known."""
         self._held.append((name, arguments))
 
     def suppress(self) -> list[str]:
-        """The next answer is replayed: what was held has no effect. Returns the names of these calls."""
+        """Drop all held calls, since the next answer is replayed; returns their names."""
         names = []
         while self._held:
             name, arguments = self._held.popleft()
@@ -116,16 +124,18 @@ class HeldCalls:
         return names
 
     def catch_up(self, coming: str | None) -> HeldCall | None:
-        """What the real scheduler must have before ``coming``, one call at a time; None where nothing is left.
+        """Return the next call due to the real scheduler before ``coming``; None where nothing is left.
 
-        A suppressed weight update or ``resume`` is left out where a later call does the same or undoes it. The call
-        stays due until ``delivered`` says that it was made.
+        A suppressed weight update or ``resume`` is left out where a later call repeats or undoes it. The call stays
+        due until ``delivered`` notes it.
         """
         names = {name for name, _ in self._held} | {coming}
+        # A later weight update replaces a missed one; a later suspend or resume decides alone whether it generates.
         if "update_weights" in names:
             self._missed_version = None
         if names & {"suspend", "resume"} or self.is_running:
             self._missed_resume = False
+        # Weights come first: a resumed scheduler must not generate with old ones.
         if self._missed_version is not None:
             return "update_weights", (self._missed_version,)
         if self._held:
@@ -133,8 +143,9 @@ class HeldCalls:
         return ("resume", ()) if self._missed_resume else None
 
     def delivered(self, call: HeldCall) -> None:
-        """``call`` reached the real scheduler."""
+        """Note a call that reached the real scheduler."""
         name, _ = call
+        # ``is``: the held call itself, not a missed one that is equal to it.
         if self._held and self._held[0] is call:
             self._held.popleft()
         elif name == "update_weights":
