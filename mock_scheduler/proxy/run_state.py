@@ -12,7 +12,7 @@ from mock_scheduler.support.digests import JSON
 
 
 class ProxyState:
-    """Progress of a run. ``mode``: origin of the last batch: ``real``, ``dump``, ``verify`` or ``mock``, if replayed."""
+    """Progress of a run. ``mode``: how the last batch came: ``real``, ``dump``, ``verify``, or ``mock`` (replayed)."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
