@@ -38,7 +38,7 @@ def check_service(config: PipelineConfig) -> None:
 
 def _run_service(config: PipelineConfig) -> None:
     # Imported here, since torch and Megatron read the environment when they are imported.
-    from pipelines.service.serving import run_service
+    from pipelines.service.run import run_service
 
     run_service(config)
 

@@ -17,7 +17,7 @@ import torch
 
 from mock_scheduler.errors import ConfigError, ServiceError
 from pipelines.config.schema import PipelineConfig
-from pipelines.service import serving
+from pipelines.service import run as serving
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.service import TrainingService
 from pipelines.tracking import MetricsWriter
