@@ -143,7 +143,7 @@ def extract(
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
-    from mock_scheduler.align.extract.extract import run_extract  # imports torch: not for --help
+    from mock_scheduler.align.extract.extraction import run_extract  # imports torch: not for --help
 
     code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
     raise typer.Exit(code)
@@ -202,7 +202,7 @@ def compare(
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.commands.recordings import parse_steps
+    from mock_scheduler.commands.inspect import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
@@ -229,7 +229,7 @@ def replicas(
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
     from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
-    from mock_scheduler.commands.recordings import parse_steps
+    from mock_scheduler.commands.inspect import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
@@ -252,7 +252,7 @@ def doctor(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
-    from mock_scheduler.doctor.runs import run_doctor  # imports torch: not for --help
+    from mock_scheduler.commands.doctor import run_doctor  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
     code = run_doctor(
@@ -290,7 +290,7 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Say what a recording is and what its steps hold."""
-    from mock_scheduler.commands.recordings import run_inspect  # imports torch: not for --help
+    from mock_scheduler.commands.inspect import run_inspect  # imports torch: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
@@ -298,7 +298,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
-    from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
+    from mock_scheduler.commands.inspect import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -312,7 +312,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
-    from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.inspect import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -332,7 +332,7 @@ def show(
     ] = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.inspect import run_show  # imports torch: not for --help
 
     code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
     raise typer.Exit(code)

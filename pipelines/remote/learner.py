@@ -14,7 +14,7 @@ from pipelines.remote.contract import service_contract
 class RemoteLearner:
     """Trains step after step in the service of ``training_service.url``; one process has it.
 
-    Its metrics equal the ones of ``pipelines.megatron.learner.Learner`` on the same batches: both make advantages by the
+    Its metrics equal those of ``pipelines.megatron.learner.Learner`` on the same batches: both make advantages by the
     same code, and the service trains by that learner.
     """
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.align.extract.entry import find_entry_files
-from mock_scheduler.align.extract.extract import Outcome, order_groups, run_extract, run_reproduction
+from mock_scheduler.align.extract.extraction import Outcome, order_groups, run_extract, run_reproduction
 from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.cli import main
