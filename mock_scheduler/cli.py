@@ -36,7 +36,7 @@ app = typer.Typer(
 
 ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, without .yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
-ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
+ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML files")]
 
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
 Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
@@ -64,32 +64,18 @@ def launch(
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
     nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
-    node_rank: Annotated[int, typer.Option("--node-rank", "--node_rank", help="this machine, from 0")] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT on machine 0")
-    ] = None,
+    node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
     entry: Annotated[
         str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")
     ] = "pipelines.agentic",
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
-    from mock_scheduler.determinism.environment import check_settings
-    from mock_scheduler.launch.launcher import plan_launch, run_plan  # imports pydantic: not for --help
+    from mock_scheduler.commands.launch import run_launch  # imports pydantic: not for --help
 
     source = _source(config_name, config_path, overrides)
-    config = source.load()
-    check_settings(config.system_envs)
-    plan = plan_launch(
-        config,
-        config_name=source.config_name,
-        config_path=source.config_path,
-        overrides=source.overrides,
-        entry=entry,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-    )
-    raise typer.Exit(run_plan(plan))
+    code = run_launch(source, entry=entry, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -97,9 +83,7 @@ def align(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="where runs and verdicts go")
-    ] = None,
+    output_dir: Annotated[Path | None, typer.Option("--output-dir", help="where runs and verdicts go")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
     ] = False,
@@ -143,7 +127,7 @@ def extract(
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
-    from mock_scheduler.align.extract.extraction import run_extract  # imports torch: not for --help
+    from mock_scheduler.commands.extract import run_extract  # imports torch: not for --help
 
     code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
     raise typer.Exit(code)
@@ -156,7 +140,7 @@ def minimise(
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="where the alignments and the result go")
+        Path | None, typer.Option("--output-dir", help="where the alignments and the result go")
     ] = None,
     max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
     overwrite: Annotated[
@@ -201,8 +185,8 @@ def compare(
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
+    from mock_scheduler.commands.common import parse_steps
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.commands.inspect import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
@@ -228,8 +212,8 @@ def replicas(
     ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
-    from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
-    from mock_scheduler.commands.inspect import parse_steps
+    from mock_scheduler.commands.common import parse_steps
+    from mock_scheduler.commands.replicas import run_replicas  # imports torch: not for --help
     from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
@@ -247,7 +231,7 @@ def doctor(
     ] = None,
     entry: Annotated[str, typer.Option("--entry", help="module that runs the replays")] = "pipelines.agentic",
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="the runs go to doctor in this folder")
+        Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
 ) -> None:
@@ -298,7 +282,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
-    from mock_scheduler.commands.inspect import run_verify  # imports torch: not for --help
+    from mock_scheduler.commands.verify import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -312,7 +296,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
-    from mock_scheduler.commands.inspect import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.diff import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -332,7 +316,7 @@ def show(
     ] = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.commands.inspect import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.show import run_show  # imports torch: not for --help
 
     code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
     raise typer.Exit(code)
@@ -383,28 +367,10 @@ def replay_actions(
     entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
-    # No other command needs these: not for --help.
-    import os
-    import subprocess
-    import tempfile
+    from mock_scheduler.commands.replay_actions import run_replay_actions  # imports Hydra: not for --help
 
-    from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
-
-    # 1 is a verdict only of an entry that wrote its result; Python ends a module that it cannot run with 1 too.
-    with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
-        result = Path(folder) / "result.json"
-        source = _source(config_name, config_path, overrides)
-        options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
-        code = subprocess.run(
-            [sys.executable, "-m", entry, *source.arguments(), *options],
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            check=False,
-        ).returncode
-        if result.is_file() and json_path is not None:
-            json_path.write_bytes(result.read_bytes())
-        elif code == ExitCode.DIVERGED and not result.is_file():
-            code = int(ExitCode.INTERNAL)
-    raise typer.Exit(128 - code if code < 0 else code)
+    source = _source(config_name, config_path, overrides)
+    raise typer.Exit(run_replay_actions(source, recording, steps=steps, json_path=json_path, entry=entry))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""A training service: ``python -m pipelines.service.server --config_path configs --config_name NAME a.b=c ...``.
+"""A training service: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
 
 Trains the Megatron model of the configuration under its layout on the datums of a client, by the protocol of
 ``mock_scheduler.remote.protocol``. In ``output_dir`` it leaves ``service.json`` with the URL and the process id,

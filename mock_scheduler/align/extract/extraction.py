@@ -1,7 +1,7 @@
-"""``mock-scheduler extract``: one small folder out of a diverged candidate, which shows the divergence by one command.
+"""Makes a reproduction: the folder of ``mock-scheduler extract``, with as few whole groups as still diverge.
 
-As few whole groups as still diverge: those of the row with the largest difference where the divergence names one, else
-all; and where the divergence does not show with them, twice as many, until all are used.
+It begins with the group of the row with the largest difference, where the divergence names one, else with all groups;
+and where the divergence does not show, it takes twice as many, until all are used.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.extract.batch import reduce_batch
-from mock_scheduler.align.extract.entry import EntryFiles, find_entry_files
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, choose_weights, write_reproduction
+from mock_scheduler.align.extract.entry import EntryFiles
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_reproduction
 from mock_scheduler.align.extract.readme import write_readme
-from mock_scheduler.align.extract.source import DivergedCandidate, read_diverged, read_verdict
+from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.display.console import build_console
-from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
+from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.writing.subset import load_train_step
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ALIGN_FILE
-from mock_scheduler.support.text import count_of, format_bytes
+from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import VerdictKind
 
 _NUM_LOG_LINES = 15
@@ -53,51 +52,6 @@ class Outcome:
 
 #: Runs the reproduction in a folder, of the candidate of this name; leaves nothing in the folder.
 CheckReproduction = Callable[[Path, str], Outcome]
-
-
-def run_extract(
-    align_dir: Path,
-    name: str,
-    *,
-    output: Path,
-    step: int | None = None,
-    num_groups: int | None = None,
-    is_checked: bool = True,
-    check: CheckReproduction | None = None,
-    console: Console | None = None,
-) -> int:
-    """Make the folder ``output`` out of the diverged candidate ``name`` of the alignment in ``align_dir``; 0.
-
-    step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
-    check: ``None`` runs the folder's own script. console: ``None`` is this terminal.
-    Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
-    ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
-    show with all groups either, or the script does not run. Then there is no ``output``.
-    """
-    console = console or build_console()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists and is not empty; choose another --output")
-    source = read_diverged(align_dir, name, step=step)
-    extraction = _Extraction(
-        source=source,
-        batch=load_train_step(source.reader, source.step),
-        weights=choose_weights(source),
-        entry=find_entry_files(source.change.entry),
-        check=(check or run_reproduction) if is_checked else None,
-        console=console,
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    try:
-        extraction.make(aside / output.name, num_groups)
-        (aside / output.name).replace(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
-        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
-    )
-    return int(ExitCode.ALIGNED)
 
 
 def run_reproduction(folder: Path, name: str) -> Outcome:
@@ -126,7 +80,7 @@ def run_reproduction(folder: Path, name: str) -> Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Extraction:
+class Extraction:
     """What is the same for any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
 
     source: DivergedCandidate
