@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.layouts.cases import Case
-from benchmarks.layouts.runs import run_cases
 from benchmarks.layouts.table import CaseResult, build_results
+from benchmarks.layouts.training import run_cases
 
 
 def train(root: Path, cases: Sequence[Case]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.batch import RolloutBatch
-from pipelines.config.schema import PipelineConfig
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from mock_scheduler.batch import RolloutBatch
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
