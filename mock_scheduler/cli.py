@@ -1,9 +1,11 @@
 """The command line: ``mock-scheduler``.
 
-Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports what it
-needs in its own body. A failure that the user can act on is one message on stderr and the exit code of
-``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
-traceback and exit code 70, never 1, which is a verdict.
+The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
+
+Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its work
+in its own body. A failure that the user can act on is one message on stderr and the exit code of ``errors.ExitCode``; a
+usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a traceback and exit code
+70, never 1: that is a verdict.
 """
 
 from __future__ import annotations
@@ -88,13 +90,13 @@ def align(
         bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
     ] = False,
     recording: Annotated[
-        Path | None, typer.Option("--recording", help="what the baseline replays too; else it records")
+        Path | None, typer.Option("--recording", help="a recording for the baseline to replay too; else it records")
     ] = None,
     is_ci: Annotated[bool, typer.Option("--ci", help="print a short summary, and write JUnit XML")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdicts to this file")] = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="also write the page to this file")] = None,
 ) -> None:
-    """Record a baseline, replay it under every candidate, and give a verdict for each, with what proves it."""
+    """Record a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
     from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
@@ -166,9 +168,9 @@ def minimise(
 @app.command()
 def compare(
     baseline: Annotated[
-        Path, typer.Argument(help="what to compare with: a run's output_dir, a trace, metrics.jsonl or a recording")
+        Path, typer.Argument(help="the reference: a run's output_dir, a trace, metrics.jsonl or a recording")
     ],
-    candidate: Annotated[Path, typer.Argument(help="what to judge: one of the same kind")],
+    candidate: Annotated[Path, typer.Argument(help="the side to judge: one of the same kind")],
     steps: Steps = None,
     kinds: Kinds = None,
     patterns: Patterns = None,
@@ -227,7 +229,7 @@ def doctor(
     config_path: ConfigPath = "configs",
     step: Annotated[int, typer.Option("--step", help="the training step to replay; those before it run as well")] = 0,
     recording: Annotated[
-        Path | None, typer.Option("--recording", help="what to replay; a new one is recorded where none is given")
+        Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
     ] = None,
     entry: Annotated[str, typer.Option("--entry", help="module that runs the replays")] = "pipelines.agentic",
     output_dir: Annotated[
@@ -254,7 +256,7 @@ def doctor(
 
 @app.command()
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
-    """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
+    """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import check_settings, launch_environment
 
     config = _source(config_name, config_path, overrides).load()
@@ -273,7 +275,7 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
-    """Say what a recording is and what its steps hold."""
+    """Describe a recording and its steps."""
     from mock_scheduler.commands.inspect import run_inspect  # imports torch: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
@@ -281,7 +283,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
-    """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
+    """Read all of a recording and check every digest; exit code 5 where anything was changed."""
     from mock_scheduler.commands.verify import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
@@ -341,7 +343,7 @@ def correction(
     json_path: JsonOutput = None,
     html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
 ) -> None:
-    """Say how far rollout and training policy are apart, and what each kind of rollout correction would do."""
+    """Show how far rollout and training policy are apart, and the effect of each kind of rollout correction."""
     from mock_scheduler.commands.correction import CorrectionOptions, run_correction  # imports torch
 
     options = CorrectionOptions(
@@ -393,13 +395,13 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, as it is: no markup is read from it and no line is broken."""
+    """Write one failure to stderr, unchanged: no markup is read from it and no line is broken."""
     console = Console(stderr=True)
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def _describe_os_error(error: OSError) -> str:
-    """``FILE: No such file or directory``, or whatever the error says where it names no file."""
+    """Describe as ``FILE: No such file or directory``, or with the error's own text where it names no file."""
     if error.filename is None or error.strerror is None:
         return str(error) or type(error).__name__
     return f"{error.filename}: {error.strerror}"

@@ -18,8 +18,8 @@ _UNIFORM_LOGPROB = -float(np.log(NUM_ACTIONS))
 def random_batch(seed: int, *, longest: int, form: Literal["trajectory", "step"] = "trajectory") -> RolloutBatch:
     """Make 16 trajectories in 4 groups, of 1 to 4 turns and very different lengths, up to ``longest`` tokens.
 
-    Every turn is an observation of random tokens and one action, with the logprob of a uniform policy. ``form``: one row
-    per trajectory, or one per turn with everything before it as its prompt.
+    Every turn is an observation of random tokens and one action, with the logprob of a uniform policy. ``form``: one
+    row per trajectory, or one per turn with everything before it as its prompt.
     """
     generator = np.random.Generator(np.random.Philox(key=derive_seed(seed, "layout-rows")))
     rows: list[Trajectory] = []

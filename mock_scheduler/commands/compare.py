@@ -1,8 +1,8 @@
-"""``mock-scheduler compare`` and ``replicas``: verdicts on what lies on disk, however it came there.
+"""``mock-scheduler compare``: a verdict on two runs, traces, metrics or recordings on disk, however they came there.
 
 Contract: reads runs (``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl``, ``trace/``), traces, metrics or
-recordings; starts nothing and writes only the files that were asked for. Two runs must have trained on the same
-rollouts, which each states by the digest of every batch.
+recordings; starts nothing and writes only the files asked for. Two runs must have trained on the same rollouts: each
+states the digest of every batch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ _NUM_ROWS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """How two sides are compared.
+    """Options of a comparison.
 
-    selection: steps, kinds and names. tolerance: bounds ``name=value`` over the candidate's own. noise: a file of the
-    baseline's measured noise, or perturbed runs. has_metrics: whether metrics of runs are compared. json_path,
-    html_path: reports to write; ``-``: JSON on stdout, in place of the text.
+    Attributes:
+        selection: steps, kinds and names.
+        tolerance: bounds ``name=value`` over the candidate's own.
+        noise: a file of the baseline's measured noise, or perturbed runs.
+        has_metrics: whether metrics of runs are compared.
+        json_path, html_path: reports to write; ``-``: JSON on stdout, in place of the text.
     """
 
     selection: Selection = EVERYTHING
@@ -62,10 +65,13 @@ class CompareOptions:
 def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
     """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
 
-    Raises ``ConfigError`` where a side is nothing that can be compared, both are of different kinds, a bound or
-    the noise is none, the page no file, or none of the chosen steps there, ``AlignmentError`` where a run is not
-    completed or has no trace, ``TraceError`` or ``RecordingError`` where a file cannot be read. ``console``: ``None``
-    is this terminal.
+    ``console``: ``None`` is this terminal.
+
+    Raises:
+        ConfigError: a side cannot be compared, the sides are of different kinds, a bound or the noise is none, the page
+            no file, or none of the chosen steps is present.
+        AlignmentError: a run is not completed, or has no trace.
+        TraceError, RecordingError: a file cannot be read.
     """
     check_page_path(options.html_path)
     opened = open_inputs((baseline, candidate))
@@ -127,6 +133,6 @@ def _judge(
 
 
 def _size_bytes(path: Path) -> int:
-    """Of all files there, which is what is read."""
+    """Add up the sizes of all files to be read."""
     files = [path] if path.is_file() else path.rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,7 +1,6 @@
-"""``mock-scheduler minimise``: the smallest case in which a candidate is still diverged, found by alignments of it.
+"""``mock-scheduler minimise``: finds the smallest case of a diverged candidate by aligning smaller and smaller ones.
 
-Contract: every alignment goes to a folder of its workload, where a baseline that has run already is taken again. A
-candidate whose run fails, or that is no longer diverged, counts as one that does not show the fault.
+Contract: a case with a failed run, or without the divergence, counts as one without the fault.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ MINIMISE_MARKER = FolderMarker(
     text="made by mock-scheduler minimise; --overwrite may remove what is in this folder\n",
 )
 FOLDER = "minimise"
-# They narrow a divergence down and say what it does to training; the verdict does not rest on them.
+# They explain a divergence; the verdict does not rest on them.
 _WITHOUT_EXPLANATION = ("align.proofs.localise=false", "align.proofs.consequence=false")
 
 
 def align_once(
     config_name: str, config_path: Path, overrides: Sequence[str], candidate: CandidateConfig, output_dir: Path
 ) -> VerdictKind:
-    """The verdict on one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
+    """Align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
-    The alignment and its files are those of ``mock-scheduler align``, in ``output_dir``. Raises ``ConfigError`` before
+    ``output_dir`` gets the files of ``mock-scheduler align``. Raises ``ConfigError`` before
     anything runs.
     """
     only = only_candidate(build_loader(config_name, config_path), overrides, candidate)
@@ -64,8 +63,14 @@ def align_once(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinimiseOptions:
-    """``output_dir``: ``None`` is ``minimise`` in the configuration's. ``max_runs``: alignments to spend at
-    most, that of the candidate as it is among them."""
+    """Options of a reduction.
+
+    Attributes:
+        output_dir: the folder of all alignments; ``None`` is ``minimise`` in the configuration's.
+        max_runs: alignments to spend at most, the first one, of the whole case, among them.
+        overwrite: run everything anew.
+        json_path: a further copy of the result.
+    """
 
     output_dir: Path | None = None
     max_runs: int = 60
@@ -83,10 +88,10 @@ def run_minimise(
     align: AlignOnce = align_once,
     console: Console | None = None,
 ) -> int:
-    """Shrink a diverged candidate, print what is left and the command that shows it; returns the verdict's exit code.
+    """Shrink a diverged candidate, print the smallest case and its command; returns the verdict's exit code.
 
-    A candidate that is neither diverged nor suspect is not reduced. ``{output_dir}/minimise.json`` has the result.
-    Raises ``ConfigError`` for a candidate that there is not, or that cannot be run.
+    Only a diverged or suspect candidate is reduced. ``{output_dir}/minimise.json`` has the result. Raises
+    ``ConfigError`` for an unknown candidate, or one that cannot be run.
     """
     console = console or build_console()
     load = remember(build_loader(config_name, config_path))
@@ -127,7 +132,7 @@ def run_minimise(
 
 
 def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tuple[ReductionSpace, tuple[str, ...]]:
-    """What can be reduced, and the overrides of ``align.baseline``."""
+    """Build the space of reductions; also returns the overrides of ``align.baseline``."""
     stated = tuple(load(overrides).align.baseline)
     baseline = load((*overrides, *stated))
     candidates = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}

@@ -35,10 +35,10 @@ def run_replicas(
     console: Console | None = None,
     verify: bool = False,
 ) -> int:
-    """Check all copies within one run or trace; 0 equal, 1 different, 3 where nothing is held twice.
+    """Check all copies within one run or trace: 0 equal, 1 different, 3 nothing is held twice.
 
     ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. Raises ``ConfigError`` where
-    there is no trace of whole tensors, ``TraceError`` where a file cannot be read or is not what was written.
+    there is no trace of whole tensors, ``TraceError`` where a file cannot be read or was changed.
     """
     trace_dir = find_trace(path)
     if trace_level(trace_dir) != "full":

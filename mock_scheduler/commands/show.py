@@ -27,7 +27,7 @@ def run_show(
     vocabulary_path: Path | None,
     console: Console | None = None,
 ) -> int:
-    """Print one trajectory; raises ``StepNotFoundError`` or ``RecordingError`` naming what is there instead."""
+    """Print one trajectory; raises ``StepNotFoundError`` or ``RecordingError`` naming the steps or rows present."""
     reader = RecordingReader(dump_dir)
     place = _find_place(reader, step_folder(mode, scheduler_id), step)
     batch = open_place(reader, place).load()

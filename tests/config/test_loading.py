@@ -243,11 +243,11 @@ def test_missing_config_name_is_a_config_error() -> None:
     assert str(caught.value) == "Missing option '--config-name'.\nTry 'python -m run --help'."
 
 
-def test_an_unknown_option_is_a_config_error_that_names_the_nearest() -> None:
+def test_an_unknown_option_is_a_config_error_that_names_those_like_it() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config_arguments(["--config-nam", "run"], prog="run")
     assert str(caught.value) == (
-        "No such option: --config-nam (Possible options: --config-name)\nTry 'python -m run --help'."
+        "No such option: --config-nam (Possible options: --config-name, --config-path)\nTry 'python -m run --help'."
     )
 
 

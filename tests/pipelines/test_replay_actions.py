@@ -373,7 +373,7 @@ def test_a_recording_of_another_pipeline_is_refused(tmp_path: Path, capsys: pyte
         (["--steps", "x"], "--steps: "),
         (["--recording", "{folder}/absent"], "absent"),
         (["--config-name", "absent"], "no configuration 'absent'"),
-        (["--stepz", "1"], "No such option: --stepz (Possible options: --steps)"),
+        (["--stepz", "1"], "No such option: --stepz (Possible options: --help, --steps)"),
         (["seed=-1"], "seed"),
     ],
 )

@@ -39,7 +39,7 @@ _NOT_FOR_A_CHECK = ("align.proofs.localise=false", "align.proofs.consequence=fal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a reproduction gave when it was run: the verdict's word, and its first divergence or reason."""
+    """The result of running a reproduction: the verdict's word, and its first divergence or reason."""
 
     verdict: str
     text: str
@@ -55,7 +55,7 @@ CheckReproduction = Callable[[Path, str], Outcome]
 
 
 def run_reproduction(folder: Path, name: str) -> Outcome:
-    """Run the script of a reproduction, as its user would, with this interpreter and from this working directory.
+    """Run the script of a reproduction as its user would, with this interpreter and from this working directory.
 
     Raises ``AlignmentError`` with the end of its output where it gave no result.
     """
@@ -81,7 +81,7 @@ def run_reproduction(folder: Path, name: str) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extraction:
-    """What is the same for any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
+    """An extraction with any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
 
     source: DivergedCandidate
     batch: RolloutBatch
@@ -91,7 +91,7 @@ class Extraction:
     console: Console
 
     def make(self, folder: Path, num_groups: int | None) -> None:
-        """Write the folder with as many groups as it takes; raises as ``run_extract``."""
+        """Write the folder with as many groups as the divergence needs; raises as ``run_extract``."""
         order = order_groups(self.batch, self.source.sample)
         if num_groups is not None and not 1 <= num_groups <= len(order):
             raise ConfigError(f"--groups is {num_groups}; step {self.source.step} has {count_of(len(order), 'group')}")
@@ -115,7 +115,7 @@ class Extraction:
     def _try(
         self, folder: Path, order: Sequence[GroupKey], wanted: int, remarks: list[str]
     ) -> tuple[int, Outcome | None]:
-        """Write the folder with at least ``wanted`` groups and run it; how many these are, and what it gave."""
+        """Write the folder with at least ``wanted`` groups and run it; returns their number and the outcome."""
         source, weights = self.source, self.weights
         reduction = reduce_batch(source, num_groups=wanted, num_all=len(order), max_steps=weights.last_step + 1)
         places = self._places(order[: reduction.num_groups])
@@ -146,7 +146,7 @@ class Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """The places of the chosen groups among those of the step: the same are kept of every step."""
+        """Find the places of the chosen groups in the step: every step keeps the groups at these places."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:
@@ -156,10 +156,10 @@ class Extraction:
 
 
 def order_groups(batch: RolloutBatch, sample: str | None) -> list[GroupKey]:
-    """The groups of a batch, those first without which there may be no divergence.
+    """List the groups of a batch, the most likely to show the divergence first.
 
-    First the group of the row ``sample``, as its identity is spelled, then those whose rewards differ, from which alone
-    advantages relative to a group come, then the others; each in the batch's order.
+    First the group of the row with the identity ``sample``, then groups with different rewards, since only they have
+    advantages relative to the group, then the others; each in the batch's order.
     """
     of_sample = {identity.group_key for identity in batch.identities if str(identity) == sample}
     rewards: dict[GroupKey, set[float]] = {}

@@ -1,4 +1,4 @@
-"""Aligns reduced cases of a candidate one after another, and keeps what each of them showed.
+"""Aligns reduced cases of a candidate one after another, and keeps the verdict of each.
 
 Contract: each case is aligned in the folder of its workload, where a finished baseline is taken again.
 """
@@ -30,7 +30,10 @@ AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictK
 
 @dataclass(slots=True)
 class Trials:
-    """Runs cases and says what they are; ``baseline``: the overrides that the configuration states for it."""
+    """Aligns cases of one space.
+
+    ``baseline``: the overrides of ``align.baseline``. ``failing``: the verdicts that show the fault.
+    """
 
     space: ReductionSpace
     load: ConfigLoader
@@ -49,7 +52,7 @@ class Trials:
         return self.align_at(levels) in self.failing
 
     def is_valid(self, levels: Levels) -> bool:
-        """Whether both runs of a case can be made, and the candidate is not the baseline itself."""
+        """Whether both runs of a case are possible, and the candidate is not the baseline itself."""
         reduction = self.space.build(levels)
         if reduction.is_baseline:
             return False
@@ -62,7 +65,7 @@ class Trials:
         return True
 
     def identify(self, levels: Levels) -> tuple[tuple[str, ...], str]:
-        """What a case runs."""
+        """Identify a case by its runs: two cases with one identity are the same."""
         reduction = self.space.build(levels)
         return reduction.shared, reduction.candidate.model_dump_json()
 
@@ -89,7 +92,7 @@ class Trials:
         return verdict
 
     def describe(self, minimum: Minimum, verdict: VerdictKind) -> dict[str, JSON]:
-        """The result as JSON."""
+        """Describe the result as JSON."""
         reduction = self.space.build(minimum.levels)
         return {
             "candidate": reduction.candidate.name,
@@ -107,7 +110,7 @@ class Trials:
         }
 
     def command(self, reduction: Reduction) -> str:
-        """What shows the reduced case, in a folder that no other case and no alignment of the user's has."""
+        """Make the command that shows the reduced case, in a folder of its own."""
         overrides = self._with_shared(reduction)
         only = only_candidate(self.load, overrides, reduction.candidate)
         words = [self.config_name, *overrides, *only, "--config-path", str(self.config_path)]
@@ -115,7 +118,7 @@ class Trials:
         return join_words(["mock-scheduler", "align", *words, "--output-dir", str(folder)])
 
     def print_result(self, minimum: Minimum, path: Path) -> None:
-        """Say what is left."""
+        """Print the smallest case."""
         reduction = self.space.build(minimum.levels)
         own = [*reduction.candidate.overrides]
         if reduction.candidate.entry != DEFAULT_ENTRY:
@@ -137,14 +140,14 @@ class Trials:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _with_shared(self, reduction: Reduction) -> tuple[str, ...]:
-        """The command line with the reduced workload, which counts after what the configuration states."""
+        """Return the command line's overrides with the reduced workload, after the configuration's own."""
         if not reduction.shared:
             return self.overrides
         return (*self.overrides, f"align.baseline={_quote_list([*self.baseline, *reduction.shared])}")
 
 
 def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: CandidateConfig) -> tuple[str, ...]:
-    """The overrides that make a candidate the only one."""
+    """Make the overrides by which a candidate is the only one."""
     fields = {"name": quote_value(candidate.name)}
     if candidate.overrides:
         fields["overrides"] = _quote_list(candidate.overrides)
@@ -160,7 +163,7 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
 
 
 def remember(load: ConfigLoader) -> ConfigLoader:
-    """The same loader, which loads nothing twice."""
+    """Make a loader that loads nothing twice."""
     known: dict[tuple[str, ...], PipelineConfig] = {}
 
     def look_up(overrides: Sequence[str]) -> PipelineConfig:
