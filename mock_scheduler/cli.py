@@ -2,10 +2,10 @@
 
 The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
 
-Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its work
-in its own body. A failure that the user can act on is one message on stderr and the exit code of ``errors.ExitCode``; a
-usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a traceback and exit code
-70, never 1: that is a verdict.
+Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its
+work in its own body. A failure that the user can act on is one message on stderr and the exit code of
+``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
+traceback and exit code 70, never 1: that is a verdict.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def correction(
         list[str] | None, typer.Option("--preset", help="only this preset; may be given several times")
     ] = None,
     config_name: Annotated[
-        str | None, typer.Option("--config", help="configuration whose rollout_correction comes first; else the run's")
+        str | None,
+        typer.Option("--config-name", help="configuration whose rollout_correction comes first; else the run's"),
     ] = None,
     config_path: ConfigPath = "configs",
     num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
