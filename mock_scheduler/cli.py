@@ -43,6 +43,13 @@ ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML f
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
 Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
 JsonOutput = Annotated[str | None, typer.Option("--json", help="also write all of it to this file; -: JSON instead")]
+JsonCopy = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
+HtmlOutput = Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline to this file")]
+OutputDir = Annotated[Path | None, typer.Option("--output-dir", help="folder of the runs and the result")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
+]
+Entry = Annotated[str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")]
 Kinds = Annotated[
     list[str] | None, typer.Option("--kinds", help="only these kinds of tensors, as in gradient,parameter")
 ]
@@ -68,9 +75,7 @@ def launch(
     nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
     node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
-    entry: Annotated[
-        str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")
-    ] = "pipelines.agentic",
+    entry: Entry = "pipelines.agentic",
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.commands.launch import run_launch  # imports pydantic: not for --help
@@ -85,16 +90,14 @@ def align(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
-    output_dir: Annotated[Path | None, typer.Option("--output-dir", help="where runs and verdicts go")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
-    ] = False,
+    output_dir: OutputDir = None,
+    overwrite: Overwrite = False,
     recording: Annotated[
         Path | None, typer.Option("--recording", help="a recording for the baseline to replay too; else it records")
     ] = None,
     is_ci: Annotated[bool, typer.Option("--ci", help="print a short summary, and write JUnit XML")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdicts to this file")] = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write the page to this file")] = None,
+    json_path: JsonCopy = None,
+    html_path: HtmlOutput = None,
 ) -> None:
     """Record a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
     from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
@@ -141,14 +144,10 @@ def minimise(
     candidate: Annotated[str, typer.Argument(help="name of a candidate that diverges", show_default=False)],
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", help="where the alignments and the result go")
-    ] = None,
+    output_dir: OutputDir = None,
     max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
-    ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+    overwrite: Overwrite = False,
+    json_path: JsonCopy = None,
 ) -> None:
     """Shrink a diverged candidate, its layout, changes, model and data, while it still diverges."""
     from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise  # imports torch: not for --help
@@ -183,7 +182,7 @@ def compare(
         typer.Option("--noise", help="noise.json of the baseline, or a perturbed run of it; may be repeated"),
     ] = None,
     json_path: JsonOutput = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+    html_path: HtmlOutput = None,
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
@@ -231,11 +230,9 @@ def doctor(
     recording: Annotated[
         Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
     ] = None,
-    entry: Annotated[str, typer.Option("--entry", help="module that runs the replays")] = "pipelines.agentic",
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
-    ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
+    entry: Entry = "pipelines.agentic",
+    output_dir: OutputDir = None,
+    json_path: JsonCopy = None,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
     from mock_scheduler.commands.doctor import run_doctor  # imports torch: not for --help
@@ -342,7 +339,7 @@ def correction(
     config_path: ConfigPath = "configs",
     num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
     json_path: JsonOutput = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+    html_path: HtmlOutput = None,
 ) -> None:
     """Show how far rollout and training policy are apart, and the effect of each kind of rollout correction."""
     from mock_scheduler.commands.correction import CorrectionOptions, run_correction  # imports torch
@@ -366,7 +363,7 @@ def replay_actions(
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
     steps: Steps = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+    json_path: JsonCopy = None,
     entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
