@@ -231,7 +231,9 @@ def doctor(
         Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
     ] = None,
     entry: Entry = "pipelines.agentic",
-    output_dir: OutputDir = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
+    ] = None,
     json_path: JsonCopy = None,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
