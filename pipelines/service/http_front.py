@@ -126,7 +126,8 @@ class _App:
         try:
             return await asyncio.wrap_future(call.answered)
         finally:
-            self._waiting.discard(call)
+            with self._lock:
+                self._waiting.discard(call)
 
     async def _read_call(self, request: Request) -> Call:
         path = request.url.path
