@@ -1,6 +1,6 @@
 """The rules that every rollout batch keeps, each stated once; whoever breaks some gets all of them in one error.
 
-Contract: what is checked of a row alone is in ``row_checks``; everything else is checked here on the joined tensors,
+Contract: problems of a row alone are found in ``rows``; everything else is checked here on the joined tensors,
 without a loop over rows or tokens unless something is wrong, since each load pays for it. Every check here assumes that
 those before it found nothing: dtypes, sizes, content.
 """

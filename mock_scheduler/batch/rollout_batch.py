@@ -30,13 +30,14 @@ from mock_scheduler.batch.checks import (
     size_problems,
 )
 from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
-from mock_scheduler.batch.row_checks import extra_name_problems, row_problems
 from mock_scheduler.batch.rows import (
     compute_offsets,
     compute_prompt_digests,
     compute_row_digests,
+    extra_name_problems,
     join_extras,
     join_rows,
+    row_problems,
 )
 from mock_scheduler.batch.trajectory import (
     GroupKey,

@@ -417,9 +417,7 @@ def test_fault_16_a_loss_that_is_no_number_ends_nothing(
 
 
 def test_fault_17_help_speaks_of_the_variables_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
+    assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "EASY_DUMP_DIR" not in out
     assert "WEAVER_DEBUG_DUMP_DIR" in out
@@ -476,7 +474,7 @@ def test_the_tolerance_can_be_set_and_is_symmetric(pair: tuple[Path, Path]) -> N
         (["--num_ranks", "0", "--atol", "-1"], "--num_ranks is 0; expected at least 1; --atol is -1.0; expected at"),
         (["--steps", "x"], "--steps 'x': steps 'x' cannot be read"),
         (["--step", "0", "--steps", "1"], "--step and --steps: give one of them"),
-        (["--wrong"], "unrecognized arguments: --wrong"),
+        (["--wrong"], "No such option: --wrong"),
     ],
 )
 def test_bad_arguments_exit_with_5(

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from mock_scheduler.adapters.nexrl.config import DumpFormat, RolloutWorkerConfig
 from mock_scheduler.adapters.nexrl.files import Content, as_number, load_content
-from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory, match_trajectories
+from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory, build_row, match_trajectories
 from mock_scheduler.adapters.nexrl.names import check_step, find_files_in, parse_key
 from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, read_trajectories
-from mock_scheduler.adapters.nexrl.rows import build_row
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.errors import BatchError, RecordingError, StepNotFoundError
 from mock_scheduler.scheduler import RolloutRequest

@@ -28,15 +28,15 @@ from mock_scheduler.adapters.padded.core import CoreReader
 from mock_scheduler.adapters.padded.fields import Native, NativeFields, raise_problems, sort_fields
 from mock_scheduler.adapters.padded.identity import IdentifyRow, identify_rows, read_tags
 from mock_scheduler.adapters.padded.layout import PaddedLayout
-from mock_scheduler.adapters.padded.other import (
+from mock_scheduler.adapters.padded.values import (
     describe_rows,
+    from_json,
     read_column,
     write_dense,
     write_identity,
     write_meta,
     write_rows,
 )
-from mock_scheduler.adapters.padded.values import from_json
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
 from mock_scheduler.errors import BatchError

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.adapters.padded.fields import LANE_DTYPES, FramedShape, NativeFields, as_lanes
-from mock_scheduler.adapters.padded.layout import Frame
-from mock_scheduler.adapters.padded.rows import RowSpans
+from mock_scheduler.adapters.padded.layout import Frame, RowSpans
 from mock_scheduler.adapters.padded.segments import SegmentReader, TokenFields, write_segment
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, TensorColumn

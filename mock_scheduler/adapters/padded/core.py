@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
-from mock_scheduler.adapters.padded.layout import PaddedLayout
-from mock_scheduler.adapters.padded.rows import RowSpans, find_spans, gather, gather_by_token
+from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.rows import compute_prompt_digests
 
