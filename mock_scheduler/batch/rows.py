@@ -102,7 +102,7 @@ def _total_reward(row: Trajectory) -> float:
     return math.fsum(rewards) if all(map(math.isfinite, rewards)) else math.nan
 
 
-# --- Checks of one row, before joining would hide the problem --------------------------------------------------------------
+# --- Checks of one row, before joining would hide the problem ---
 
 
 def row_problems(row: Trajectory) -> list[str]:
