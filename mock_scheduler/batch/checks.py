@@ -125,7 +125,7 @@ def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: 
 def extras_problems(extras: Mapping[str, Column], num_rows: int, *, checks_json: bool = True) -> list[str]:
     """Names that no extra can have, and columns that do not fit the batch.
 
-    ``checks_json`` False: JSON columns, of which only the size is looked at, were read from JSON.
+    ``checks_json`` False: JSON columns were read from JSON, and only their size is looked at.
     """
     problems = []
     for name, column in extras.items():

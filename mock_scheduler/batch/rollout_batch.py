@@ -1,7 +1,7 @@
 """The rollout batch: typed, immutable and jagged, with its rows in identity order whatever their arrival order.
 
 Contract: a ``RolloutBatch`` that exists is consistent. Its constructor checks it against the rules of
-``checks`` and lists what is wrong in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
+``checks`` and lists every problem in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
 are on the CPU and must not be written to. Named extras go with the rows, ``meta`` with the whole, bit for bit.
 """
 
@@ -106,7 +106,7 @@ class RolloutBatch:
 
     @classmethod
     def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
-        """The batch of these fields, all of them, which are known to be consistent."""
+        """The batch of all of these fields, known to be consistent."""
         batch = object.__new__(cls)
         for name, value in fields.items():
             object.__setattr__(batch, name, value)
@@ -116,7 +116,7 @@ class RolloutBatch:
     def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
         """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
         from JSON: all else is checked. For a batch that was just made from rows, or read from a step file, whose own
-        digests say that these are the ones which were written."""
+        digests prove them to be the written ones."""
         batch = cls._unchecked(**fields)
         batch._check(is_new=False)
         return batch
@@ -248,7 +248,7 @@ class RolloutBatch:
 
     @property
     def num_rows_without_response(self) -> int:
-        """Rows in which the policy sampled nothing, for example since the first prompt was too long."""
+        """Rows without a sampled token, for example since the first prompt was too long."""
         return int((self.response_lengths == 0).sum())
 
     @property
@@ -298,7 +298,7 @@ class RolloutBatch:
         ]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The batch of copies of these row numbers, which must be strictly increasing; groups need not be whole.
+        """Copies these rows, in strictly increasing order; groups need not be whole.
 
         Raises ``BatchError`` for other orders: the rows of a batch stay in identity order.
         """

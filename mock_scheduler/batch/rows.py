@@ -43,7 +43,7 @@ def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
 
 
 def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str]]:
-    """The columns of the rows' extras, and what is wrong with those that cannot be built; all rows have the same."""
+    """The columns of the rows' extras, and the problems of those that cannot be built; all rows have the same."""
     columns, problems = {}, []
     for name in rows[0].extras if rows else ():
         try:
@@ -106,7 +106,7 @@ def _total_reward(row: Trajectory) -> float:
 
 
 def row_problems(row: Trajectory) -> list[str]:
-    """What of one row would be hidden once rows are joined, or would not let them be: wrong types and dtypes, numbers
+    """Lists problems of one row that joined rows would hide, or that would not let them be joined: wrong types, numbers
     that their tensor cannot hold, and sizes that contradict each other."""
     tensors = {
         "tokens": row.tokens,

@@ -1,7 +1,7 @@
 """One row of a rollout batch: its identity, how it was sampled, how it ended, and its tensors.
 
-Contract: plain data. What makes rows fit together is checked where a batch is made of them (``checks``). Which
-rows make a trajectory and which trajectories a group is told here, and nowhere else.
+Contract: plain data. Rows are checked to fit together where a batch is made of them (``checks``). The rows of a
+trajectory and the trajectories of a group are told here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Termination(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class SampleIdentity:
-    """Which row this is, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
+    """Identifies a row, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
 
     Rows that share ``(scheduler_id, group_id, episode_id)`` are one group. Raises ``BatchError`` where a number is
     no int of 0 to 2**63 - 1, or ``scheduler_id`` no text.
@@ -73,12 +73,12 @@ class SampleIdentity:
 
     @property
     def group_key(self) -> GroupKey:
-        """What the rows of one group share."""
+        """Equal for the rows of one group."""
         return self.scheduler_id, self.group_id, self.episode_id
 
     @property
     def trajectory_key(self) -> TrajectoryKey:
-        """What the rows of one trajectory share."""
+        """Equal for the rows of one trajectory."""
         return self.scheduler_id, self.group_id, self.episode_id, self.env_id
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ _group_of = itemgetter(0, 1, 2)
 
 
 def count_groups(trajectories: Iterable[TrajectoryKey]) -> Counter[GroupKey]:
-    """Number of different trajectories of each group, in the order in which groups first appear."""
+    """Number of different trajectories of each group, in the order of the groups' first appearance."""
     return Counter(map(_group_of, dict.fromkeys(trajectories)))
 
 
@@ -131,7 +131,7 @@ class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
     ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
-    Raises ``BatchError`` that lists every value of another type (a NumPy scalar too, which would come back as a plain
+    Raises ``BatchError`` that lists every value of another type (a NumPy scalar too: it would come back as a plain
     number) or that is not finite.
     """
 
@@ -163,7 +163,7 @@ class Trajectory:
     ``policy_versions`` int32 ``[K]``; the first ``prompt_length`` tokens are the prompt.
     ``reward`` is the row's total, exact in float32; ``None`` means the correctly rounded sum of ``turn_rewards``.
     ``extras``: further values by name, the same names and kinds in all rows of a batch (see ``columns.RowValue``); they
-    may hold NaN and infinities, which are kept bit for bit.
+    may hold NaN and infinities, kept bit for bit.
     """
 
     identity: SampleIdentity

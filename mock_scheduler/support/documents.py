@@ -72,7 +72,7 @@ class Document(Generic[T]):
 
         Args:
             content: JSON that was parsed.
-            at: the key under which the content stands in its file, for messages.
+            at: the key of the content in its file, for messages.
 
         Raises:
             ValueError: the content is another; the message lists problems such as ``rows.lengths[2] is -1: expected at

@@ -135,8 +135,8 @@ class StepFooter:
     """A rank's statements about a whole step, made when it has written all of it.
 
     rows: of the step's batch. update_rows: by update, the rows that it trains on. ranks: the global ranks that
-    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that the selection asks
-    for and the model does not show. ledgers: calls in order, of the kinds that were selected.
+    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that are
+    selected and the model does not show. ledgers: calls in order, of the kinds that were selected.
     """
 
     rows: RowTable = RowTable()

@@ -128,7 +128,7 @@ def _describe(
 
 
 def build_row(dumped: DumpedTrajectory, planned: PlannedTrajectory, request: RolloutRequest) -> Trajectory:
-    """The row; what a file of NexRL's own does not say: one reward at the last turn, this policy, terminated."""
+    """Makes the row; a file of NexRL's own leaves out: one reward at the last turn, this policy, terminated."""
     extra, mask = dumped.extra, dumped.mask
     if mask.shape != dumped.tokens.shape:
         raise BatchError(f"loss_mask has {len(mask)} entries for {len(dumped.tokens)} tokens")

@@ -1,4 +1,4 @@
-"""What a rank's dump holds of a parameter: its part of a whole tensor, and the whole one out of all ranks' parts."""
+"""A rank's part of a parameter as its dump holds it, and the whole parameter out of all ranks' parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mock_scheduler.trace.shards import ShardSpec, owned_mask
 class Piece:
     """A rank's part of a named tensor.
 
-    tensor: ``[n, ...]``, only what the rank holds. indices: of each dimension, int64 where its entries lie in the whole
+    tensor: ``[n, ...]``, the rank's entries only. indices: of each dimension, int64 where its entries lie in the whole
     tensor; None: it is held whole, in order. owned: bool of the tensor's shape, True where this rank's value counts;
     None: everywhere.
     """
@@ -74,7 +74,7 @@ def _unflatten(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 def _choose_rows(
     rows: torch.Tensor | None, local_places: torch.Tensor, global_places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rows that a shard holds, those chosen: where they are in it, and which of the chosen ones they are."""
+    """Chooses rows among those of a shard: their local places, and their numbers among the chosen rows."""
     if rows is None:
         return local_places, global_places
     local_of = {place: local for local, place in zip(local_places.tolist(), global_places.tolist(), strict=True)}
@@ -96,7 +96,7 @@ class MergedPieces:
 def merge_pieces(pieces: Sequence[Piece], *, where: str) -> MergedPieces:
     """The whole tensor out of all ranks' pieces of one name, at least one.
 
-    Raises ``TraceError``, which begins with ``where``, for pieces of several shapes or dtypes.
+    Raises ``TraceError`` (its message begins with ``where``) for pieces of several shapes or dtypes.
     """
     forms = {(piece.global_shape, piece.tensor.dtype) for piece in pieces}
     if len(forms) > 1:

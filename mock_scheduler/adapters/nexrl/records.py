@@ -27,7 +27,7 @@ _NO_VALUES: Mapping[str, torch.Tensor] = {}
 
 
 def group_id_of(identity: SampleIdentity) -> str:
-    """What NexRL calls the group of a row: ``default/3/12``, of scheduler, group and episode."""
+    """NexRL's name of a row's group: ``default/3/12``, of scheduler, group and episode."""
     return "/".join(map(str, identity.group_key))
 
 
@@ -156,7 +156,7 @@ def read_trajectories(content: Content, where: str) -> list[DumpedTrajectory]:
 
 
 def _parse(number: int, record: object, problems: list[str]) -> DumpedTrajectory | None:
-    """One trajectory, or None where something is wrong with it, which is then in ``problems``."""
+    """One trajectory, or None where something is wrong with it and told in ``problems``."""
     if not isinstance(record, dict):
         problems.append(f"trajectory {number}: is of type {type(record).__name__}; expected a dict")
         return None

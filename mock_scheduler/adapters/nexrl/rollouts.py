@@ -28,7 +28,7 @@ PlanFunction = Callable[[RolloutRequest], Sequence[PlannedTrajectory]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutLimits:
-    """What a batch must keep to be trained on. ``sampling``: of a mode's requests, by mode.
+    """The conditions for a batch to be trained on. ``sampling``: of a mode's requests, by mode.
 
     vocab_size: token ids are below it. max_row_tokens: the longest row.
     """
@@ -39,7 +39,7 @@ class RolloutLimits:
 
 
 class DumpFiles:
-    """The files of ``trajectory_load_path`` by step, which is one file or a folder of them."""
+    """The files of ``trajectory_load_path`` by step: one file or a folder of them."""
 
     def __init__(self, path: Path, dump_format: DumpFormat | None) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class DumpFiles:
         return sorted(self._by_step)
 
     def load(self, step: int) -> tuple[Content, str]:
-        """What was dumped for a step, and where; raises ``StepNotFoundError`` or ``TraceError``."""
+        """Loads the dump of a step, with its path; raises ``StepNotFoundError`` or ``TraceError``."""
         if step not in self._by_step and self.path.is_file():
             raise StepNotFoundError(
                 f"rollout_worker.trajectory_load_path {self.path} holds step {self.steps[0]}, and the run asks for "
@@ -95,7 +95,7 @@ def _stored_step(path: Path, dump_format: DumpFormat | None) -> int:
 
 
 class DumpedRollouts:
-    """Gives the pipeline what a debug dump holds; every rank has one, and all give the same batch."""
+    """Gives the pipeline the rollouts of a debug dump; every rank has one, and all give the same batch."""
 
     def __init__(self, config: RolloutWorkerConfig, plan: PlanFunction, limits: RolloutLimits) -> None:
         self._config = config
@@ -154,7 +154,7 @@ class DumpedRollouts:
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
-        """Nothing to keep: which step comes next follows from the request."""
+        """Nothing to keep: the next step follows from the request."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
@@ -216,7 +216,7 @@ def _check_logprobs(rows: Sequence[DumpedTrajectory], config: RolloutWorkerConfi
 def _sampling(
     content: Content, rows: Sequence[DumpedTrajectory], configured: SamplingParams, where: str
 ) -> SamplingParams:
-    """How the tokens were sampled, as far as the file says; what it does not say is as configured."""
+    """How the tokens were sampled, as far as the file says; all else is as configured."""
     stored = content.get("sampling")
     if isinstance(stored, dict):
         try:

@@ -1,6 +1,6 @@
 """How a framework lays out its padded tensors: the role of each tensor, and the columns of each row's tokens.
 
-Contract: a layout is data. It decides from which tensors the core fields of a batch are made, and how compactly tensors
+Contract: a layout is data. It chooses the tensors that make the core fields of a batch, and how compactly tensors
 are kept; every tensor comes back bit for bit under any layout. A row's tokens are the columns from the first to the
 last that the attention mask marks; where it marks none, the first column alone, since every row has a token. Unmarked
 columns between them are kept like any other value.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 
 class Frame(Enum):
-    """Which token a tensor's column stands for, in a row whose tokens fill columns ``start`` to ``stop`` of ``tokens``.
+    """The token of a tensor's column, in a row whose tokens fill columns ``start`` to ``stop`` of ``tokens``.
 
     ``FULL``: column c as in ``tokens``; ``SHIFTED``: one column fewer, column c is token column c + 1 (as for the
     logprobs of next tokens); ``PROMPT``: the last column is the last prompt token (padded on the left); ``RESPONSE``:
@@ -45,7 +45,7 @@ class PaddedLayout:
     turn is a run of response tokens. ``frames``: the frame of each known tensor; any other has the frame whose width is
     its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
-    the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that say which row it is and not what
+    the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that identify the row and are no part
     is in it. ``meta``: the field that holds a dict about the whole batch.
     """
 
@@ -90,7 +90,7 @@ class PaddedLayout:
 
     @property
     def all_identity_fields(self) -> frozenset[str]:
-        """The fields that say which row it is."""
+        """The fields that identify the row."""
         named = (self.group_ids, self.env_ids, self.trajectory_groups, self.turn_ids, *self.identity_fields)
         return frozenset(name for name in named if name is not None)
 

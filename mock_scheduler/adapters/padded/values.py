@@ -3,7 +3,7 @@
 Python values become JSON and come back with the same types.
 Contract: a value that is JSON already is kept as it is, so that it stays readable. Every other known value is an object
 with one key that starts with ``$``: ``$tuple``, ``$float`` (nan, inf), ``$bytes``, ``$dict`` (keys other than text, or
-texts out of their sorted order, which a file would not keep), ``$scalar``, ``$array``, ``$objects`` (NumPy),
+texts out of their sorted order, since a file sorts them), ``$scalar``, ``$array``, ``$objects`` (NumPy),
 ``$tensor`` (torch). No code is run to read them. An unknown value is refused, never turned into text.
 """
 
@@ -36,7 +36,7 @@ def write_rows(name: str, values: Sequence[object], order: Sequence[int]) -> Jso
 
 
 def write_identity(name: str, values: Sequence[object], order: Sequence[int]) -> Column:
-    """``write_rows`` of a field that says which row it is: int64 where all values are such numbers, as they mostly are,
+    """``write_rows`` of a field that identifies the row: int64 where all values are such numbers, as they mostly are,
     since JSON takes several times as long to read."""
     numbers = [value for value in values if type(value) is int and -(2**63) <= value < 2**63]
     if len(numbers) < len(values):
@@ -45,7 +45,7 @@ def write_identity(name: str, values: Sequence[object], order: Sequence[int]) ->
 
 
 def describe_rows(values: object) -> dict[str, JSON]:
-    """What a reader must know of such a field: its container, and for an array its dtype and further dimensions."""
+    """The facts that a reader needs of such a field: its container, and for an array its dtype and further dimensions."""
     if isinstance(values, np.ndarray):
         return {"kind": "rows", "container": values.dtype.str, "shape": list(values.shape[1:])}
     return {"kind": "rows", "container": type(values).__name__, "shape": []}

@@ -41,8 +41,8 @@ class EncodedStep:
 def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
     """The step file of a batch.
 
-    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or where
-    the step is too large for the format.
+    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
+    where the step is too large for the format.
     """
     tensors, content = pack_batch(batch)
     content["info"] = info.as_json()

@@ -121,8 +121,8 @@ def find_steps(trace_dir: Path) -> list[tuple[int, Path]]:
 def remove_steps_from(trace_dir: Path, step: int) -> None:
     """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
 
-    The others write their first trace only after the first batch, and they wait for each other before it. A step is gone
-    as a whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
+    The others write their first trace after the first batch, and wait for each other before it. A step is gone as a
+    whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
     """
     for number, folder in find_steps(trace_dir):
         if number >= step:
