@@ -1,7 +1,7 @@
 """The seam: the training loop's questions to a rollout scheduler, in every mode.
 
 Contract: the loop sees only ``RolloutScheduler``, or ``AsyncRolloutScheduler`` where it is asynchronous. Any object
-with ``get_batch`` can stand behind it: its missing methods are answered here, in ``scheduler_methods``, and nowhere else.
+with ``get_batch`` can stand behind it: its missing methods are answered by ``scheduler_methods`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_SHOWN = 80
 def whole_number(value: object, what: str, *, least: int = 0) -> int:
     """``value`` as a plain int: an int, or one of NumPy or a tensor of one integer, of at least ``least``.
 
-    Raises ``SchedulerError`` that begins with ``what``, with the found and the expected value; a bool is no number here.
+    Raises ``SchedulerError``, beginning with ``what``, with the found and the expected value; a bool is no number here.
     """
     try:
         # A tensor of bool has an index, too.

@@ -84,7 +84,7 @@ def ending_signals_as_interrupt() -> Iterator[None]:
 
 
 def meant_exit_code(code: int) -> int:
-    """The meaning of a process's end to a caller: 128 + its number for a signal, as shells have it; 70 for Python's own 1.
+    """The meaning of a process's end to a caller: 128 + its number for a signal, as in shells; 70 for Python's own 1.
 
     No run exits with 1 on purpose, and to a caller 1 means ``diverged``.
     """

@@ -1,7 +1,7 @@
 """A tensor's bytes, the tensor of such bytes, and the names of dtypes: the one place where either is told.
 
-Contract: bit for bit, for every dtype of torch; nothing is converted. Tensors without bytes of their own are the callers'
-to refuse, by ``has_plain_bytes``.
+Contract: bit for bit, for every dtype of torch; nothing is converted. Callers refuse tensors without bytes of their
+own, by ``has_plain_bytes``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _IN_LAYER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLayout:
-    """The numbers that decide how Megatron's fused tensors are cut: query heads, query groups, and whether MLPs are gated."""
+    """Decides how Megatron's fused tensors are cut: query heads, query groups, and whether MLPs are gated."""
 
     num_heads: int
     num_query_groups: int

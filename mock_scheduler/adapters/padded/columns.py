@@ -28,7 +28,7 @@ _HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
 
 
 def describe_tensor(tensor: torch.Tensor, frame: Frame, width: int) -> dict[str, JSON]:
-    """The facts that a reader needs of a framed tensor, beside its columns; ``width``: that of its frame."""
+    """Describes a framed tensor for its reader, beside its columns; ``width``: that of its frame."""
     shape = FramedShape.of(tensor, width)
     about: dict[str, JSON] = {"kind": "framed", "dtype": dtype_name(tensor.dtype), "frame": frame.value}
     return {**about, "shape": list(shape.tail), **({"leading": list(shape.leading)} if shape.leading else {})}

@@ -46,7 +46,7 @@ class PaddedLayout:
     its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
     the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that identify the row and are no part
-    is in it. ``meta``: the field that holds a dict about the whole batch.
+    of its content. ``meta``: the field that holds a dict about the whole batch.
     """
 
     name: str

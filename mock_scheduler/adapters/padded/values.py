@@ -45,7 +45,7 @@ def write_identity(name: str, values: Sequence[object], order: Sequence[int]) ->
 
 
 def describe_rows(values: object) -> dict[str, JSON]:
-    """The facts that a reader needs of such a field: its container, and for an array its dtype and further dimensions."""
+    """Describes a field for its reader: its container, and for an array its dtype and further dimensions."""
     if isinstance(values, np.ndarray):
         return {"kind": "rows", "container": values.dtype.str, "shape": list(values.shape[1:])}
     return {"kind": "rows", "container": type(values).__name__, "shape": []}

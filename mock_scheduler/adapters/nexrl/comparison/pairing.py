@@ -49,8 +49,8 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; and numbers, each
-    with the values by token whose mean it is. ``optional``: names that count only where either side has them.
+    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; numbers, each with
+    the values by token whose mean it is. ``optional``: names that count only where either side has them.
     """
 
     tensors: tuple[str, ...] = ()
