@@ -24,8 +24,8 @@ class Ledger:
 
     ``built``: a costly object was made (``engine``, ``environment``, ``scheduler``); ``called``: a call reached the
     real scheduler; ``answered``: a call was answered from the recording; ``suppressed``: a call had no effect.
-    ``recording``: uses of the recording: ``recorded_steps`` and ``recorded_bytes`` that this process wrote,
-    ``present_steps`` that it found written already, ``removed_steps`` that its retention let go, ``repeated_steps``
+    ``recording``: uses of the recording: ``recorded_steps`` and ``recorded_bytes`` this process wrote,
+    ``present_steps`` it found written already, ``removed_steps`` its retention let go, ``repeated_steps``
     given in the place of absent ones, ``verified_steps`` equal to the played batch and ``different_steps`` that were
     not, ``cache_hits`` and ``cache_misses``.
     """

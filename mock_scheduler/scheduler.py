@@ -48,12 +48,12 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """One batch that the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
+    """One batch the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
 
     ``policy_version`` is the number of optimizer updates in the weights that are to play. ``batch_size`` counts the
-    whole batch; a process with a ``RowShard`` gets its part of it. ``group_size``: trajectories that every group
+    whole batch; a process with a ``RowShard`` gets its part of it. ``group_size``: trajectories every group
     must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON. A
-    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts that the pipeline
+    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts the pipeline
     is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
     trajectory (that of its first row), or one for each group, whose trajectories then all have it. A batch of other
     prompts, live or recorded, is refused. None: not checked.
@@ -142,7 +142,7 @@ class BatchCodec(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """The least that a rollout scheduler must have."""
+    """The least a rollout scheduler must have."""
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """The batch for this request."""

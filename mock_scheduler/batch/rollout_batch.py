@@ -147,7 +147,7 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """The batch of these rows, in identity order; the tensors are copied.
 
-        ``group_size`` is the number of trajectories that every (scheduler, group, episode) must have; ``None`` skips
+        ``group_size`` is the number of trajectories every (scheduler, group, episode) must have; ``None`` skips
         that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
         logprobs or turns that do not fit the row, extras that not all rows have, a wrong dtype, a NaN or infinity.
         """

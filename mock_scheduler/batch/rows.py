@@ -107,7 +107,7 @@ def _total_reward(row: Trajectory) -> float:
 
 def row_problems(row: Trajectory) -> list[str]:
     """Lists problems of one row that joined rows would hide, or that would not let them be joined: wrong types, numbers
-    that their tensor cannot hold, and sizes that contradict each other."""
+    that their tensor cannot hold, and sizes contradicting each other."""
     tensors = {
         "tokens": row.tokens,
         "response_mask": row.response_mask,

@@ -121,7 +121,7 @@ def build_identities(scheduler_ids: Sequence[str], numbers: npt.NDArray[np.int64
 
 
 def _set_field(name: str, identities: Sequence[SampleIdentity], values: Iterable[object]) -> None:
-    """Sets a field of objects that nobody has seen yet, through its slot, since a frozen class has no setter."""
+    """Sets a field of objects nobody has seen yet, through its slot, since a frozen class has no setter."""
     slot: Any = SampleIdentity.__dict__[name]
     deque(map(slot.__set__, identities, values), maxlen=0)  # runs the map and keeps nothing
 
@@ -131,7 +131,7 @@ class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
     ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
-    Raises ``BatchError`` that lists every value of another type (a NumPy scalar too: it would come back as a plain
+    Raises ``BatchError`` listing every value of another type (a NumPy scalar too: it would come back as a plain
     number) or that is not finite.
     """
 
@@ -158,7 +158,7 @@ class SamplingParams:
 class Trajectory:
     """One row, as an engine or environment manager hands it in.
 
-    ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens that the policy sampled;
+    ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens the policy sampled;
     ``rollout_logprobs`` float32, one per True, in token order; ``turn_rewards`` float32 ``[K]``;
     ``policy_versions`` int32 ``[K]``; the first ``prompt_length`` tokens are the prompt.
     ``reward`` is the row's total, exact in float32; ``None`` means the correctly rounded sum of ``turn_rewards``.

@@ -72,7 +72,7 @@ class Difference:
 class Contract:
     """Named fields in a fixed order.
 
-    Raises ``ContractError`` that lists every name that occurs twice and every value that is no JSON or nothing that
+    Raises ``ContractError`` listing every name that occurs twice and every value that is no JSON or nothing that
     its ``match`` can compare.
     """
 
@@ -101,7 +101,7 @@ class Contract:
     def differences(self, recorded: Contract) -> list[Difference]:
         """Every field whose rule is broken or that only differs, in the order of this contract, then the recorded.
 
-        A field that one side lacks is a difference unless its rule is ``MUST_DIFFER``.
+        A field one side lacks is a difference unless its rule is ``MUST_DIFFER``.
         """
         names = dict.fromkeys([*self._by_name, *recorded._by_name])
         found = [_compare_field(self._by_name.get(name), recorded._by_name.get(name)) for name in names]
@@ -166,7 +166,7 @@ def _compare_field(current: ContractField | None, recorded: ContractField | None
 
 
 def _one_sided(current: ContractField | None, recorded: ContractField | None) -> Difference | None:
-    """A field that one side lacks: a difference, unless the two must differ anyway."""
+    """A field one side lacks: a difference, unless the two must differ anyway."""
     present = current or recorded
     if present is None or present.rule is Rule.MUST_DIFFER:
         return None

@@ -130,7 +130,7 @@ def load_manifest(storage: Storage) -> Manifest:
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:
-    """Folders beside a local ``dump_dir`` that hold a recording, those of the most similar names first.
+    """Folders beside a local ``dump_dir`` holding a recording, those of the most similar names first.
 
     Spelled relative to it as the user would. Hidden folders are left out.
     """
@@ -157,7 +157,7 @@ def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
 
 
 def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
-    """The repository that a folder is in: the name of its root folder, its revision, and whether tracked files changed.
+    """The repository a folder is in: the name of its root folder, its revision, and whether tracked files changed.
 
     ``None`` without git, outside of a repository, and before its first commit.
     """

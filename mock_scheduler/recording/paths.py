@@ -157,7 +157,7 @@ def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
 def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mapping[str, Sequence[int]]]]) -> str:
     """That none of the chosen steps is anywhere, with those that are; empty where one is, or all are chosen.
 
-    ``present``: by the name of each place that was searched, its steps by folder.
+    ``present``: by the name of each place searched, its steps by folder.
     """
     if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
         return ""

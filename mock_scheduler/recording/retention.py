@@ -1,6 +1,6 @@
 """Decides the recorded steps that stay on the disk, and keeps the file that tells removed steps and replay starts.
 
-Contract: ``retention.json`` is written before the first removal that it tells of, and steps go in ascending order. So
+Contract: ``retention.json`` is written before the first removal it tells of, and steps go in ascending order. So
 after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
 step that is present counts as present, whatever the file says.
 """
@@ -26,7 +26,7 @@ RETENTION_VERSION = 1
 class RetentionRecord:
     """The content of ``retention.json``.
 
-    ``start_points``: steps that a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
+    ``start_points``: steps a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
     were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
     """
 
@@ -110,9 +110,9 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
 
 
 def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
-    """Steps that a saved checkpoint continues with, a train step is present after, and no removal comes after.
+    """Steps a saved checkpoint continues with, a train step is present after, and no removal comes after.
 
-    ``steps``: those present, per folder. Steps that were recorded again after their removal do not count.
+    ``steps``: those present, per folder. Steps recorded again after their removal do not count.
     """
     removed = [last for gone in record.removed.values() for first, last in gone.ranges if last is not None]
     latest = max((step for folder, found in steps.items() if is_train(folder) for step in found), default=-1)

@@ -128,7 +128,7 @@ def load_commit(storage: Storage, step_name: str) -> Commit:
 def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
     """Open shard ``index`` of a committed step.
 
-    Raises ``CorruptRecordingError`` where it is absent or not the file that was committed, and as ``StepFile.open``.
+    Raises ``CorruptRecordingError`` where it is absent or not the committed file, and as ``StepFile.open``.
     """
     entry = commit.shards[index]
     path = storage.path(f"{step_name}/{entry.name}")
@@ -263,7 +263,7 @@ def _overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
 
 
 def _group_problems(keys: Iterable[RowKey], group_size: int) -> list[str]:
-    """Groups that have another number of trajectories; the first 20 of them where there are more."""
+    """Groups with another number of trajectories; the first 20 of them where there are more."""
     return _some(partial_group_problems(count_groups(key[:4] for key in sorted(keys)), group_size))
 
 

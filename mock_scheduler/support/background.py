@@ -81,7 +81,7 @@ class JobQueue:
         """Waits until fewer than ``max_held`` jobs are held, makes one and queues it.
 
         ``make_job`` is called here, so that it copies everything as it is now. Raises the error of an earlier job, and
-        the queue's own error where that was raised before or the queue is closed.
+        the queue's own error where it was raised before or the queue is closed.
         """
         self.check_open()
         worker = self._worker.get()
@@ -116,7 +116,7 @@ class JobQueue:
             return job()
 
     def flush(self) -> None:
-        """Returns when every job that was given is done; raises where one has failed, every time."""
+        """Returns when every job given is done; raises where one has failed, every time."""
         worker = self._worker.get()
         with worker.state_lock:
             last = worker.last

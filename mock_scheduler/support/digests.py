@@ -128,7 +128,7 @@ def seal(document: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def open_sealed(text: str | bytes) -> dict[str, Any]:
-    """The document that was sealed, without its ``digest``, from its JSON in any layout.
+    """The sealed document, without its ``digest``, from its JSON in any layout.
 
     Raises ``ValueError`` that goes on from the document's name: ``is not JSON: …``, ``is of type list, expected an
     object``, ``does not match its digest``.

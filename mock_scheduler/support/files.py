@@ -41,7 +41,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
     """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken.
 
-    ``data``: bytes, or pieces that follow each other and are not joined in memory.
+    ``data``: bytes, or pieces in their order, not joined in memory.
     """
     pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     with _temporary(path) as aside:

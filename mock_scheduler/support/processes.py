@@ -68,7 +68,7 @@ def _is_alive(process_id: int) -> bool:
 def ending_signals_as_interrupt() -> Iterator[None]:
     """SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does.
 
-    A signal that is ignored stays so: ``nohup`` asks for that. In the main thread only.
+    An ignored signal stays so: ``nohup`` asks for that. In the main thread only.
     """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Tells the elements of a whole tensor that a shard holds, and how several shards cover the whole.
+"""Tells the elements of a whole tensor a shard holds, and how several shards cover the whole.
 
 Two forms serve two uses. As *indices* by dimension a shard's elements are gathered and scattered one by one; as
 *rectangles* they are counted, joined and matched without touching an element, however large the tensor is.
@@ -79,7 +79,7 @@ def holds_element(spec: ShardSpec, index: Sequence[int]) -> bool:
 
 
 def canonical_mask(spec: ShardSpec) -> torch.Tensor | None:
-    """Marks the stored elements that belong to the whole tensor: bool of the stored shape; ``None`` where all do."""
+    """Marks the stored elements belonging to the whole tensor: bool of the stored shape; ``None`` where all do."""
     mask: torch.Tensor | None = None
     for split in spec.splits:
         line = torch.zeros(spec.local_shape[split.dim], dtype=torch.bool)
@@ -125,7 +125,7 @@ _Part = tuple[Rectangle, torch.Tensor]
 
 
 def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
-    """Yields every rectangle of the whole tensor that a piece holds, and its values as a view of the piece.
+    """Yields every rectangle of the whole tensor a piece holds, and its values as a view of the piece.
 
     Raises:
         TraceError: the piece has neither ``spec.local_shape`` nor just the elements of its ``flat_range``.
@@ -209,7 +209,7 @@ def _intersect(first: Rectangle, second: Rectangle) -> Rectangle | None:
 
 
 def _join_along(rectangles: list[Rectangle], dim: int) -> list[Rectangle]:
-    """Joins rectangles that lie end to end along one dimension and agree in all others."""
+    """Joins rectangles lying end to end along one dimension and alike in all others."""
 
     def others(item: Rectangle) -> tuple[tuple[int, ...], ...]:
         return tuple(values[:dim] + values[dim + 1 :] for values in (item.origin, item.sizes))
@@ -261,7 +261,7 @@ class Coverage:
 
 
 def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
-    """Counts the shards that hold each cell; every shard counts with its whole local tensor, without flat ranges."""
+    """Counts the shards holding each cell; every shard counts with its whole local tensor, without flat ranges."""
     spans = [[_spans(spec, dim) for dim in range(len(shape))] for spec in specs]
     edges = tuple(
         np.unique(np.concatenate([[0, size], *(array for by_dim in spans for array in by_dim[dim])]).astype(np.int64))
@@ -311,9 +311,9 @@ def count_union(rectangles: Sequence[Rectangle]) -> int:
 
 
 def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...] | None:
-    """Finds disjoint sets that hold ``num_elements`` together; ``None`` where there are none.
+    """Finds disjoint sets holding ``num_elements`` together; ``None`` where there are none.
 
-    The least element that is not yet covered is the first element of the set that covers it. So there is a choice only
+    The least element that is not yet covered is the first element of the set covering it. So there is a choice only
     between sets that begin at one element, and the set listed first is preferred.
     """
     order = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))

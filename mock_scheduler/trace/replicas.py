@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same elements of one tensor must hold the same bits; who does not, and by how much.
+"""Replicas: ranks holding the same elements of one tensor must hold the same bits; who does not, and by how much.
 
 Contract: bits are compared, never values: -0.0 is not 0.0, and a NaN equals a NaN of the same bits alone. The lowest
 rank is the first of a conflict, and its value counts. Readers of whole tensors and of sketches report conflicts alike.
@@ -31,7 +31,7 @@ _PLURALS: Mapping[TraceKind, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConflict:
-    """Two ranks that hold different bits for the same elements of one tensor.
+    """Two ranks holding different bits for the same elements of one tensor.
 
     max_abs: the largest absolute difference; 0 where only the sign of a zero differs, nan or inf where one value is.
     """
@@ -63,7 +63,7 @@ class ReplicaConflict:
 class SketchConflict:
     """Ranks whose sketches of the same elements of one tensor have different fingerprints.
 
-    first, second: the lowest rank on either side. first_ranks, second_ranks: all ranks that hold these elements
+    first, second: the lowest rank on either side. first_ranks, second_ranks: all ranks holding these elements
     together, one each where a single rank holds them. relative: about how far the two are apart.
     """
 

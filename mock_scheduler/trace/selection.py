@@ -20,9 +20,9 @@ _NEAREST_CUTOFF = 0.3
 
 
 class TraceSelection:
-    """The tensors that a configuration asks for; nothing at level ``off``.
+    """The tensors a configuration asks for; nothing at level ``off``.
 
-    ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a kind that is selected.
+    ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a selected kind.
     ``matched``: the globs that selected at least one of them.
     """
 
@@ -39,7 +39,7 @@ class TraceSelection:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that was asked for with a kind that is selected."""
+        """Every name asked for with a selected kind."""
         return frozenset(self._answers)
 
     def wants(self, kind: TraceKind, name: str) -> bool:

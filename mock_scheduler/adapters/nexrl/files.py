@@ -108,7 +108,7 @@ def _read_pt(path: Path) -> object:
 
 
 def _check_bytes(path: Path) -> None:
-    """Raise ``TraceError`` where a tensor's bytes are not those that were written: torch.load (2.13) does not look."""
+    """Raise ``TraceError`` where a tensor's bytes are not those written: torch.load (2.13) does not look."""
     if not zipfile.is_zipfile(path):
         return  # of torch before 1.6, without checksums, or nothing that torch wrote
     try:

@@ -1,6 +1,6 @@
-"""Matches dumped trajectories with the trajectories that a step asks for, and makes rows of a batch of them.
+"""Matches dumped trajectories with the trajectories a step asks for, and makes rows of a batch of them.
 
-Contract: a one-to-one match, or an error that lists everything left over on either side; nothing is made up, repeated
+Contract: a one-to-one match, or an error listing everything left over on either side; nothing is made up, repeated
 or dropped.
 """
 
@@ -25,7 +25,7 @@ _MAX_LISTED = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTrajectory:
-    """A trajectory that a step asks for: its identity, with turn 0, and the tag of its environment."""
+    """A trajectory a step asks for: its identity, with turn 0, and the tag of its environment."""
 
     identity: SampleIdentity
     tag: str
@@ -41,7 +41,7 @@ def match_trajectories(
     """Every dumped trajectory with the one that it stands for; rows of several turns share one.
 
     ``ids``: the ids are those that this project writes, or numbers of groups with numbers of their members.
-    ``order``: the k-th group is the k-th that is asked for, and so are its members; ids count by their size where all
+    ``order``: the k-th group is the k-th asked for, and so are its members; ids count by their size where all
     are numbers, else in the order of the file. Raises ``BatchError``.
     """
     _check_duplicates(dumped, where)

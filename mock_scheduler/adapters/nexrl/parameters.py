@@ -1,4 +1,4 @@
-"""Megatron's parameters under the names that Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
+"""Megatron's parameters under the names Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
 
 Contract: a Hugging Face tensor is a choice of rows of one of Megatron's whole tensors (canonical name and shape), never
 a computation, so that it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
@@ -54,7 +54,7 @@ class NamedRows:
 
 
 def hugging_face_rows(name: str, num_rows: int, layout: ModelLayout) -> list[NamedRows]:
-    """The Hugging Face tensors that a canonical Megatron parameter holds; empty where it has no such name.
+    """The Hugging Face tensors a canonical Megatron parameter holds; empty where it has no such name.
 
     num_rows: of its whole tensor. A prefix such as ``critic.`` is kept.
     """

@@ -32,7 +32,7 @@ class Piece:
 
 
 def cut_piece(named: NamedRows, spec: ShardSpec, local: torch.Tensor) -> Piece | None:
-    """The part of a named tensor that a shard holds; None where that is nothing.
+    """The part of a named tensor a shard holds; None where that is nothing.
 
     local: ``[*spec.local_shape]``, or flat with just the elements of ``spec.flat_range``.
     """
@@ -85,7 +85,7 @@ def _choose_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MergedPieces:
-    """The whole tensor; absent: bool of its shape, True where no piece has a value. num_conflicts: elements that a
+    """The whole tensor; absent: bool of its shape, True where no piece has a value. num_conflicts: elements a
     further rank holds with another value than the first, whose value counts."""
 
     tensor: torch.Tensor

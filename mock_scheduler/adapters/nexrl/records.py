@@ -118,7 +118,7 @@ def extra_from_plain(value: object) -> RowValue:
 class DumpedTrajectory:
     """One trajectory of a file. tokens: int32 ``[T]``; mask: bool ``[T]``; extra: all of its ``extra_fields``.
 
-    ``number``: its place in the file, from 0. ``identity``: of a row that this project wrote, else None.
+    ``number``: its place in the file, from 0. ``identity``: of a row this project wrote, else None.
     """
 
     number: int

@@ -21,7 +21,7 @@ from mock_scheduler.batch import RolloutBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteDump:
-    """The files of one step. ``replace``: write over the files of an earlier run that a resumed one goes on from."""
+    """The files of one step. ``replace``: write over the files of an earlier run a resumed one goes on from."""
 
     config: DebugConfig
     step: int
@@ -59,7 +59,7 @@ class RemoteDump:
 
 
 def build_datums(batch: RolloutBatch, advantages: torch.Tensor) -> list[Content]:
-    """Makes a datum of each row of a batch: the tokens that a model reads, and for each the facts about the next one.
+    """Makes a datum of each row of a batch: the tokens a model reads, and for each the facts about the next one.
 
     advantages: floating ``[R]``, one per response token of the batch. ``loss_fn_inputs`` has ``target_tokens``,
     ``logprobs`` (the rollout's), ``advantages`` and ``mask`` of T - 1 entries each, 0 where the target is no response

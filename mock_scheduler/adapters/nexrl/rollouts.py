@@ -87,7 +87,7 @@ def _list_files(path: Path, dump_format: DumpFormat | None) -> dict[int, Path]:
 
 
 def _stored_step(path: Path, dump_format: DumpFormat | None) -> int:
-    """The step that a file says it is of; 0 where neither it nor its name says."""
+    """The step a file says it is of; 0 where neither it nor its name says."""
     step = load_content(path, dump_format=dump_format).get("step", 0)
     if type(step) is not int or step < 0:
         raise RecordingError(f"{path}: step is {step!r}; expected a whole number of at least 0")

@@ -54,7 +54,7 @@ class PaddedCodec:
     ``layout``: ``ROLL_AGENTIC``, ``ROLL_RLVR``, ``VERL``, ``AREAL`` or one of your own. ``sampling``: how the tokens
     were sampled; padded batches do not say. ``group_ids``: the field whose equal values make a group, or a
     function from the framework's batch and a row number to a ``SampleIdentity``; ``None``: the layout's field, or,
-    where the batch has none, the row number divided by ``group_size``. ``group_size``: trajectories that every group
+    where the batch has none, the row number divided by ``group_size``. ``group_size``: trajectories every group
     must have; ``None``: as the request says.
 
     A framework's batch is one mapping of all its fields; of a ``DataProto``, for example,

@@ -1,6 +1,6 @@
 """The core fields of a batch out of a framework's padded tensors.
 
-Contract: the rows are taken in the order given. A value that a framework lacks is 0 (logprobs, rewards), the request's
+Contract: the rows are taken in the order given. A value a framework lacks is 0 (logprobs, rewards), the request's
 policy version, or ``TERMINATED``. A turn is a run of response tokens; a reward per token belongs to the last turn that
 has begun, else to the first one. Where the tokens of a turn have several policy versions, the turn's is the oldest.
 """
@@ -168,7 +168,7 @@ class CoreReader:
             raise_problems(problems, self._layout, remedy)
 
     def _replace_turn_rewards(self, by_turn: _Floats, turn_offsets: _Integers) -> _Floats:
-        """The rewards that the framework lists per turn, in rows where it lists one finite number for each."""
+        """The rewards the framework lists per turn, in rows where it lists one finite number for each."""
         name = self._layout.turn_rewards
         if name is None or name not in self._fields.rows:
             return by_turn

@@ -96,7 +96,7 @@ class FramedShape:
 
     @property
     def num_lines(self) -> int:
-        """Stretches of ``width`` columns that one row has."""
+        """Stretches of ``width`` columns one row has."""
         return math.prod(self.leading)
 
     def lanes_per_column(self, dtype: torch.dtype) -> int:
@@ -184,7 +184,7 @@ def _rows_problems(name: str, value: object, num_rows: int, layout: PaddedLayout
 
 
 def raise_problems(problems: list[str], layout: PaddedLayout, remedy: str = "") -> None:
-    """Raise one ``BatchError`` that lists the problems, the first 20 where there are more, and tells the remedy."""
+    """Raise one ``BatchError`` listing the problems, the first 20 where there are more, with the remedy."""
     if problems:
         lines = [f"\n  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
         if len(problems) > MAX_LISTED_PROBLEMS:

@@ -2,7 +2,7 @@
 
 Contract: a layout is data. It chooses the tensors that make the core fields of a batch, and how compactly tensors
 are kept; every tensor comes back bit for bit under any layout. A row's tokens are the columns from the first to the
-last that the attention mask marks; where it marks none, the first column alone, since every row has a token. Unmarked
+last the attention mask marks; where it marks none, the first column alone, since every row has a token. Unmarked
 columns between them are kept like any other value.
 
 Sources of the ready-made layouts: ROLL ``env_manager/traj_env_manager.py`` and ``utils/functionals.py``
@@ -39,14 +39,14 @@ class Frame(Enum):
 class PaddedLayout:
     """The fields of a framework's batch by role; ``None`` or an absent field: the framework does not say.
 
-    ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens that the policy
+    ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens the policy
     sampled) are tensors ``[B, width]`` that must be there. ``rollout_logprobs`` and ``policy_versions``: one value per
     token; ``rewards``: one per token or one per row; ``turn_rewards``: per row a list of numbers, one per turn, where a
     turn is a run of response tokens. ``frames``: the frame of each known tensor; any other has the frame whose width is
     its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
     the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that identify the row and are no part
-    of its content. ``meta``: the field that holds a dict about the whole batch.
+    of its content. ``meta``: the field holding a dict about the whole batch.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PaddedLayout:
 
     @property
     def required(self) -> tuple[str, str, str]:
-        """The tensors that every batch of this layout has."""
+        """The tensors every batch of this layout has."""
         return self.tokens, self.attention_mask, self.response_mask
 
     @property
@@ -79,7 +79,7 @@ class PaddedLayout:
 
     @property
     def optional(self) -> dict[str, str]:
-        """The fields of the roles that the layout names and a batch may lack, by role."""
+        """The fields of the roles the layout names and a batch may lack, by role."""
         roles = {
             "rollout_logprobs": self.rollout_logprobs,
             "rewards": self.rewards,
@@ -178,7 +178,7 @@ AREAL = PaddedLayout(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpans:
     """Per row, int64 ``[B]``: ``starts``, the column of the first token in full tensors; ``lengths``, tokens;
-    ``splits``, the token that the first column of response tensors stands for. ``widths``: columns of each frame."""
+    ``splits``, the token the first column of response tensors stands for. ``widths``: columns of each frame."""
 
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]

@@ -74,7 +74,7 @@ def read_column(batch: RolloutBatch, kind: Mapping[str, Any], order: Sequence[in
 
 
 def write_meta(name: str, meta: Mapping[str, object], reserved: str) -> dict[str, JSON]:
-    """The entries of a framework's meta as JSON; raises ``BatchError`` for keys that a batch's meta cannot have."""
+    """The entries of a framework's meta as JSON; raises ``BatchError`` for keys a batch's meta cannot have."""
     wrong = [key for key in meta if type(key) is not str or key == reserved]
     if wrong:
         raise BatchError(f"{name!r} has the keys {wrong}; expected texts other than {reserved!r}")
@@ -87,7 +87,7 @@ def write_dense(tensor: torch.Tensor, order: Sequence[int]) -> TensorColumn:
 
 
 def to_json(value: object, where: str, *, depth: int = 0) -> JSON:
-    """The value as JSON; raises ``BatchError`` naming ``where`` and the type that it does not know, or where it is too
+    """The value as JSON; raises ``BatchError`` naming ``where`` and the type it does not know, or where it is too
     deep; ``depth``: of the value in the one that it is a part of."""
     if depth > MAX_JSON_DEPTH:
         raise BatchError(f"{where} holds more than {MAX_JSON_DEPTH} levels of values in each other")

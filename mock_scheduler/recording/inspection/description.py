@@ -24,7 +24,7 @@ from mock_scheduler.support.digests import JSON
 class FolderDescription:
     """The steps of one scheduler and mode, as ``train``.
 
-    ``present``: all that are there, as ranges; ``chosen``: those of them that were asked for; ``removed``: those that
+    ``present``: all that are there, as ranges; ``chosen``: those of them asked for; ``removed``: those that
     retention removed; ``gaps``: the others between them that are not there. ``forms``: file, compressed file or shards
     -> number of chosen steps. ``steps``: the chosen steps that could be read; ``totals`` over these.
     """

@@ -26,7 +26,7 @@ _NUM_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowDifference:
-    """A row that both batches have, and its fields that differ."""
+    """A row both batches have, and its fields that differ."""
 
     identity: SampleIdentity
     fields: tuple[FieldDifference, ...]

@@ -1,7 +1,7 @@
 """Reads all of a recording and lists everything in it that is not as it was written.
 
 Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
-matches its digests, holds a batch, and is the step of the run that its name and the manifest say, and where nothing is
+matches its digests, holds a batch, and is the step of the run its name and the manifest say, and where nothing is
 named like a step that is not there. That steps are missing between others is noted: they may never have been recorded.
 """
 
@@ -86,7 +86,7 @@ def _open_reader(dump_dir: str) -> tuple[RecordingReader | None, list[str]]:
 
 
 def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]]:
-    """The steps that retention removed, by folder, or why its file cannot be read."""
+    """The steps retention removed, by folder, or why its file cannot be read."""
     try:
         return load_retention(storage).removed, []
     except MockSchedulerError as error:

@@ -73,7 +73,7 @@ class FolderListing:
         return [step for step in range(first, last, distance) if step not in self.places]
 
     def gaps_beside(self, removed: StepRanges) -> StepRanges:
-        """The gaps that retention did not make."""
+        """The gaps retention did not make."""
         return StepRanges.of(step for step in self.gaps if step not in removed)
 
     def raise_problems(self) -> None:
@@ -89,7 +89,7 @@ def name_steps(steps: StepRanges) -> str:
 
 
 def list_recording(storage: Storage) -> list[FolderListing]:
-    """Lists every folder that holds steps or remains of them; training first."""
+    """Lists every folder holding steps or remains of them; training first."""
     listings = [_list_folder(storage, folder) for folder in list_folders(storage)]
     return [listing for listing in listings if listing.places or listing.problems or listing.ignored]
 
@@ -134,7 +134,7 @@ def _list_folder(storage: Storage, folder: str) -> FolderListing:
 
 
 def _locate_each(storage: Storage, folder: str, names: Sequence[str]) -> tuple[dict[int, str], dict[str, str]]:
-    """Steps one by one: where each lies, and the error of each that lies in two forms."""
+    """Steps one by one: where each lies, and the error of each lying in two forms."""
     located: dict[int, str] = {}
     twice: dict[str, str] = {}
     for stem in sorted({_stem(name) for name in names if _STEP_STEM.fullmatch(_stem(name))}):

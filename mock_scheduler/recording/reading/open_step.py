@@ -1,6 +1,6 @@
 """A recorded step that is open: all of its rows, or one process's part of them, whatever its form.
 
-Contract: rows come in identity order whether one file holds them or several. A step that was recorded in as many shards
+Contract: rows come in identity order whether one file holds them or several. A step recorded in as many shards
 as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
 group may be cut too. Files of shards are opened when they are needed, and just their needed rows are read.
 """
@@ -99,7 +99,7 @@ class OpenStep:
 
     @cached_property
     def _order(self) -> list[tuple[RowKey, int]]:
-        """Every row's key and the part that holds it, in identity order."""
+        """Every row's key and the part holding it, in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
         return sorted((key, index) for index, rows in enumerate(files) for key in rows.keys)
 
@@ -151,7 +151,7 @@ class OpenStep:
 
 
 def open_step(storage: Storage, name: str) -> OpenStep:
-    """Open the step that lies at ``name``, as ``paths.find_step`` gives it, and check its headers.
+    """Open the step lying at ``name``, as ``paths.find_step`` gives it, and check its headers.
 
     Raises ``CorruptRecordingError``, or ``RecordingError`` where another version wrote it.
     """

@@ -1,7 +1,7 @@
 """Compares the prompts of a batch, live or recorded, with those that a pipeline asks for: one rule for both.
 
 Contract: a request names its prompts once per trajectory (as many as its ``batch_size``; the prompt of a trajectory is
-that of its first row) or, with any other number, once per group, each of whose trajectories then has that one prompt.
+that of its first row) or, with any other number, once per group, each of whose trajectories then has the one prompt.
 Their order does not count.
 """
 

@@ -1,7 +1,7 @@
 """Reads a recording; any number of processes may read at once, without communication.
 
 Contract: nothing is invented. A step that is absent, damaged, misplaced, of another run or other than the one asked for
-is an error that names it. The first load of rows verifies every digest of theirs; later loads of them by the same
+is an error naming it. The first load of rows verifies every digest of theirs; later loads of them by the same
 reader verify the header only. Steps verified by a check of the plan are verified again by the first load, since a
 training may lie between.
 """
@@ -192,7 +192,7 @@ class RecordingReader:
 
 
 def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:
-    """Folder -> those of the missing steps that were recorded and then removed."""
+    """Folder -> those of the missing steps recorded and then removed."""
     removed = record.removed
     gone = {folder: [step for step in steps if step in removed.get(folder, ())] for folder, steps in missing.items()}
     return {folder: steps for folder, steps in gone.items() if steps}
@@ -218,7 +218,7 @@ def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool)
 
 
 def _check_progress(step: OpenStep, request: RolloutRequest) -> None:
-    """Refuse a step that was played when the weights or the data stood elsewhere than in the run."""
+    """Refuse a step played when the weights or the data stood elsewhere than in the run."""
     version = step.info.policy_version
     if version != request.policy_version:
         raise RecordingError(

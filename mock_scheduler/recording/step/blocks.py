@@ -28,7 +28,7 @@ class TensorRange(NamedTuple):  # every load makes some dozens, and a data class
 
     @classmethod
     def of(cls, entry: TensorEntry, entries: range | None) -> TensorRange:
-        """The range that holds ``entries`` of the tensor along its first dimension; None: all of it."""
+        """The range holding ``entries`` of the tensor along its first dimension; None: all of it."""
         start, stop = (0, entry.size_bytes) if entries is None else entry.byte_range(entries)
         return cls(entry, start, stop)
 

@@ -1,6 +1,6 @@
-"""The step file: one safetensors file that holds one batch, with digests over every bit of it.
+"""The step file: one safetensors file holding one batch, with digests over every bit of it.
 
-Contract: ``header`` has the format, ``layout`` the tensors that hold a batch, ``step_file`` reads. Nothing is
+Contract: ``header`` has the format, ``layout`` the tensors holding a batch, ``step_file`` reads. Nothing is
 unpickled. Equal content gives equal bytes, whatever the rows' arrival order.
 """
 

@@ -59,7 +59,7 @@ def encode_tensors(
 ) -> tuple[tuple[bytes | memoryview, ...], str]:
     """The file in pieces, and its header's digest; the pieces are views of the tensors except for bool ones.
 
-    Raises ``RecordingError`` that begins with ``name`` where a tensor or the content is too large for the format.
+    Raises ``RecordingError`` beginning with ``name`` where a tensor or the content is too large for the format.
     """
     order = sorted(tensors, key=lambda tensor: _sort_key(tensor, tensors[tensor].dtype))
     pieces = {tensor: stored_bytes(tensors[tensor]) for tensor in order}

@@ -206,7 +206,7 @@ def unpack_batch(
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The tensor ``[n]`` that shares an array's memory; an empty one has strides that torch can work with."""
+    """The tensor ``[n]`` that shares an array's memory; an empty one has strides torch can work with."""
     tensor = torch.from_numpy(array)
     return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 

@@ -2,7 +2,7 @@
 
 Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
 rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
-memory that was verified, and it is the reader's own: nothing written to one or to the file reaches the other.
+verified memory, and it is the reader's own: nothing written to one or to the file reaches the other.
 Every failure names the file.
 """
 
@@ -119,7 +119,7 @@ class StepFile:
 
     @property
     def extra_kinds(self) -> Mapping[str, JSON]:
-        """Extra -> its kind, dtype and shape of an entry: equal in all shards that have rows."""
+        """Extra -> its kind, dtype and shape of an entry: equal in all shards with rows."""
         entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
             name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
@@ -130,7 +130,7 @@ class StepFile:
         """The rows ``rows`` (contiguous; None: all) as a batch.
 
         ``group_size`` is that of the file where the groups of these rows are whole, else None. ``verify`` False skips
-        the digests, for bytes that were verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
+        the digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
         blocks any bit changed.
         """
         rows = range(self.num_rows) if rows is None else rows
@@ -142,7 +142,7 @@ class StepFile:
     def verify(self) -> None:
         """Read the whole file, check every digest and that it holds a batch; raises as ``load``.
 
-        Checks anew too the one fact that a load believes of a file with right digests: the digest of every prompt.
+        Checks anew too the one fact a load believes of a file with right digests: the digest of every prompt.
         """
         batch = self.load()
         with _as_corrupt(self.name):

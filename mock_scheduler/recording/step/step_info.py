@@ -25,7 +25,7 @@ class StepInfo:
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
     whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
-    ``RecordingError`` that lists every value that a file could not give back as it is: another type (a NumPy number
+    ``RecordingError`` listing every value a file could not give back as it is: another type (a NumPy number
     too), NaN, an infinity, a tuple, a key that is no text.
     """
 

@@ -46,7 +46,7 @@ class Storage(Protocol):
     def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
         """Write a new file (compressed where its name ends in ``.zst``) from pieces in order; returns its stored size.
 
-        Raises plain ``FileExistsError`` where the name is taken. A remote file that holds these very bytes counts as
+        Raises plain ``FileExistsError`` where the name is taken. A remote file holding these very bytes counts as
         written: its store may have got a request whose answer was lost, and that was therefore repeated.
         """
 

@@ -202,7 +202,7 @@ def _as_recording_error(path: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _as_writing_error(path: str, size_bytes: int) -> Iterator[None]:
-    """Turns ``OSError`` into ``RecordingError``; a name that is taken stays the plain ``FileExistsError``."""
+    """Turns ``OSError`` into ``RecordingError``; a taken name stays the plain ``FileExistsError``."""
     try:
         yield
     except (RecordingError, FileExistsError):

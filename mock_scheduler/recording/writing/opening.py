@@ -44,7 +44,7 @@ def open_recording(
 ) -> RecordingWriter:
     """Check that the steps of ``plan`` can be recorded in ``dump_dir`` (a folder or an fsspec URL).
 
-    An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
+    An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One holding a recording
     is continued only with ``resume``, or joined by a caller that gives the same ``run_id`` (several schedulers or ranks
     of one run share a recording); both need an equal contract. ``run_id`` None: that of the recording, else a new one.
     With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is the caller's

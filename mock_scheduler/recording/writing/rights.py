@@ -1,4 +1,4 @@
-"""Who may write into a recording: the locks that one writer holds, and the messages for whoever may not.
+"""Who may write into a recording: the locks one writer holds, and the messages for whoever may not.
 
 Contract: rights end with ``release`` or with the process; a forked child has none of its parent's and takes its own.
 """
@@ -18,7 +18,7 @@ _CLAIM = ""
 
 
 class FolderLocks:
-    """The rights of one writer: its run's claim on the recording, and the locks on the folders that it writes into."""
+    """The rights of one writer: its run's claim on the recording, and the locks on the folders it writes into."""
 
     def __init__(self, storage: Storage, shard: RowShard | None, *, run_id: str) -> None:
         self._storage = storage

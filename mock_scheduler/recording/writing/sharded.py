@@ -84,7 +84,7 @@ def _awaited(storage: Storage, step: str, count: int) -> str:
 
 
 def clear_uncommitted(storage: Storage, folders: Iterable[str]) -> None:
-    """Remove, in these folders (such as ``train``), the shards of steps that an ended run did not commit."""
+    """Remove, in these folders (such as ``train``), the shards of steps an ended run did not commit."""
     for folder in folders:
         for name in storage.list_names(folder):
             step = f"{folder}/{name}"

@@ -1,4 +1,4 @@
-"""Cuts a recording: some whole groups of another one, with its own run id and a manifest that names its source.
+"""Cuts a recording: some whole groups of another one, with its own run id and a manifest naming its source.
 
 Contract: rows are the recorded ones, bit for bit, in their order, with their identities. Measurements of a whole
 batch, and where the data stood after it, is not said of a part: ``metrics`` are empty and ``data_cursor`` is ``None``.
@@ -35,7 +35,7 @@ def load_train_step(reader: RecordingReader, step: int) -> RolloutBatch:
 
 
 def select_groups(batch: RolloutBatch, groups: Sequence[GroupKey]) -> RolloutBatch:
-    """The rows of these groups alone; ``group_size`` stays. Raises ``RecordingError`` for groups that it has not."""
+    """The rows of these groups alone; ``group_size`` stays. Raises ``RecordingError`` for groups it has not."""
     missing = [_name(group) for group in groups if group not in batch.group_sizes]
     if missing:
         raise RecordingError(f"the recorded step has no {list_some(missing, _NUM_NAMED, ', ')}")

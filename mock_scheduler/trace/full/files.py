@@ -1,4 +1,4 @@
-"""Trace files of level ``full``: every tensor that a rank traces of a step, whole, in safetensors files.
+"""Trace files of level ``full``: every tensor a rank traces of a step, whole, in safetensors files.
 
 This is the format, version 3::
 
@@ -20,19 +20,19 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis) and ``part``;
 - ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
   ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (the name of each dimension; empty
-  where nobody said), ``is_masked`` (a token tensor that is defined at some tokens only), ``sha256`` and ``crc32``;
+  where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256`` and ``crc32``;
 - ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: those indices
   of the local tensor are these of the whole one. Local indices in no block belong to no canonical element;
 - ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
   one header seals a rank's whole step; and ``footer`` with
 
   - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the
-    positions of the rows that it trains on;
+    positions of the rows it trains on;
   - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: the tensors
     selected;
-  - ``unobserved``: ``[kind, name, reason]`` of tensors that are selected and the model does not show; ``ledgers``:
+  - ``unobserved``: ``[kind, name, reason]`` of selected tensors not shown by the model; ``ledgers``:
     by ledger ``calls``, each ``[operation, group, dtype, number of elements]``, and ``order``, a position in ``calls``
-    for each time that one was made.
+    for each time one was made.
 
 *Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: a tensor
 moved, turned round or converted has another. Every read is checked against the CRC-32. It finds any damage of
@@ -119,7 +119,7 @@ def find_steps(trace_dir: Path) -> list[tuple[int, Path]]:
 
 
 def remove_steps_from(trace_dir: Path, step: int) -> None:
-    """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
+    """Remove the traced steps a resumed run computes anew; earlier ones stay. One rank calls it.
 
     The others write their first trace after the first batch, and wait for each other before it. A step is gone as a
     whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
@@ -222,14 +222,14 @@ class EntryIntake:
     """Checks a rank's entries of one step, names them and copies them to the CPU.
 
     ``take`` raises ``TraceError`` for a tensor that does not have its spec's shape or is of a dtype that cannot be
-    stored, for a spec that contradicts itself, and for a tensor, or the same places of a token tensor, given twice.
+    stored, for a spec contradicting itself, and for a tensor, or the same places of a token tensor, given twice.
     """
 
     rank_step: RankStep
     _given: dict[str, set[ShardSpec]] = field(default_factory=dict)
 
     def take(self, entry: TraceEntry) -> tuple[str, TraceEntry]:
-        """The name to store it under, and the entry with a copy of just the elements that this rank owns."""
+        """The name to store it under, and the entry with a copy of just the elements this rank owns."""
         where = f"{self.rank_step.describe()}: {entry.kind} of {entry.spec.name}"
         tensor = entry.tensor.detach()
         _check_entry(entry, where)

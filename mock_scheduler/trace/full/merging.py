@@ -4,7 +4,7 @@ Pieces at the same places are replicas: their bits are compared, and the lowest 
 block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
 every element looked at on its own.
 
-Tokens that no rank holds, in a trace that is complete and undamaged, are tokens that the run did not train on: the
+Tokens that no rank holds, in a trace that is complete and undamaged, are tokens the run did not train on: the
 reader of the trace decides whether that is an error. Any other element that is missing or superfluous is one.
 """
 
@@ -37,7 +37,7 @@ _Family = list[_Group]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expectation:
-    """The elements that a trace must hold of a tensor.
+    """The elements a trace must hold of a tensor.
 
     is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. tokens: bool ``[T]``, the
     tokens of a token tensor; ``None`` where the trace does not say.
@@ -53,7 +53,7 @@ class MergedTensor:
     """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
 
     present: bool, True where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
-    ``None`` where every element is there. missing: in words, the tokens that the run should have and no rank holds;
+    ``None`` where every element is there. missing: in words, the tokens the run should have and no rank holds;
     empty where there are none. dims: the name of each dimension; empty where nobody said.
     content: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present at
     the same elements; ``None`` where pieces overlap.
@@ -97,7 +97,7 @@ def merge_pieces(
 
 
 def _content(group: _Group) -> tuple[object, ...]:
-    """Where a group's elements lie, and the digest of those that are taken."""
+    """Where a group's elements lie, and the digest of those taken."""
     spec = group[0].spec
     return *spec.elements, group[0].record.sha256
 
@@ -256,7 +256,7 @@ def _by_token(held: torch.Tensor | None, *, num_tokens: int) -> tuple[torch.Tens
 
 
 def _held_twice(key: TraceKey, piece: Piece, index: Sequence[int], rows: RowTable) -> TraceError:
-    """The error for a rank that holds an element in two of its pieces, as where a micro-batch was traced twice."""
+    """The error for a rank holding an element in two of its pieces, as where a micro-batch was traced twice."""
     is_token = piece.record.dims[:1] == ("token",) and index and index[0] < rows.num_tokens
     token = f", {_describe_token(index[0], rows)}" if is_token else ""
     return TraceError(
@@ -271,7 +271,7 @@ def _describe_token(token: int, rows: RowTable) -> str:
 
 
 def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> None:
-    """Raises where a token is held of a row that the step or update does not have."""
+    """Raises where a token is held of a row the step or update does not have."""
     expected, rows = expectation.tokens, expectation.rows
     assert expected is not None
     extra = some & ~expected
@@ -299,7 +299,7 @@ def _describe_missing(pieces: Sequence[Piece], some: torch.Tensor, expectation: 
 
 
 def _describe_same_rows(pieces: Sequence[Piece]) -> str:
-    """Names ranks of other ``dp`` places that hold the same rows, though ``dp`` shares rows out; else empty."""
+    """Names ranks of other ``dp`` places holding the same rows, though ``dp`` shares rows out; else empty."""
     tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
     dp_places: dict[int, int] = {}
     for piece in pieces:

@@ -74,7 +74,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """One rank's step: all of its parts, in order, and the pieces that they store."""
+    """One rank's step: all of its parts, in order, and the pieces they store."""
 
     place: RankPlace
     world_size: int
@@ -209,7 +209,7 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
     """Lists ranks that are missing, that should not be there, or that do not say the same of the step.
 
     Args:
-        world_sizes: by global rank, of every rank that has a file.
+        world_sizes: by global rank, of every rank with a file.
         footers: by global rank, of every rank that ended the step.
     """
     problems = []

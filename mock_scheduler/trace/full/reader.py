@@ -35,7 +35,7 @@ _NUM_TENSORS = 3
 def open_trace(trace_dir: Path) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
 
-    Raises ``TraceError`` that lists everything that is wrong with a step: a rank or part that is missing, a file that
+    Raises ``TraceError`` listing everything that is wrong with a step: a rank or part that is missing, a file that
     does not match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
@@ -90,7 +90,7 @@ class TraceReader:
         return sum(piece.record.size_bytes for rank_files in self._steps[step].ranks for piece in rank_files.pieces)
 
     def pieces(self, key: TraceKey) -> tuple[Piece, ...]:
-        """The pieces that ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
+        """The pieces ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
         if not self.has(key):
             raise TraceError(f"no rank wrote the {key.describe()}")
         return self._steps[key.step].pieces[key]
@@ -105,11 +105,11 @@ class TraceReader:
         return self.pieces(key)[0].record.dims
 
     def is_masked(self, key: TraceKey) -> bool:
-        """Whether it is a token tensor that is defined at some tokens only."""
+        """Whether it is a token tensor defined at some tokens only."""
         return self.pieces(key)[0].record.is_masked
 
     def holders(self, key: TraceKey, index: tuple[int, ...]) -> tuple[RankPlace, ...]:
-        """The ranks that hold an element, by global rank."""
+        """The ranks holding an element, by global rank."""
         found = {piece.place.global_rank: piece.place for piece in self.pieces(key) if holds_element(piece.spec, index)}
         return tuple(found.values())
 
@@ -118,7 +118,7 @@ class TraceReader:
     ) -> MergedTensor:
         """The whole tensor from all ranks' pieces, and the replicas that disagree.
 
-        A tensor that one piece holds entirely is a view of the mapped file; writing to it changes no file.
+        A tensor one piece holds entirely is a view of the mapped file; writing to it changes no file.
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Where the trace tells the rows of an update, a token tensor with a token of another row is an error, and
@@ -143,7 +143,7 @@ class TraceReader:
     def verify(self) -> int:
         """Read every byte and check it against its SHA-256; the number of bytes.
 
-        Raises ``TraceError`` that names the file and tensor of whatever does not match.
+        Raises ``TraceError`` naming the file and tensor of whatever does not match.
         """
         problems: list[str] = []
         num_bytes = 0
@@ -175,7 +175,7 @@ class TraceReader:
         self._open_step = None
 
     def _expected_tokens(self, key: TraceKey) -> torch.Tensor | None:
-        """bool ``[T]``: tokens of the rows that the key's step or update has; ``None`` where the trace says none."""
+        """bool ``[T]``: tokens of the rows the key's step or update has; ``None`` where the trace says none."""
         place = key.step, None if key.kind in STEP_KINDS else key.update
         if place not in self._expected:
             self._expected[place] = _tokens_of(self.footer(key.step), place[1])

@@ -35,7 +35,7 @@ _MAX_PIECES = 1 << 13
 
 @dataclass(slots=True)
 class _Part:
-    """A part that is being filled. records: of its tensors, while their digests are being computed."""
+    """A part being filled. records: of its tensors, while their digests are being computed."""
 
     index: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -5,15 +5,15 @@ This is the format, version 1::
     {trace_dir}/step_000000/rank_00000.sketch.safetensors
 
 A file is written aside, fsynced and renamed: its presence is its completeness. It stores three tables with one row for
-each traced tensor that the rank holds in whole or in part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
+each traced tensor the rank holds in whole or in part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
 ``counts`` int64 ``[K, 4]``: elements, NaN, infinities, and the fingerprint as a signed integer (``sketch`` defines
 them). One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that carries its own SHA-256 as ``digest``
 (``digests.seal``):
 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
 - ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
-- ``parts``: the elements of the whole tensor that a rank holds: lists of rectangles ``[origin, sizes]``, put together
-  where they touch, so that ranks that hold the same elements say the same;
+- ``parts``: the elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
+  where they touch, so that ranks holding the same elements say the same;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
 Equal content gives equal bytes. ``sketch_reader`` reads.
@@ -89,7 +89,7 @@ class _Form:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Held:
-    """The part of one tensor that a rank has given."""
+    """The part of one tensor a rank has given."""
 
     form: _Form
     sums: SketchSums

@@ -1,6 +1,6 @@
 """Reads a trace of level ``sketch``: gives the sketch of each whole tensor, whatever layout wrote it.
 
-Ranks that hold the same elements must have the same fingerprint and count once; ranks that hold other elements add up.
+Ranks holding the same elements must have the same fingerprint and count once; ranks holding other elements add up.
 Whether they hold all that there is, and nothing twice, is known from the headers alone. The format is in
 ``sketch_files``.
 """
@@ -63,7 +63,7 @@ class _Part:
 def open_sketches(trace_dir: Path) -> SketchReader:
     """Read every file of a trace of sketches, and check that they are complete and fit together.
 
-    Raises ``TraceError`` that lists everything that is wrong with a step, and at once where there is no trace, or a
+    Raises ``TraceError`` listing everything that is wrong with a step, and at once where there is no trace, or a
     file is unreadable or was changed.
     """
     return SketchReader(open_sketch_steps(trace_dir))
@@ -105,7 +105,7 @@ class SketchReader:
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
-        """The ranks that hold elements of a tensor, by global rank."""
+        """The ranks holding elements of a tensor, by global rank."""
         return tuple(place for place, stored in self._stored(key) if stored.part)
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
@@ -155,7 +155,7 @@ class SketchReader:
 
 
 def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:
-    """Elements of the whole tensor; of a token tensor those of the rows that its step or update has."""
+    """Elements of the whole tensor; of a token tensor those of the rows its step or update has."""
     shape = stored.global_shape
     if stored.dims[:1] != ("token",) or key.kind in STEP_KINDS or not footer.update_rows:
         return math.prod(shape)
@@ -173,7 +173,7 @@ def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
 
 
 def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
-    """Adds up one set of parts that hold everything once; every other such set must give the same sum."""
+    """Adds up one set of parts holding everything once; every other such set must give the same sum."""
     conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))
@@ -224,7 +224,7 @@ def _conflict(
 
 
 def _check_agreement(key: TraceKey, stored: Sequence[tuple[RankPlace, StoredSketch]]) -> None:
-    """All ranks that hold the tensor say the same whole shape and dtype."""
+    """All ranks holding the tensor say the same whole shape and dtype."""
     forms = {(item.dtype, item.global_shape): place.global_rank for place, item in reversed(stored)}
     if len(forms) > 1:
         found = ", ".join(f"global rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in forms.items())

@@ -189,7 +189,7 @@ def relative_bounds(num_buckets: int) -> tuple[float, float]:
 
 
 def rounding_bound(norm: float, num_elements: int) -> float:
-    """How far the sums of the same elements may be apart that were added in other orders, as a norm."""
+    """How far sums of the same elements in two orders may be apart, as a norm."""
     num_additions = ROWS + num_elements / BLOCK + NUM_SLOTS
     return _ROUNDING * sqrt(num_additions) * norm
 

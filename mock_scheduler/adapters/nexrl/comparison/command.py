@@ -99,7 +99,7 @@ def compare(
 
 
 def _check_least(numbers: Mapping[str, tuple[float | None, int]]) -> None:
-    """Raises ``ConfigError`` that lists every option whose number is less than its least one; NaN is too."""
+    """Raises ``ConfigError`` listing every option whose number is less than its least one; NaN is too."""
     problems = [
         f"--{name} is {value}; expected at least {least}"
         for name, (value, least) in numbers.items()

@@ -37,7 +37,7 @@ Files = Mapping[FileKey, DumpFile]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One comparison: ``place`` as ``rank0_micro1``, or whose trajectory; ``where``: of the worst element; ``update``:
-    the optimizer update of the step that it belongs to.
+    the optimizer update of the step it belongs to.
     """
 
     place: str
@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; numbers, each with
+    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; and numbers, with
     the values by token whose mean it is. ``optional``: names that count only where either side has them.
     """
 
@@ -65,7 +65,7 @@ class Wanted:
 
 
 def missing(place: str, name: str, *, in_first: bool, detail: str) -> Item:
-    """Makes the item for a value that one side lacks."""
+    """Makes the item for a value one side lacks."""
     status: Status = "missing_first" if in_first else "missing_second"
     return Item(place=place, name=name, difference=Difference(status=status, detail=detail))
 
@@ -122,7 +122,7 @@ class _UpdatePair:
         return [Item(place=side, name="tokens", difference=Difference(status="unusable", detail=detail))]
 
     def _unpaired(self, file: DumpFile, table: TokenTable, *, in_first: bool) -> list[Item]:
-        """Tokens of a file that the other side's table does not hold."""
+        """Tokens of a file the other side's table does not hold."""
         if file.keys is None or file.mask is None:
             return []
         _, is_there = table.find(file.keys)

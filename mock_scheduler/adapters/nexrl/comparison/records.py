@@ -1,4 +1,4 @@
-"""Compares the trajectories of two dumps, and a remote run's datums with the trajectories that they were made of.
+"""Compares the trajectories of two dumps, and a remote run's datums with the trajectories they were made of.
 
 Contract: records are paired by the sample they are of, else by ``(group_id, run_id)``, never by their place in a file;
 all of them are compared, and a record of one side alone is missing on the other.
@@ -102,7 +102,7 @@ def _as_datum(record: Record) -> Record:
 
 
 def _input_tokens(datum: Record) -> list[int]:
-    """The tokens that the model reads: a list, ``tokens`` of a dict, or those of its chunks one after another."""
+    """The tokens the model reads: a list, ``tokens`` of a dict, or those of its chunks one after another."""
     given = datum.get("model_input", datum.get("input_tokens"))
     if isinstance(given, dict):
         chunks = given.get("chunks")
@@ -137,7 +137,7 @@ def _any_has(records: Sequence[Record], name: str) -> bool:
 
 
 def _by_id(records: Sequence[Record], others: Sequence[Record], side: str) -> tuple[dict[str, Record], list[Item]]:
-    """Records by the ids that both sides have: of the sample, else of group and run, else the place in the file."""
+    """Records by the ids both sides have: of the sample, else of group and run, else the place in the file."""
     everyone = [*records, *others]
     if all("sample_id" in record for record in everyone):
         labels = [str(record["sample_id"]) for record in records]

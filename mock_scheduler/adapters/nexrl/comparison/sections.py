@@ -1,6 +1,6 @@
-"""The sections of a comparison: NexRL's five, and everything else that both dumps hold.
+"""The sections of a comparison: NexRL's five, and everything else both dumps hold.
 
-Contract: a section is compared where either dump has its files; a file that the other lacks is missing. ``notes``
+Contract: a section is compared where either dump has its files; a file the other lacks is missing. ``notes``
 name the parts left out, and why.
 """
 
@@ -66,7 +66,7 @@ class Dumps:
     weaver: Path | None = None
 
     def all(self) -> dict[str, Path]:
-        """Those that were given, by their names in the report."""
+        """Those given, by their names in the report."""
         named = {"Self-Hosted": self.self_hosted, "Remote API": self.remote_api, "Weaver": self.weaver}
         return {name: path for name, path in named.items() if path is not None}
 
@@ -81,7 +81,7 @@ class SectionMaker:
     _samples: SampleNumbers = field(default_factory=SampleNumbers)
 
     def sections(self) -> Iterator[Section]:
-        """Yields NexRL's five in their order, and between them the sections that NexRL does not compare."""
+        """Yields NexRL's five in their order, and between them the sections NexRL does not compare."""
         yield self._trajectories()
         yield from self._old_logprobs()
         yield from self._inputs()
@@ -96,7 +96,7 @@ class SectionMaker:
         return {} if dump_dir is None else load_files(dump_dir, kind, self.step, self._samples)
 
     def _content(self, dump_dir: Path | None, *kinds: DumpKind) -> Content | None:
-        """The step's file of the whole batch of the first of these kinds that a dump has."""
+        """The step's file of the whole batch of the first of these kinds a dump has."""
         if dump_dir is None:
             return None
         for kind in kinds:
