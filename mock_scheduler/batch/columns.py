@@ -67,7 +67,7 @@ class TensorColumn:
         return as_bytes(self.values).numpy(), [bound * entry_size for bound in bounds]
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
-        """The column of copies of these rows' entries, in the order given."""
+        """The column of copies of the given rows' entries, in the order given."""
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
         joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
@@ -126,7 +126,7 @@ class JsonColumn:
         return self.items
 
     def select(self, rows: Sequence[int]) -> JsonColumn:
-        """The column of these rows, in the order given."""
+        """The column of the given rows, in the order given."""
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
     def copy(self) -> JsonColumn:

@@ -145,7 +145,7 @@ class RolloutBatch:
         group_size: int | None,
         meta: Mapping[str, JSON] | None = None,
     ) -> RolloutBatch:
-        """The batch of these rows, in identity order; the tensors are copied.
+        """The batch of the given rows, in identity order; the tensors are copied.
 
         ``group_size`` is the number of trajectories every (scheduler, group, episode) must have; ``None`` skips
         that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
@@ -214,7 +214,7 @@ class RolloutBatch:
 
     @property
     def response_offsets(self) -> torch.Tensor:
-        """Where each row's logprobs start, int64 ``[B + 1]``."""
+        """The start of each row's logprobs, int64 ``[B + 1]``."""
         # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
         counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
         return torch.from_numpy(counts[self.row_offsets.numpy()])

@@ -27,7 +27,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """The core tensors of a batch of these rows, one after another."""
+    """The core tensors of a batch of the given rows, one after another."""
     return {
         "tokens": _join([row.tokens for row in rows], torch.int32),
         "row_offsets": compute_offsets([len(row.tokens) for row in rows]),
@@ -43,7 +43,7 @@ def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
 
 
 def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str]]:
-    """The columns of the rows' extras, and the problems of those that cannot be built; all rows have the same."""
+    """The columns of the rows' extras, and the problems of columns that cannot be built; all rows have the same."""
     columns, problems = {}, []
     for name in rows[0].extras if rows else ():
         try:
@@ -68,14 +68,14 @@ def compute_prompt_digests(
 
 
 def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """Where parts of these sizes start and end, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
+    """The bounds of parts of the given sizes, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
     offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     torch.cumsum(torch.as_tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
     return offsets
 
 
 def compute_row_digests(columns: Mapping[str, Column], tags: Sequence[str]) -> list[bytes]:
-    """SHA-256 of each row's part of these columns and its tag; sizes come first, so that no two rows read alike."""
+    """SHA-256 of each row's part of the given columns and its tag; sizes come first, so that no two rows read alike."""
     tensors = [column.row_bytes() for column in columns.values() if isinstance(column, TensorColumn)]
     texts = [column.items for column in columns.values() if not isinstance(column, TensorColumn)]
     digests = []
@@ -154,7 +154,7 @@ def _row_size_problems(row: Trajectory) -> list[str]:
 
 
 def extra_name_problems(rows: Sequence[Trajectory]) -> list[str]:
-    """Rows whose extras are not those of the first row."""
+    """Rows with other extras than the first row's."""
     if not rows:
         return []
     expected = rows[0].extras.keys()

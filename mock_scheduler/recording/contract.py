@@ -72,8 +72,8 @@ class Difference:
 class Contract:
     """Named fields in a fixed order.
 
-    Raises ``ContractError`` listing every name that occurs twice and every value that is no JSON or nothing that
-    its ``match`` can compare.
+    Raises ``ContractError`` listing every name that occurs twice and every value that is no JSON or not comparable by
+    its ``match``.
     """
 
     def __init__(self, fields: Sequence[ContractField]) -> None:

@@ -36,7 +36,7 @@ class RetentionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredRetention:
-    """A ``RetentionRecord`` as the file has it; removed steps as text such as ``0-3, 7``."""
+    """A ``RetentionRecord`` as the file has it; removed steps as text like ``0-3, 7``."""
 
     start_points: tuple[Count, ...]
     removed: dict[str, str]
@@ -71,7 +71,7 @@ def find_removable(
 ) -> dict[str, list[int]]:
     """Folder -> steps that may go: those before the latest start point that ``keep_last`` train steps follow.
 
-    ``steps``: those present, per folder. Validation steps go with the train steps beside them; pinned ones stay.
+    ``steps``: the present ones, per folder. Validation steps go with the train steps beside them; pinned ones stay.
     """
     if retention.keep_last is None:
         return {}
@@ -112,7 +112,7 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
 def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
     """Steps a saved checkpoint continues with, a train step is present after, and no removal comes after.
 
-    ``steps``: those present, per folder. Steps recorded again after their removal do not count.
+    ``steps``: the present ones, per folder. Steps recorded again after their removal do not count.
     """
     removed = [last for gone in record.removed.values() for first, last in gone.ranges if last is not None]
     latest = max((step for folder, found in steps.items() if is_train(folder) for step in found), default=-1)

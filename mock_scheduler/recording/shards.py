@@ -73,7 +73,7 @@ _FILE = SealedFile[_StoredCommit](_StoredCommit, format_name=COMMIT_FORMAT, vers
 
 
 def missing_shards(storage: Storage, step_name: str, count: int) -> list[int]:
-    """The indices of those of ``count`` shards that are not there; ``step_name`` as ``paths.step_name`` gives it."""
+    """The indices of the missing ones of ``count`` shards; ``step_name`` as ``paths.step_name`` gives it."""
     return [i for i in range(count) if find_file(storage, step_name, shard=RowShard(index=i, count=count)) is None]
 
 
@@ -160,7 +160,7 @@ def encode_commit(commit: Commit) -> bytes:
 
 
 def decode_commit(data: bytes, *, source: str) -> Commit:
-    """Gives the commit of these bytes; raises as ``load_commit``, naming ``source``."""
+    """Gives the commit of the given bytes; raises as ``load_commit``, naming ``source``."""
     return _read_commit(_FILE.decode(data, source=source), source=source)
 
 

@@ -75,7 +75,7 @@ class Document(Generic[T]):
             at: the key of the content in its file, for messages.
 
         Raises:
-            ValueError: the content is another; the message lists problems such as ``rows.lengths[2] is -1: expected at
+            ValueError: the content is another; the message lists problems like ``rows.lengths[2] is -1: expected at
                 least 0``.
         """
         if self._names is not None and isinstance(content, dict):

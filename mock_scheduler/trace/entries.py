@@ -51,7 +51,7 @@ class TraceEntry:
     ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``. It may be on any
     device; a sink copies its part before ``add`` returns.
     ``dims``: the name of each dimension; empty where nobody said.
-    ``is_masked``: a token tensor defined at some tokens only (response tokens): those in no piece are masked
+    ``is_masked``: a token tensor defined at some tokens only (response tokens): tokens in no piece are masked
     out, where otherwise they would be missing.
     """
 
@@ -98,7 +98,7 @@ class RowTable:
         return sum(self.lengths)
 
     def find(self, token: int) -> tuple[int, int]:
-        """Row and position within it of a token index; raises ``IndexError`` where there is no such token."""
+        """Row and position within it of a token index; raises ``IndexError`` where the token is missing."""
         position = token
         for row, length in enumerate(self.lengths):
             if position < length:
@@ -109,7 +109,7 @@ class RowTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unobserved:
-    """A tensor this model does not show, such as the output of a norm fused into a linear layer."""
+    """A tensor this model does not show, like the output of a norm fused into a linear layer."""
 
     kind: TraceKind
     name: str
@@ -150,7 +150,7 @@ class StepFooter:
 
 
 class TraceSink(Protocol):
-    """Where a rank's entries of one step go: whole tensors to files, or into sketches."""
+    """Takes a rank's entries of one step: writes whole tensors to files, or sketches."""
 
     def add(self, entry: TraceEntry) -> None:
         """Take one piece; raises ``TraceError`` for a tensor that does not have its spec's shape, or given twice."""

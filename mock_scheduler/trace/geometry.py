@@ -166,7 +166,7 @@ def _regions(spec: ShardSpec) -> Iterator[tuple[Rectangle, Rectangle]]:
 
 
 def _local_boxes(tensor: torch.Tensor, spec: ShardSpec) -> list[_Part]:
-    """Cuts a piece into boxes of the local tensor: one, or those that make up its flat range."""
+    """Cuts a piece into boxes of the local tensor: one box, or the boxes of its flat range."""
     start, stop = spec.flat_range or (0, 0)
     choices = [spec.local_shape, *([(stop - start,)] if spec.flat_range else [])]
     if tuple(tensor.shape) not in choices:
@@ -349,7 +349,7 @@ _Bounds = tuple[_Integers, _Integers]
 
 
 def _spans(spec: ShardSpec, dim: int) -> _Bounds:
-    """Where a shard's blocks along one dimension begin and end in the whole tensor, ``[blocks]`` each."""
+    """Gives the starts and stops of a shard's blocks along one dimension of the whole tensor, ``[blocks]`` each."""
     blocks = blocks_along(spec, dim)
     starts = np.array([block.global_start for block in blocks], dtype=np.int64)
     return starts, starts + np.array([block.length for block in blocks], dtype=np.int64)
@@ -364,7 +364,7 @@ def _held_cells(starts: _Integers, stops: _Integers, edges: _Integers) -> _Integ
 
 
 def _bounds_of(rectangles: Sequence[Rectangle]) -> _Bounds:
-    """Where each rectangle begins and ends along each dimension, ``[rectangles, dims]`` both."""
+    """Gives the starts and stops of rectangles along each dimension, ``[rectangles, dims]`` both."""
     starts = np.array([item.origin for item in rectangles], dtype=np.int64).reshape(len(rectangles), -1)
     return starts, starts + np.array([item.sizes for item in rectangles], dtype=np.int64).reshape(starts.shape)
 

@@ -120,7 +120,7 @@ class ConflictTally:
             self.add(ranks, (mine[differs], other[differs]))
 
     def add(self, ranks: tuple[RankPlace, RankPlace], values: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Adds elements that differ, at least one: the values of the first rank and those of the second."""
+        """Adds elements that differ, at least one: the values of the first rank and of the second."""
         first, second = ranks
         mine, other = (_widest(side) for side in values)
         num_elements, max_abs = mine.numel(), float((mine - other).abs().max())

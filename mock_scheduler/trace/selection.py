@@ -71,7 +71,7 @@ class TraceSelection:
 
 
 def describe_unmatched(patterns: Sequence[str], names: Collection[str], *, matched: Collection[str]) -> str:
-    """The error for those of ``patterns`` that are not in ``matched``, with the nearest names; empty where all are.
+    """The error for ``patterns`` outside of ``matched``, with the nearest names; empty where there are none.
 
     ``names``, ``matched``: of all ranks together, as ``TraceSelection`` has them of one.
     """

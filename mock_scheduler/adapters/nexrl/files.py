@@ -249,7 +249,7 @@ def _tensor_from_json(value: dict[str, Any]) -> torch.Tensor:
 
 
 def as_number(value: object) -> float | None:
-    """A number of a file as float: one of Python's, a tensor of one element, or a text such as ``NaN``; else None."""
+    """A number of a file as float: one of Python's, a tensor of one element, or a text like ``NaN``; else None."""
     if isinstance(value, torch.Tensor):
         return float(value.double().item()) if value.numel() == 1 else None
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Where a debug dump's files lie: a folder for each kind, and in it a file for each step, rank and micro-batch.
+"""Names a debug dump's files: a folder for each kind, and in it a file for each step, rank and micro-batch.
 
 Contract: the names are NexRL's (``nexrl/utils/data_dumper.py``). NexRL would overwrite the further optimizer
 updates of a step; they have names of their own beside the documented one of the first update:
@@ -71,7 +71,7 @@ def parse_key(path: Path) -> FileKey | None:
 
 
 def find_files(dump_dir: Path, kind: DumpKind) -> dict[FileKey, Path]:
-    """All files of a kind by key, in order; empty where there is no such folder.
+    """All files of a kind by key, in order; empty where the folder is missing.
 
     Raises ``TraceError`` where something is there twice, as .pt and as .jsonl.
     """
@@ -79,7 +79,7 @@ def find_files(dump_dir: Path, kind: DumpKind) -> dict[FileKey, Path]:
 
 
 def find_files_in(folder: Path) -> dict[FileKey, Path]:
-    """As ``find_files``, of a folder by its own path."""
+    """Finds as ``find_files`` in a folder by its own path."""
     found: dict[FileKey, Path] = {}
     for path in sorted(folder.glob("step_*")):
         key = parse_key(path)

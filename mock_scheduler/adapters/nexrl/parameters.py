@@ -56,7 +56,7 @@ class NamedRows:
 def hugging_face_rows(name: str, num_rows: int, layout: ModelLayout) -> list[NamedRows]:
     """The Hugging Face tensors a canonical Megatron parameter holds; empty where it has no such name.
 
-    num_rows: of its whole tensor. A prefix such as ``critic.`` is kept.
+    num_rows: of its whole tensor. A prefix like ``critic.`` is kept.
     """
     prefix = "critic." if name.startswith("critic.") else ""
     own = name.removeprefix(prefix)
@@ -108,7 +108,7 @@ def _mlp_rows(parent: str, linear: str, num_rows: int, layout: ModelLayout) -> I
 
 
 def matching_tensors(name: str, num_rows: int, pattern: str, layout: ModelLayout) -> list[NamedRows]:
-    """Of a canonical parameter, the tensors whose names the pattern is found in: its own, and Hugging Face's."""
+    """Chooses the tensors of a canonical parameter by a pattern found in its own name or Hugging Face's."""
     named = [NamedRows(name=name), *hugging_face_rows(name, num_rows, layout)]
     return [item for item in named if re.search(pattern, item.name)]
 

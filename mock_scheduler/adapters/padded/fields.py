@@ -89,7 +89,7 @@ class FramedShape:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, width: int) -> FramedShape:
-        """That of a tensor whose frame has this width."""
+        """The shape of a tensor whose frame has this width."""
         if tensor.shape[1] == width:
             return cls(leading=(), tail=tuple(tensor.shape[2:]))
         return cls(leading=tuple(tensor.shape[1:-1]), tail=())

@@ -208,7 +208,7 @@ def find_spans(attention: npt.NDArray[np.bool_], layout: PaddedLayout, widths: M
 
 
 def gather(values: npt.NDArray[Any], columns: list[tuple[int, int, int]], rows: list[int]) -> npt.NDArray[Any]:
-    """The values of these rows' columns, one row after another."""
+    """The values of the given rows' columns, one row after another."""
     pieces = [values[row, columns[row][0] : columns[row][1]] for row in rows]
     return np.concatenate([values[:0].reshape(0), *pieces])
 
@@ -216,7 +216,7 @@ def gather(values: npt.NDArray[Any], columns: list[tuple[int, int, int]], rows: 
 def gather_by_token(
     values: npt.NDArray[Any], columns: list[tuple[int, int, int]], rows: list[int], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[Any]:
-    """One value per token of these rows, one row after another; 0 for tokens that have no column."""
+    """One value per token of the given rows, one row after another; 0 for tokens that have no column."""
     out = np.zeros(int(lengths[rows].sum()) if rows else 0, dtype=values.dtype)
     position = 0
     for row in rows:

@@ -52,7 +52,7 @@ def describe_rows(values: object) -> dict[str, JSON]:
 
 
 def read_rows(items: Sequence[JSON], kind: Mapping[str, Any]) -> Any:  # noqa: ANN401 - list, tuple or array
-    """The field of these values."""
+    """The field of the given values."""
     values = [from_json(item) for item in items]
     if kind["container"] in ("list", "tuple"):
         return values if kind["container"] == "list" else tuple(values)

@@ -24,9 +24,9 @@ from mock_scheduler.support.digests import JSON
 class FolderDescription:
     """The steps of one scheduler and mode, as ``train``.
 
-    ``present``: all that are there, as ranges; ``chosen``: those of them asked for; ``removed``: those that
-    retention removed; ``gaps``: the others between them that are not there. ``forms``: file, compressed file or shards
-    -> number of chosen steps. ``steps``: the chosen steps that could be read; ``totals`` over these.
+    ``present``: all present steps, as ranges; ``chosen``: the ones asked for; ``removed``: steps removed by
+    retention; ``gaps``: the other steps missing between them. ``forms``: file, compressed file or shards
+    -> number of chosen steps. ``steps``: the readable ones of them; ``totals`` over these.
     """
 
     folder: str

@@ -29,7 +29,7 @@ _HEX_ONLY = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "complex
 class FieldDifference:
     """One field that differs, with the first place where it does.
 
-    ``where``: the position inside the row's field (``[3]``, ``[1, 4]``; for JSON a path such as ``.messages[0]``),
+    ``where``: the position inside the row's field (``[3]``, ``[1, 4]``; for JSON a path like ``.messages[0]``),
     empty for a field of one value. ``rollout_logprobs`` counts response tokens, ``turn_rewards`` and
     ``policy_versions`` turns. ``a`` and ``b``: both values as text, with their bits where the text is the same.
     ``extent``: how much differs in all, or empty.
@@ -53,7 +53,7 @@ class FieldPair(Protocol):
 
     @property
     def name(self) -> str:
-        """As in messages."""
+        """The field's name in messages."""
 
     def is_equal(self) -> bool:
         """Whether all rows are equal, for batches whose rows have the same identities."""
@@ -228,7 +228,7 @@ def column_kind(column: Column) -> str:
 
 
 def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """For tensors of one dtype."""
+    """Compares two tensors of one dtype."""
     return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
 

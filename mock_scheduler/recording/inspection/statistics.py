@@ -140,7 +140,7 @@ _SUMMED = (
 
 
 def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
-    """One step in numbers; ``folder`` is its folder in the recording, such as ``train``."""
+    """One step in numbers; ``folder`` is its folder in the recording, like ``train``."""
     duplicates, partial = batch.duplicate_rows(), _partial_groups(batch)
     versions = batch.policy_versions
     return StepStatistics(

@@ -2,7 +2,7 @@
 
 Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
 matches its digests, holds a batch, and is the step of the run its name and the manifest say, and where nothing is
-named like a step that is not there. That steps are missing between others is noted: they may never have been recorded.
+named like a step that is not there. Missing steps between others are noted: they may never have been recorded.
 """
 
 from __future__ import annotations

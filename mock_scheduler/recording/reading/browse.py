@@ -45,7 +45,7 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderListing:
-    """One folder of steps, such as ``train``: its steps by number, problems of some, and files that are no step.
+    """One folder of steps, like ``train``: its steps by number, problems of some, and files that are no step.
 
     ``misnamed``: files named like a step that is not there, and not readable as one.
     """

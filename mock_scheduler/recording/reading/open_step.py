@@ -145,7 +145,7 @@ class OpenStep:
             raise CorruptRecordingError(f"{self.path}: its shards are no rollout batch: {error}") from error
 
     def _has_whole_groups(self, rows: range) -> bool:
-        """Whether no group is cut at either end of these rows."""
+        """Whether no group is cut at either end of the given rows."""
         ends = [end for end in (rows.start, rows.stop) if 0 < end < self.num_rows]
         return all(self._order[end][0][:3] != self._order[end - 1][0][:3] for end in ends)
 

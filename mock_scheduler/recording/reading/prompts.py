@@ -1,4 +1,4 @@
-"""Compares the prompts of a batch, live or recorded, with those that a pipeline asks for: one rule for both.
+"""Compares the prompts of a batch, live or recorded, with a pipeline's request: one rule for both.
 
 Contract: a request names its prompts once per trajectory (as many as its ``batch_size``; the prompt of a trajectory is
 that of its first row) or, with any other number, once per group, each of whose trajectories then has the one prompt.
@@ -18,7 +18,7 @@ from mock_scheduler.scheduler import RolloutRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptDifference:
-    """``absent``: digests asked for that the batch lacks, ``not_asked``: those it has beside them, with their counts;
+    """``absent``: digests asked for and lacking in the batch; ``not_asked``: the other way round; with their counts;
     ``unit``: one prompt is asked for and counted for each of these."""
 
     num_asked: int

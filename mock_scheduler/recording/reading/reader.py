@@ -192,7 +192,7 @@ class RecordingReader:
 
 
 def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:
-    """Folder -> those of the missing steps recorded and then removed."""
+    """Folder -> missing steps that were recorded and then removed."""
     removed = record.removed
     gone = {folder: [step for step in steps if step in removed.get(folder, ())] for folder, steps in missing.items()}
     return {folder: steps for folder, steps in gone.items() if steps}

@@ -107,13 +107,13 @@ class StepFile:
 
     @property
     def sampling(self) -> Mapping[str, JSON]:
-        """That of the batch, as JSON."""
+        """The sampling of the batch, as JSON."""
         sampling: Mapping[str, JSON] = self._content["sampling"]
         return sampling
 
     @property
     def meta(self) -> Mapping[str, JSON]:
-        """That of the batch."""
+        """The meta of the batch."""
         meta: Mapping[str, JSON] = self._content["meta"]
         return meta
 
@@ -129,7 +129,7 @@ class StepFile:
     def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
         """The rows ``rows`` (contiguous; None: all) as a batch.
 
-        ``group_size`` is that of the file where the groups of these rows are whole, else None. ``verify`` False skips
+        ``group_size`` is that of the file where the groups of the given rows are whole, else None. ``verify`` False skips
         the digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
         blocks any bit changed.
         """

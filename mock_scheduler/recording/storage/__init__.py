@@ -1,4 +1,4 @@
-"""Where a recording lies: a local folder, or an fsspec location such as ``s3://bucket/path``.
+"""The location of a recording: a local folder, or an fsspec location like ``s3://bucket/path``.
 
 Contract: names are relative, with ``/``. A published file is whole or absent and was never there before; a crash
 leaves at most a hidden temporary file that nothing lists. Nothing is read or written outside the location.
@@ -26,7 +26,7 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
 
     def path(self, name: str) -> str:
         """The full path or URL of a file, for messages."""

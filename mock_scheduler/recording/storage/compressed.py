@@ -28,7 +28,7 @@ _LEVEL = 9  # token ids shrink little further above it, and the time doubles wit
 
 
 def compress(pieces: Sequence[Buffer]) -> bytes:
-    """One frame of these pieces in order; raises ``RecordingError`` where zstandard is not installed."""
+    """One frame of the given pieces in order; raises ``RecordingError`` where zstandard is not installed."""
     compressor = _load_zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
     # In one call: a frame made piece by piece depends on where the pieces end.
     return bytes(compressor.compress(b"".join(pieces)))

@@ -29,7 +29,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FileLock:
-    """A lock that is held, on one or more files (those of a shard: the folder's, shared, and the shard's own)."""
+    """A lock that is held, on one or more files (of a shard: the folder's, shared, and the shard's own)."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], *, drops_folder: bool) -> None:
         self._files = tuple(files)

@@ -38,7 +38,7 @@ class LocalStorage:
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
         return self._location
 
     def path(self, name: str) -> str:
@@ -50,7 +50,7 @@ class LocalStorage:
         return self._find(name)[1]
 
     def list_names(self, folder: str) -> list[str]:
-        """Names directly in a folder, sorted, without hidden ones; none where there is no such folder."""
+        """Names directly in a folder, sorted, without hidden ones; none where the folder is missing."""
         path = self._inside(folder)
         with _as_recording_error(path, "cannot list"):
             try:

@@ -54,7 +54,7 @@ class FsspecStorage:
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
         return self._location
 
     def path(self, name: str) -> str:

@@ -1,7 +1,7 @@
 """Whether a recording will fit on its disk, told before it is full.
 
 Contract: a forecast is made before the first step, from its largest possible size, and after every written one, from
-the average of those written; a location without a bound (an object store) has none.
+the average of the written ones; a location without a bound (an object store) has none.
 """
 
 from __future__ import annotations

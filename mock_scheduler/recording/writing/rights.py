@@ -34,7 +34,7 @@ class FolderLocks:
             locks[_CLAIM] = self._storage.claim(self._run_id)
 
     def take(self, folder: str) -> None:
-        """Lock a folder such as ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
+        """Lock a folder like ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
         locks = self._locks.get()
         if folder not in locks:
             locks[folder] = self._storage.lock(folder, part=self._part)

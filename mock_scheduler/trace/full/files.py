@@ -11,7 +11,7 @@ Hidden ``.*.tmp`` files are left by crashed writers; nothing reads them. Equal c
 
 *Pieces.* A part stores pieces of tensors under ``{update:06d}/{kind}/{canonical name}``. A token tensor (its first
 dimension is ``token``: all tokens of the step's batch, row after row, without padding) may have several pieces from one
-rank, one for each micro-batch; those after the first have ``#1``, ``#2``, ... behind the name, counted over all parts.
+rank, one for each micro-batch; pieces after the first have ``#1``, ``#2``, ... behind the name, counted over all parts.
 A piece has its local shape, or is flat where the rank owns only a range of the flattened local tensor.
 
 *Header.* One metadata key, ``mock_scheduler.trace``, holds canonical JSON that carries its own SHA-256 as ``digest``
@@ -21,8 +21,8 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
 - ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
   ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (the name of each dimension; empty
   where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256`` and ``crc32``;
-- ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: those indices
-  of the local tensor are these of the whole one. Local indices in no block belong to no canonical element;
+- ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: its indices
+  of the local tensor are its indices of the whole one. Local indices in no block belong to no canonical element;
 - ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
   one header seals a rank's whole step; and ``footer`` with
 

@@ -1,11 +1,11 @@
-"""Puts a tensor together from all ranks' pieces, and tells replicas that disagree and elements that are missing.
+"""Puts a tensor together from all ranks' pieces, and tells disagreeing replicas and missing elements.
 
 Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. The others are copied
 block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
 every element looked at on its own.
 
-Tokens that no rank holds, in a trace that is complete and undamaged, are tokens the run did not train on: the
-reader of the trace decides whether that is an error. Any other element that is missing or superfluous is one.
+Tokens held by no rank, in a complete and undamaged trace, are tokens the run did not train on: the reader of the trace
+decides whether it is an error. Any other missing or superfluous element is one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def merge_pieces(
     memory: where the tensor lies, unless one piece holds all of it.
 
     Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or an element is
-    missing, or a token there, against the expectation. Whole tokens that are missing are told of in the result.
+    missing, or a token there, against the expectation. Missing whole tokens are told of in the result.
     """
     _check_agreement(key, pieces, expectation)
     dims = pieces[0].record.dims
@@ -97,7 +97,7 @@ def merge_pieces(
 
 
 def _content(group: _Group) -> tuple[object, ...]:
-    """Where a group's elements lie, and the digest of those taken."""
+    """Gives the places of a group's elements, and the digest of the first rank's."""
     spec = group[0].spec
     return *spec.elements, group[0].record.sha256
 
@@ -146,7 +146,7 @@ def _group_families(groups: Sequence[_Group]) -> list[_Family]:
 
 
 def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Tensor:
-    """The first rank's elements; those of the others are read, checked and compared with them."""
+    """Loads the first rank's elements; the others' are read, checked and compared with them."""
     first, stored = group[0], load(group[0])
     for other in group[1:]:
         replica = load(other)

@@ -184,7 +184,7 @@ def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
 
 
 def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
-    """Parts of one rank that are missing, or are not those that its last part was written after."""
+    """Lists missing parts of one rank, and parts of another run than its last part."""
     by_index = {part.index: part for part in parts}
     last = next((part for part in parts if part.ending is not None), None)
     if last is None or last.ending is None:
@@ -206,7 +206,7 @@ def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
 
 
 def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFooter]) -> list[str]:
-    """Lists ranks that are missing, that should not be there, or that do not say the same of the step.
+    """Lists missing ranks, unexpected ranks, and ranks that say otherwise of the step.
 
     Args:
         world_sizes: by global rank, of every rank with a file.

@@ -35,8 +35,8 @@ _NUM_TENSORS = 3
 def open_trace(trace_dir: Path) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
 
-    Raises ``TraceError`` listing everything that is wrong with a step: a rank or part that is missing, a file that
-    does not match its name, ranks that disagree about the step; and at once where there is no trace, or a
+    Raises ``TraceError`` listing everything wrong with a step: a missing rank or part, a file that does not
+    match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
     return TraceReader(open_steps(trace_dir))
@@ -96,7 +96,7 @@ class TraceReader:
         return self._steps[key.step].pieces[key]
 
     def dtype_and_shape(self, key: TraceKey) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Of the whole tensor, as the first rank says."""
+        """The dtype and shape of the whole tensor, as the first rank says."""
         record = self.pieces(key)[0].record
         return record.dtype, record.spec.global_shape
 
@@ -122,7 +122,7 @@ class TraceReader:
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Where the trace tells the rows of an update, a token tensor with a token of another row is an error, and
-        (unless it is masked) one of these rows that no rank holds.
+        (unless it is masked) one of the given rows that no rank holds.
         ``may_lack_tokens``: the run is being judged, and a row it left out is a finding, told by ``missing``.
         ``ranks``: put together the pieces of these global ranks and nothing else; other elements are absent.
         """

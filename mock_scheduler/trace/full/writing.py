@@ -126,7 +126,7 @@ class FullSink:
             paths[0].parent.rmdir()
 
     def _write(self, part: _Part, footer: StepFooter | None) -> None:
-        """In the background: one part; its digests are there, since they were asked for earlier."""
+        """Writes one part, in the background; its digests are there, since they were asked for earlier."""
         digest = write_part(
             self._trace_dir,
             self._rank_step,

@@ -114,7 +114,7 @@ def _name_problems(folder: Path, ranks: Sequence[RankSketches]) -> list[str]:
 
 
 def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
-    """Lists ranks that are missing, that should not be there, or that do not fit the others."""
+    """Lists missing ranks, unexpected ranks, and ranks that do not fit the others."""
     sizes = {item.sketch.num_buckets for rank in ranks for item in rank.tensors.values()}
     problems = [f"files of runs with different numbers of buckets {sorted(sizes)}"] if len(sizes) > 1 else []
     return problems + writer_problems(

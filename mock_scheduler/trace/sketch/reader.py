@@ -56,14 +56,14 @@ class _Part:
 
     @property
     def sketch(self) -> Sketch:
-        """That of the lowest rank."""
+        """The sketch of the lowest rank."""
         return self.holders[0][1]
 
 
 def open_sketches(trace_dir: Path) -> SketchReader:
     """Read every file of a trace of sketches, and check that they are complete and fit together.
 
-    Raises ``TraceError`` listing everything that is wrong with a step, and at once where there is no trace, or a
+    Raises ``TraceError`` listing everything wrong with a step, and at once where there is no trace, or a
     file is unreadable or was changed.
     """
     return SketchReader(open_sketch_steps(trace_dir))
@@ -113,7 +113,7 @@ class SketchReader:
 
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
-        tensor that is not masked, these are the elements of the update's rows. ``may_lack_tokens``: of a run that is
+        tensor without a mask, only the elements of the update's rows count. ``may_lack_tokens``: of a run that is
         judged, tokens held by no rank are a finding, told by ``missing``, and no error.
         """
         stored = self._stored(key)
@@ -155,7 +155,7 @@ class SketchReader:
 
 
 def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:
-    """Elements of the whole tensor; of a token tensor those of the rows its step or update has."""
+    """Elements of the whole tensor; of a token tensor the elements of its step's or update's rows."""
     shape = stored.global_shape
     if stored.dims[:1] != ("token",) or key.kind in STEP_KINDS or not footer.update_rows:
         return math.prod(shape)

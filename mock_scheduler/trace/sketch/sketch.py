@@ -1,6 +1,6 @@
 """Sketches: a few hundred bytes of a tensor that say whether another has the same bits, and about how far it is off.
 
-Contract. A sketch is linear: those of disjoint parts of a tensor add up to that of the whole, exactly in its counts and
+Contract. A sketch is linear: sketches of disjoint parts of a tensor add up to the sketch of the whole, exactly in its counts and
 its fingerprint, and to rounding in its sums. The factor of an element depends on its index in the whole
 tensor alone (``constants``), so two layouts, or two programs, give sketches that can be compared.
 
@@ -125,7 +125,7 @@ def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_
 
 
 def finish_sketches(all_sums: Sequence[SketchSums], *, num_buckets: int) -> list[Sketch]:
-    """Finishes the sketches of these sums; raises ``TraceError`` where there are not 1 to 4096 buckets."""
+    """Finishes the sketches of the given sums; raises ``TraceError`` where there are not 1 to 4096 buckets."""
     if not 1 <= num_buckets <= MAX_BUCKETS:
         raise TraceError(f"a sketch has 1 to {MAX_BUCKETS} buckets, not {num_buckets}; change trace.sketch_buckets")
     sketches: list[Sketch] = []

@@ -231,7 +231,7 @@ def _windows(runs: list[_Run], dtype: torch.dtype, *, num_blocks: int) -> Iterat
 
 
 def _fill_window(runs: list[_Run], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-    """The first row of a window the runs lie in, and its elements; those that no run has are zeros."""
+    """The first row of a window the runs lie in, and its elements; elements of no run are zeros."""
     start, end = min(run.start for run in runs), max(run.end for run in runs)
     unit = NUM_SLOTS if start // BLOCK == (end - 1) // BLOCK else BLOCK
     first, last = start // unit * unit, -(-end // unit) * unit

@@ -150,7 +150,7 @@ class _UpdatePair:
     def _tokens(
         self, file: DumpFile, name: str, places: np.ndarray, is_there: np.ndarray, chosen: np.ndarray
     ) -> Iterator[Item]:
-        """Compares a file's cells that are ``chosen``, among those that the other side has too (``is_there``)."""
+        """Compares a file's cells that are ``chosen``, among the cells of both sides (``is_there``)."""
         mine, theirs = file.values(name), self._other.values(name, places[is_there])
         absent = _absent(file, name, mine is None, theirs is None, self._wanted)
         if absent is not None or mine is None or theirs is None:
@@ -245,7 +245,7 @@ def _compare_whole(first: DumpFile, second: DumpFile, name: str, tolerance: Tole
 
 
 def _compare_masked(first: DumpFile, second: DumpFile, name: str, tolerance: Tolerance) -> Item:
-    """Where both masks are True; everywhere where a file has no mask."""
+    """Compares where both masks are True; everywhere where a file has no mask."""
     one, other = as_pair(first.content[name], second.content[name])
     if one is None or other is None or one.shape != other.shape:
         return _compare_whole(first, second, name, tolerance)

@@ -66,7 +66,7 @@ class Dumps:
     weaver: Path | None = None
 
     def all(self) -> dict[str, Path]:
-        """Those given, by their names in the report."""
+        """The given folders, by their names in the report."""
         named = {"Self-Hosted": self.self_hosted, "Remote API": self.remote_api, "Weaver": self.weaver}
         return {name: path for name, path in named.items() if path is not None}
 

@@ -185,7 +185,7 @@ class TokenTable:
         return places, self.keys[places] == keys
 
     def values(self, name: str, places: _Keys) -> torch.Tensor | None:
-        """1-D, at these places of the table; None where a file holding one of these tokens has no such values.
+        """1-D, at these places of the table; None where a file holding one of the given tokens has no such values.
 
         In the dtype of the files holding them, whatever others have; float64 where they are of several.
         """
