@@ -75,7 +75,7 @@ def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
 
 
 def compute_row_digests(columns: Mapping[str, Column], tags: Sequence[str]) -> list[bytes]:
-    """SHA-256 of each row's part of the given columns and its tag; sizes come first, so that no two rows read alike."""
+    """SHA-256 of each row's part of the given columns and its tag; sizes come first, so no two rows read alike."""
     tensors = [column.row_bytes() for column in columns.values() if isinstance(column, TensorColumn)]
     texts = [column.items for column in columns.values() if not isinstance(column, TensorColumn)]
     digests = []

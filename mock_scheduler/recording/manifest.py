@@ -1,7 +1,7 @@
 """``recording.json``: the format version, whose recording this is, its contract and where it came from.
 
 Contract: written once, as a step file is (whole or not at all, never replaced); its ``digest`` covers everything
-else in it, and its bytes must be exactly those that writing its content gives, so that no bit can change unnoticed.
+else in it, and its bytes must be exactly those that writing its content gives, so no bit can change unnoticed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Contract: ``retention.json`` is written before the first removal it tells of, and steps go in ascending order. So
 after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
-step that is present counts as present, whatever the file says.
+step on the disk counts as present, whatever the file says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RetentionRecord:
     """The content of ``retention.json``.
 
     ``start_points``: steps a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
-    were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
+    were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one present was recorded again.
     """
 
     start_points: tuple[int, ...] = (0,)

@@ -81,7 +81,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     """Write the commit file of a step whose ``count`` shards are all there; one writer calls it, once they are.
 
     A step that is already committed over the same shards stays as it is. Raises ``RecordingError`` listing the shards
-    that are missing or every way in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
+    missing or every way in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
     ``StepExistsError`` where other shards were committed.
     """
     where = storage.path(step_name)

@@ -36,7 +36,7 @@ class QueueTexts:
 
 
 class _Worker:
-    """The thread of one process with its locks. ``slots`` bounds the jobs that are held."""
+    """The thread of one process with its locks. ``slots`` bounds the jobs held."""
 
     def __init__(self, name: str, max_held: int) -> None:
         self.state_lock, self.run_lock = threading.Lock(), threading.Lock()
@@ -54,7 +54,7 @@ class JobQueue:
         texts: the words of errors.
         error: raised by calls after ``close``, and after a failure was raised.
         logger: tells at once of a failure, since the next call may be far away or never come.
-        max_held: jobs that are held at most, the running one included.
+        max_held: jobs held at most, the running one included.
         is_background: False runs each job at once, in the thread that gives it.
     """
 
@@ -80,7 +80,7 @@ class JobQueue:
     def submit(self, make_job: Callable[[], Callable[[], object]]) -> None:
         """Waits until fewer than ``max_held`` jobs are held, makes one and queues it.
 
-        ``make_job`` is called here, so that it copies everything as it is now. Raises the error of an earlier job, and
+        ``make_job`` is called here, so it copies everything as it is now. Raises the error of an earlier job, and
         the queue's own error where it was raised before or the queue is closed.
         """
         self.check_open()

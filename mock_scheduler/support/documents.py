@@ -4,7 +4,7 @@ A data class is the description of its document: its fields are the keys, its an
 one as a short list instead, in files holding it thousands of times. A field of type ``JSON`` holds any JSON value.
 
 Contract: ``load`` is the inverse of ``dump``. Reading is strict: ``"3"``, ``true`` and ``3.0`` are no whole numbers.
-Keys a class does not have are passed over, so that a file of a later release opens; a missing key without a
+Keys a class does not have are passed over, so a file of a later release opens; a missing key without a
 default, or a value of another type, is an error naming the field, the value found and the value expected. The
 caller adds the name of the file.
 """

@@ -78,7 +78,7 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 
 def rename_away(path: Path) -> Path:
-    """Give a file or folder a hidden name, as an unfinished file has, so that it is gone at once and as a whole.
+    """Give a file or folder a hidden name, as an unfinished file has, so it is gone at once and as a whole.
 
     Returns that name, to be removed. Raises ``FileNotFoundError`` where it is absent.
     """

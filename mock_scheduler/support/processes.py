@@ -1,6 +1,6 @@
 """The end of a run's processes: with the one that started them, on signals, and with an exit code.
 
-Contract: standard library only, so that every process of a run can import it first.
+Contract: standard library only, so every process of a run can import it first.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
 
 
 def join(rectangles: Iterable[Rectangle]) -> ElementSet:
-    """Joins neighbouring rectangles, so that one set has one form however it was cut."""
+    """Joins neighbouring rectangles, so one set has one form however it was cut."""
     joined = sorted(rectangles)
     for dim in reversed(range(len(joined[0].origin) if joined else 0)):
         joined = _join_along(joined, dim)
@@ -253,7 +253,7 @@ class Coverage:
         return bool((self.counts > 0).all())
 
     def present(self) -> torch.Tensor:
-        """Marks the elements that are held: bool of the whole tensor's shape."""
+        """Marks the elements held: bool of the whole tensor's shape."""
         held: npt.NDArray[np.bool_] = self.counts > 0
         for dim, edges in enumerate(self.edges):
             held = np.repeat(held, np.diff(edges), axis=dim)

@@ -31,7 +31,7 @@ def canonical_parameter_name(
     """The layout-independent name of the parameter a rank calls ``name``.
 
     ``layer_offset``: global index of the first layer of the rank's chunk. ``expert_offset``: global index of the rank's
-    first expert. ``tied_output``: the model shares its embedding with its output layer, so that the output layer's
+    first expert. ``tied_output``: the model shares its embedding with its output layer, so the output layer's
     weight on the last stage is a second holder of the embedding.
     """
     name = _WRAPPER.sub("", name)

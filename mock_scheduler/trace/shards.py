@@ -1,6 +1,6 @@
 """How a rank's piece of a tensor lies in the whole one.
 
-A shard is described by blocks along every dimension that is split, so that plain splits, gated MLPs (gate and up halves
+A shard is described by blocks along every dimension that is split, so plain splits, gated MLPs (gate and up halves
 are split separately, then concatenated), padded vocabularies, context parallelism's zigzag and micro-batches need no
 cases of their own: the first dimension of a token tensor is the batch's tokens in canonical order, and a rank's blocks
 there are the pieces of rows it computed. A rank of the distributed optimizer holds only a flat range of its

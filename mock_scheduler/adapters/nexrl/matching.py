@@ -65,7 +65,7 @@ def _check_duplicates(dumped: Sequence[DumpedTrajectory], where: str) -> None:
 
 
 def _by_ids(planned: Sequence[PlannedTrajectory]) -> Mapping[_Ids, PlannedTrajectory]:
-    """Keys trajectories by the ids of our own files; where a group plays one episode, by its number and its member's number too."""
+    """Keys trajectories by our own files' ids; where a group plays one episode, by its and its member's number too."""
     table = {(group_id_of(plan.identity), plan.identity.env_id): plan for plan in planned}
     episodes = {(plan.identity.group_id, plan.identity.episode_id) for plan in planned}
     if len(episodes) != len({group_id for group_id, _ in episodes}):

@@ -105,7 +105,7 @@ def remove_steps_from(dump_dir: Path, first_step: int, kinds: Iterable[str]) -> 
 
 
 def check_step(step: int, present: Iterable[int], where: str) -> None:
-    """Raise ``StepNotFoundError`` with the steps that are there, unless ``step`` is one of them."""
+    """Raise ``StepNotFoundError`` with the steps present, unless ``step`` is one of them."""
     steps = sorted(present)
     if step in steps:
         return

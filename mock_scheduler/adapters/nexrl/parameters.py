@@ -1,7 +1,7 @@
 """Megatron's parameters under the names Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
 
 Contract: a Hugging Face tensor is a choice of rows of one of Megatron's whole tensors (canonical name and shape), never
-a computation, so that it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
+a computation, so it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
 its query heads, then its key and its value head (Megatron-core 0.16.1, ``transformer/attention.py``); ``linear_fc1`` of
 a gated MLP has all gate rows, then all up rows (``transformer/mlp.py``).
 """

@@ -1,7 +1,7 @@
 """A rollout batch as the content of a debug dump's trajectory file, and such a file's trajectories one by one.
 
 Contract: the layout is NexRL's: ``{step, num_trajectories, trajectories: [{tokens, loss_mask, reward, is_val,
-extra_fields}]}``. What NexRL leaves out is in ``extra_fields`` too, so that a file of ours gives the same batch back to
+extra_fields}]}``. What NexRL leaves out is in ``extra_fields`` too, so a file of ours gives the same batch back to
 the bit; one of NexRL's own lacks it.
 """
 
@@ -138,7 +138,7 @@ class DumpedTrajectory:
 
 
 def read_trajectories(content: Content, where: str) -> list[DumpedTrajectory]:
-    """The trajectories of a file; raises ``BatchError`` listing every field that is missing or cannot be used."""
+    """The trajectories of a file; raises ``BatchError`` listing every missing or unusable field."""
     listed = content.get("trajectories")
     if not isinstance(listed, list):
         raise BatchError(

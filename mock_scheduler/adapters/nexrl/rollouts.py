@@ -48,7 +48,7 @@ class DumpFiles:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are there, ascending."""
+        """The steps present, ascending."""
         return sorted(self._by_step)
 
     def load(self, step: int) -> tuple[Content, str]:
@@ -113,7 +113,7 @@ class DumpedRollouts:
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """The trajectories dumped for the step.
 
-        Raises ``StepNotFoundError`` for a step that is not there, ``TraceError`` for a file that cannot be read,
+        Raises ``StepNotFoundError`` for an absent step, ``TraceError`` for a file that cannot be read,
         ``BatchError`` listing all trajectories that do not match the request or lack a field.
         """
         content, where = self._files.load(request.global_step)

@@ -2,7 +2,7 @@
 
 Contract: ``decode(encode(native))`` is ``native``: every tensor with its dtype, shape, rows' order and every bit (NaN
 payloads, -0.0, garbage in the padding), on the CPU; every other field with its types. Decoding part of a batch's rows
-gives those rows. Values beyond the core fields of the batch are kept beside them, row by row, so that batches of equal
+gives those rows. Values beyond the core fields of the batch are kept beside them, row by row, so batches of equal
 fields can be joined and cut:
 
 - ``padded.program``: int32, the widths of the frames, the row's start and split, then the rules of each framed tensor

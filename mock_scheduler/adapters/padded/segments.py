@@ -1,6 +1,6 @@
 """Lossless short forms of a stretch of a padded tensor: a rule, its parameters, and the places where it is wrong.
 
-Contract: the rule of a stretch depends on nothing but the stretch and the row's own fields, so that equal rows are
+Contract: the rule of a stretch depends on nothing but the stretch and the row's own fields, so equal rows are
 written alike whatever batch they are in. Values are compared and kept as bit patterns (unsigned integers of the
 tensor's item size, here *lanes*), so NaN, -0.0 and garbage are values like any other.
 

@@ -1,7 +1,7 @@
 """The fields of a framework's batch that are no framed tensors: as columns and meta of a batch, and back.
 
 Python values become JSON and come back with the same types.
-Contract: a value that is JSON already is kept as it is, so that it stays readable. Every other known value is an object
+Contract: a value that is JSON already is kept as it is, so it stays readable. Every other known value is an object
 with one key that starts with ``$``: ``$tuple``, ``$float`` (nan, inf), ``$bytes``, ``$dict`` (keys other than text, or
 texts out of their sorted order, since a file sorts them), ``$scalar``, ``$array``, ``$objects`` (NumPy),
 ``$tensor`` (torch). No code is run to read them. An unknown value is refused, never turned into text.

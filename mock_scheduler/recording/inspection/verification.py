@@ -2,7 +2,7 @@
 
 Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
 matches its digests, holds a batch, and is the step of the run its name and the manifest say, and where nothing is
-named like a step that is not there. Missing steps between others are noted: they may never have been recorded.
+named like an absent step. Missing steps between others are noted: they may never have been recorded.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]
 
 
 def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whole: bool) -> Iterator[str]:
-    """Notes files that are no step and, where all steps are verified (``is_whole``), steps that are missing."""
+    """Notes files that are no step and, where all steps are verified (``is_whole``), steps missing."""
     yield from listing.ignored
     gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
     if is_whole and gaps.ranges:

@@ -1,6 +1,6 @@
 """Lists a recording for a person who looks at it rather than replays it: every step, and the files beside them.
 
-Contract: lists everything that is there, in order, with its problems; never stops at the first problem.
+Contract: lists everything present, in order, with its problems; never stops at the first problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepPlace:
 class FolderListing:
     """One folder of steps, like ``train``: its steps by number, problems of some, and files that are no step.
 
-    ``misnamed``: files named like a step that is not there, and not readable as one.
+    ``misnamed``: files named like an absent step, and not readable as one.
     """
 
     folder: str
@@ -153,7 +153,7 @@ def _stem(name: str) -> str:
 
 
 def _is_misnamed(name: str, places: Mapping[int, StepPlace]) -> bool:
-    """Whether a file bears the number of a step that is not there; a folder without commit file is not yet one."""
+    """Whether a file bears the number of an absent step; a folder without commit file is not yet one."""
     match = _LOOKS_LIKE_STEP.fullmatch(name)
     return match is not None and int(match[1]) not in places and not _STEP_STEM.fullmatch(name)
 

@@ -52,7 +52,7 @@ class OpenStep:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that were read so far, of all its files."""
+        """Bytes read so far, of all its files."""
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:

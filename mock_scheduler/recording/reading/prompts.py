@@ -47,9 +47,9 @@ def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
 def compare_prompts(
     prompts: Mapping[TrajectoryKey, str], request: RolloutRequest, *, is_part: bool = False
 ) -> PromptDifference | None:
-    """Compares the prompts that are there with those asked for; None where nothing differs, or none was asked for.
+    """Compares the prompts present with those asked for; None where nothing differs, or none was asked for.
 
-    ``is_part``: the trajectories are one process's part of the batch, so that prompts may be absent.
+    ``is_part``: the trajectories are one process's part of the batch, so prompts may be absent.
     """
     asked = request.prompt_digests
     if asked is None:

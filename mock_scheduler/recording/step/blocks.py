@@ -65,7 +65,7 @@ class BlockReader:
     def read(self, ranges: Sequence[TensorRange], *, verify: bool) -> dict[str, memoryview]:
         """Views of the ranges' bytes, by tensor name.
 
-        Raises ``CorruptRecordingError`` naming every tensor with a block that was read and does not match its digest
+        Raises ``CorruptRecordingError`` naming every tensor with a read block that does not match its digest
         (nothing is looked at without ``verify``).
         """
         loaded: dict[str, memoryview] = {}

@@ -112,7 +112,7 @@ def _pack_extra(name: str, column: Column, tensors: dict[str, torch.Tensor]) -> 
 def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> StepLayout:
     """Check that the tensors (name -> dtype and shape) fit the content's rows.
 
-    Raises ``ValueError`` listing every tensor that is absent, unknown, or of another dtype or shape, and ``KeyError``
+    Raises ``ValueError`` listing every tensor absent, unknown, or of another dtype or shape, and ``KeyError``
     or ``TypeError`` where the content is none.
     """
     _check_content(content)
@@ -179,8 +179,8 @@ def unpack_batch(
     *,
     group_size: int | None,
 ) -> RolloutBatch:
-    """The batch of the given rows: columns and offsets of the same rows, the offsets beginning at 0; it shares memory with
-    them. ``extra_values``: the tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
+    """The batch of columns and offsets of the same rows, the offsets beginning at 0; it shares memory with them.
+    ``extra_values``: the tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
 
     Raises ``BatchError``, ``KeyError``, ``IndexError``, ``TypeError``, ``ValueError`` or ``RuntimeError`` where they
     are no batch.

@@ -41,7 +41,7 @@ _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 
 
 class _Loaded(NamedTuple):
-    """Tensors that were read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
 
     arrays: dict[str, npt.NDArray[Any]]
     tensors: dict[str, torch.Tensor]
@@ -86,7 +86,7 @@ class StepFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that were read so far, of the header and of the tensors."""
+        """Bytes read so far, of the header and of the tensors."""
         return self._header.size_bytes + self._reader.num_bytes_read
 
     @property
@@ -129,8 +129,8 @@ class StepFile:
     def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
         """The rows ``rows`` (contiguous; None: all) as a batch.
 
-        ``group_size`` is that of the file where the groups of the given rows are whole, else None. ``verify`` False skips
-        the digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
+        ``group_size`` is the file's where the groups of the given rows are whole, else None. ``verify`` False skips the
+        digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
         blocks any bit changed.
         """
         rows = range(self.num_rows) if rows is None else rows
@@ -225,7 +225,7 @@ def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, Step
     """Parses and checks a header.
 
     The last ones are kept, since a run checks the headers of all its steps before it loads them one by one. It is the
-    very bytes of the header that are looked up, so that a file changed in between is never taken for the old one.
+    very bytes of the header that are looked up, so a file changed in between is never taken for the old one.
     """
     header = parse_head(head, size_bytes=size_bytes, name=name)
     kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}

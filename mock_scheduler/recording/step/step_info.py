@@ -21,7 +21,7 @@ class StepInfo:
     """Identifies a step and tells how it was played.
 
     ``metrics``: measurements of the real scheduler for this batch, for example seconds and tokens.
-    ``scheduler_state``: its ``state_dict`` after the batch, so that a replay can make a truthful checkpoint.
+    ``scheduler_state``: its ``state_dict`` after the batch, so a replay can make a truthful checkpoint.
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
     whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
@@ -69,7 +69,7 @@ class StepInfo:
         }
 
     def copy(self) -> StepInfo:
-        """Gives an equal info whose JSON nothing else refers to, so that it can be written while training goes on."""
+        """Gives an equal info whose JSON nothing else refers to, so it can be written while training goes on."""
         return replace(
             self,
             metrics=dict(self.metrics),

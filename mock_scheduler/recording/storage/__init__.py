@@ -82,7 +82,7 @@ class Storage(Protocol):
 
 
 class Lock(Protocol):
-    """A right to write that is held."""
+    """A held right to write."""
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""

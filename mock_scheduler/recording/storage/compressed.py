@@ -1,7 +1,7 @@
 """Compressed files of a recording: one zstd frame each, with its content's size and checksum.
 
 Contract: equal content gives equal bytes with the same release of zstandard. Opening unpacks nothing, and finds a file
-truncated or goes on after its frame. Reading unpacks as far as it is asked, so that a file whose first bytes
+truncated or goes on after its frame. Reading unpacks as far as it is asked, so a file whose first bytes
 are refused takes no memory for the rest; with the last byte, the checksum of the whole content is compared.
 """
 

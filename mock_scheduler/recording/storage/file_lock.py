@@ -29,7 +29,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FileLock:
-    """A lock that is held, on one or more files (of a shard: the folder's, shared, and the shard's own)."""
+    """A held lock, on one or more files (of a shard: the folder's, shared, and the shard's own)."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], *, drops_folder: bool) -> None:
         self._files = tuple(files)
@@ -91,7 +91,7 @@ def lock_folder(
 def claim_folder(folder: Path, run_id: str) -> FileLock | None:
     """Say that the run ``run_id`` records in ``folder``: several processes of it may at once, and no other run.
 
-    The caller holds the folder's own lock meanwhile (``lock_folder``), so that two runs cannot come at once. None where
+    The caller holds the folder's own lock meanwhile (``lock_folder``), so two runs cannot come at once. None where
     the file system has no locks. Raises ``RecordingError`` naming the other run, or ``OSError``.
     """
     path = folder / CLAIM_NAME

@@ -30,7 +30,7 @@ _WHAT_TO_DO = (
 
 
 class DiskForecast:
-    """Compares the bytes still to be written with the space that is left.
+    """Compares the bytes still to be written with the space left.
 
     ``num_planned``: steps this writer will record; 0: not known, and nothing is forecast. ``num_writers``: how
     many write as much as this one onto the same disk (the shards of a step).

@@ -90,7 +90,7 @@ def open_recording(
 def _find_manifest(
     storage: Storage, present: Mapping[str, Sequence[int]], *, resume: bool, run_id: str | None
 ) -> Manifest | None:
-    """The manifest of the recording that is there, None where there is none, or an error where it is another run's."""
+    """The manifest of the recording present, None where there is none, or an error where it is another run's."""
     if not storage.exists(MANIFEST_NAME):
         if present:
             raise RecordingError(

@@ -70,7 +70,7 @@ def other_run_text(storage: Storage, recorded: str, current: str) -> str:
 
 
 def exists_text(storage: Storage, names: list[str]) -> str:
-    """The message for steps (as in ``paths.find_step``) that are there and are not overwritten."""
+    """The message for steps (as in ``paths.find_step``) that are there and not overwritten."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"[Rollout Mock] Step file exists and is not overwritten: {storage.path(names[0])}{more} "

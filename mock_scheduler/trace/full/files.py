@@ -5,7 +5,7 @@ This is the format, version 3::
     {trace_dir}/step_000000/rank_00000.part_000.safetensors
 
 *Parts.* A rank's step is one or more parts, numbered from 0. All are ordinary safetensors files, written aside, fsynced
-and renamed, so that a file's presence is its completeness. The last part is written last and says how many there are:
+and renamed, so a file's presence is its completeness. The last part is written last and says how many there are:
 its presence is the completeness of the rank's step. A step is complete where every rank that writes the trace is.
 Hidden ``.*.tmp`` files are left by crashed writers; nothing reads them. Equal content gives equal bytes.
 
@@ -23,7 +23,7 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
   where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256`` and ``crc32``;
 - ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: its indices
   of the local tensor are its indices of the whole one. Local indices in no block belong to no canonical element;
-- ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
+- ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so
   one header seals a rank's whole step; and ``footer`` with
 
   - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the

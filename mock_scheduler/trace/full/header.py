@@ -197,7 +197,7 @@ class _StoredPieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredLedger:
-    """Distinct calls, and the position of each call that was made."""
+    """Distinct calls, and the position of each call made."""
 
     calls: tuple[Annotated[LedgerCall, AsRow()], ...]
     order: tuple[Count, ...]

@@ -122,7 +122,7 @@ class TraceReader:
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Where the trace tells the rows of an update, a token tensor with a token of another row is an error, and
-        (unless it is masked) one of the given rows that no rank holds.
+        (unless it is masked) so is a token of its rows held by no rank.
         ``may_lack_tokens``: the run is being judged, and a row it left out is a finding, told by ``missing``.
         ``ranks``: put together the pieces of these global ranks and nothing else; other elements are absent.
         """

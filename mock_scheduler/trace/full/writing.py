@@ -2,7 +2,7 @@
 
 Contract: an entry is copied when it is given. Its digests are computed at once, in the background; when the part that
 is being filled has reached its size, that part is written there too, and the next one is begun. ``add`` waits only
-where the part before is not written yet, so that at most two parts (and one entry) are in memory. An error of the
+where the part before is not written yet, so at most two parts (and one entry) are in memory. An error of the
 background is raised by the next call, and by every later one; no part follows one that failed. The last part, without
 which a rank's step does not count as complete, is missing then, and the earlier ones are removed by ``close`` or
 ``abandon``: a step that cannot be written leaves neither files nor a full disk.

@@ -13,7 +13,7 @@ them). One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that ca
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
 - ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
 - ``parts``: the elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
-  where they touch, so that ranks holding the same elements say the same;
+  where they touch, so ranks holding the same elements say the same;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
 Equal content gives equal bytes. ``sketch_reader`` reads.

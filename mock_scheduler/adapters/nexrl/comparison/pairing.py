@@ -1,6 +1,6 @@
 """Compares the files that two dumps hold of a step's micro-batches, token by token and number by number.
 
-Contract: files that say whose tokens they hold are paired by sample and position, so that ranks, micro-batches, their
+Contract: files that say whose tokens they hold are paired by sample and position, so ranks, micro-batches, their
 order and padding do not matter; others by rank and micro-batch. All files and tokens of both sides are accounted for:
 values of one side alone are missing on the other.
 """
@@ -49,8 +49,8 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; and numbers, with
-    the values by token whose mean it is. ``optional``: names that count only where either side has them.
+    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; numbers,
+    with the values by token whose mean it is. ``optional``: names that count only where either side has them.
     """
 
     tensors: tuple[str, ...] = ()

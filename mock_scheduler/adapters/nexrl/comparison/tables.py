@@ -174,7 +174,7 @@ class TokenTable:
 
     @property
     def doubled(self) -> _Keys:
-        """Keys that are there more than once."""
+        """Keys present more than once."""
         return np.unique(self.keys[1:][self.keys[1:] == self.keys[:-1]])
 
     def find(self, keys: _Keys) -> tuple[_Keys, npt.NDArray[np.bool_]]:
