@@ -151,6 +151,7 @@ class RolloutBatch:
         that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
         logprobs or turns that do not fit the row, extras that not all rows have, a wrong dtype, a NaN or infinity.
         """
+        # By identity, so that a batch does not depend on the order in which episodes ended.
         ordered = sorted(rows, key=lambda row: row.identity)
         identities = tuple(row.identity for row in ordered)
         meta = {} if meta is None else meta

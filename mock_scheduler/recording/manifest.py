@@ -76,6 +76,7 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``recording.json``; raises ``RecordingError`` where the provenance is no JSON."""
     provenance = dict(manifest.provenance)
+    # Checked here, since Python's encoder turns some values into others without a word.
     try:
         check_json(provenance, "provenance", is_exact=False)
     except ValueError as error:

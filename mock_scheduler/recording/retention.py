@@ -102,9 +102,10 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
             folder: StepRanges.parse([record.removed.get(folder, StepRanges(())), *removable.get(folder, [])])
             for folder in sorted({*record.removed, *removable})
         }
+        # The note first: after a crash a step may be noted and present, never removed without a note.
         save_retention(storage, RetentionRecord(start_points=start_points, removed=removed))
         for folder, found in removable.items():
-            for step in found:
+            for step in found:  # ascending, so that the present steps have no gap
                 storage.remove(located[folder][step])
     return removable
 

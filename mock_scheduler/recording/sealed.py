@@ -68,6 +68,7 @@ def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -
     """Gives the document without ``format`` and ``version``, both checked; raises as ``SealedFile.decode``."""
     try:
         document = open_sealed(data.decode("ascii"))
+        # The digest covers the content; the layout could still have changed.
         if _encode(document) != data:
             raise ValueError("is not laid out as it was written")
     except (ValueError, RecursionError) as error:

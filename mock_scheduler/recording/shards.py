@@ -113,6 +113,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
         num_trajectories=count_trajectories(all_keys),
         shards=tuple(entries),
     )
+    # Last of all: its presence makes the step exist.
     _publish(storage, step_name, commit)
 
 
@@ -138,6 +139,7 @@ def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) 
         raise CorruptRecordingError(
             f"{path}: this shard of a committed step is missing. Restore it from a copy or record the step again."
         ) from error
+    # A sound file of another run would load without a word.
     if file.digest != entry.digest:
         raise CorruptRecordingError(
             f"{path}: this is not the shard that was committed: its digest is {file.digest}, that of {COMMIT_NAME} is "

@@ -99,6 +99,7 @@ def cut_shard(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """
     if not spec.splits:
         return tensor.clone()
+    # Zeros for positions in no block, as a padded vocabulary has them.
     local = tensor.new_zeros(spec.local_shape)
     for mine, theirs in _regions(spec):
         local[mine] = tensor[theirs]

@@ -111,8 +111,10 @@ def merge_pieces(pieces: Sequence[Piece], *, where: str) -> MergedPieces:
         grid = torch.meshgrid(*places, indexing="ij")
         is_owned = torch.ones(piece.tensor.shape, dtype=torch.bool) if piece.owned is None else piece.owned
         there, was_absent = merged[grid], absent[grid]
+        # NaN equals NaN here, as in the whole comparison of dumps.
         are_nan = there.isnan() & piece.tensor.isnan()
         num_conflicts += int((is_owned & ~was_absent & (there != piece.tensor) & ~are_nan).sum())
+        # The first rank's value counts.
         merged[grid] = torch.where(is_owned & was_absent, piece.tensor, there)
         absent[grid] = was_absent & ~is_owned
     return MergedPieces(tensor=merged, absent=absent, num_conflicts=num_conflicts)

@@ -112,6 +112,7 @@ class PaddedCodec:
 
         Raises ``BatchError`` where the batch was not made by this class, or joins rows of different widths.
         """
+        # Columns of this codec can only be read as they were written.
         about = batch.meta.get(META_KEY)
         if not isinstance(about, Mapping) or about.get("version") != _VERSION:
             found = about.get("version") if isinstance(about, Mapping) else None

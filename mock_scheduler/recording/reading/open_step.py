@@ -81,6 +81,7 @@ class OpenStep:
         for index in range(len(self._parts)):
             self._file(index).verify()
         if self._commit is not None:
+            # Each shard may be sound and their rows still overlap.
             found = (len(self._order), count_trajectories(key for key, _ in self._order))
             if found != (self._commit.num_rows, self._commit.num_trajectories):
                 raise CorruptRecordingError(

@@ -72,6 +72,7 @@ class StepInfo:
         """Gives an equal info whose JSON nothing else refers to, so it can be written while training goes on."""
         return replace(
             self,
+            # Only mutable values are copied: training waits for it.
             metrics=dict(self.metrics),
             scheduler_state={name: copy_json(value) for name, value in self.scheduler_state.items()},
             data_cursor=copy_json(self.data_cursor),

@@ -63,6 +63,7 @@ def open_recording(
     manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)
     if manifest is not None:
         check_addition(storage, manifest.contract, contract)
+    # From here on something is made; everything above only looks.
     storage.check_writable()
     if max_row_tokens is not None:
         forecast = DiskForecast(storage, num_planned=len(plan), on_low_disk="warn")

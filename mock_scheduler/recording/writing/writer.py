@@ -197,6 +197,7 @@ class RecordingWriter:
         if shard is not None:
             info = replace(info, shard=(shard.index, shard.count))
         encoded = encode_step(batch, info)
+        # Before the first step, after everything that could be refused: a run that fails earlier leaves no recording.
         self._provide_manifest()
         found = find_step(self._storage, step) or find_file(self._storage, step, shard=shard)
         name = file_name(step, shard=shard, is_compressed=self._options.compression == "zstd")
@@ -204,7 +205,7 @@ class RecordingWriter:
             try:
                 size_bytes = self._storage.publish(name, encoded.pieces)
                 self._has_written = True
-            except FileExistsError:
+            except FileExistsError:  # another process was faster: its step is compared, never replaced
                 found = name
         if found is not None:
             name = self._check_same(step, batch, info, found)

@@ -203,10 +203,12 @@ def write_part(
             "footer": footer_as_json(ending.footer),
         }
     sealed = seal(content)
+    # A rank's step is written once: a run that is resumed removes the steps that it computes anew first.
     if path.exists():
         raise _already_traced(path)
     try:
         with written_aside(path) as aside:
+            # Sorted, so that equal content gives equal bytes.
             save_file(dict(sorted(tensors.items())), aside, metadata={METADATA_KEY: canonical_json(sealed)})
     except (OSError, SafetensorError) as error:
         raise TraceError(f"{path}: the trace cannot be written: {error}") from error
@@ -240,6 +242,7 @@ class EntryIntake:
             raise TraceError(f"{self.rank_step.describe()}: {name} is given twice")
         if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:
             tensor = tensor.reshape(-1)[slice(*spec.flat_range)]
+        # A copy, since training overwrites its tensors while this one waits to be written.
         owned = allocate_zeros(tensor.shape, tensor.dtype).copy_(tensor)
         given.add(spec)
         return stored_name(entry.update, entry.kind, spec.name, piece=len(given) - 1), replace(entry, tensor=owned)

@@ -83,6 +83,7 @@ def merge_pieces(
     conflicts = ConflictTally(key)
     if all(fill_local_tensor([group[0].spec for group in family]) for family in families):
         coverage = count_cells(pieces[0].spec.global_shape, [family[0][0].spec for family in families])
+        # Whole blocks can be copied; where pieces overlap, every element is asked for its holder.
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
             present, missing = _check_present(key, pieces, held, expectation)
@@ -201,6 +202,7 @@ def _copy_elements(
             if bool(differs.any()):
                 pair = bits[targets[differs]].view(dtype), mine[differs].view(dtype)
                 conflicts.add((groups[other][0].place, group[0].place), pair)
+        # The lowest rank's value stays: groups come in ascending order of their first rank.
         free = owners < 0
         bits[targets[free]] = mine[free]
         owner[targets[free]] = index

@@ -278,6 +278,7 @@ def read_metadata(path: Path, handle: Handle, key: str, *, version: int, kind: s
         content = open_sealed(text)
     except ValueError as error:
         raise TraceError(f"{path}: the metadata {error}; {DAMAGED}") from error
+    # Only now: a version in a damaged header would blame another release for it.
     found = content.get("format_version")
     if found != version:
         raise TraceError(f"{path}: {_another_release(f'format version {found!r}', version)}")

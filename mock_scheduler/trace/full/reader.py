@@ -198,6 +198,7 @@ class TraceReader:
         if piece.path not in self._handles:
             self._handles[piece.path] = self._stack.enter_context(open_file(piece.path))
         tensor = _read(self._handles[piece.path], piece)
+        # CRC-32 here, since every read pays; ``verify`` compares SHA-256.
         if tensor.shape != piece.record.stored_shape or compute_tensor_crc32(tensor) != piece.record.crc32:
             raise TraceError(f"{piece.path}: {piece.record.stored_name} does not match its digest; {DAMAGED}")
         return tensor

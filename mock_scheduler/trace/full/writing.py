@@ -89,6 +89,7 @@ class FullSink:
         part.tensors[name] = owned.tensor
         part.records.append(self._jobs.compute(partial(record_entry, owned, step=self._rank_step.step, name=name)))
         part.size_bytes += owned.tensor.nbytes
+        # With one job held at most, this waits while the part before is written: two parts are in memory, never three.
         if part.size_bytes >= self._part_bytes or len(part.tensors) >= _MAX_PIECES:
             self._jobs.submit(lambda: partial(self._write, part, None))
             self._part = _Part(index=part.index + 1)
@@ -133,6 +134,7 @@ class FullSink:
             part=part.index,
             tensors=part.tensors,
             records=[record.result() for record in part.records],
+            # The last part seals the others by their digests, and is the completeness of the step.
             ending=None if footer is None else Ending(footer=footer, earlier_parts=tuple(self._written)),
         )
         self._written.append(digest)

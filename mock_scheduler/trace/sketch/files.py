@@ -153,6 +153,7 @@ class SketchSink:
         """Write the file; raises ``TraceError`` where it cannot be, and where an element was given twice."""
         self._check_open()
         self._is_closed = True
+        # Again, since another process may have written the step while this one collected.
         check_unwritten(self._trace_dir, self._rank_step)
         held = sorted(self._held.items(), key=lambda item: (item[0].update, item[0].kind, item[0].name))
         joined: _Joined = {}
@@ -192,6 +193,7 @@ class SketchSink:
         if rectangles not in joined:
             joined[rectangles] = join(rectangles), count_union(rectangles)
         part, num_elements = joined[rectangles]
+        # Sums would count an element twice, and no reader could tell.
         if num_elements != held.sums.num_elements:
             twice = held.sums.num_elements - num_elements
             raise TraceError(f"{self._rank_step.describe()}: {twice} elements of the {key.describe()} are given twice")

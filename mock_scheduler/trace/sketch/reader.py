@@ -175,6 +175,7 @@ def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
 def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
     """Adds up one set of parts holding everything once; every other such set must give the same sum."""
     conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
+    # Replicas count once: one cover is summed, and every further one is compared with it.
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))
     left = [part for part in parts if part not in chosen]

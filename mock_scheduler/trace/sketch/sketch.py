@@ -1,12 +1,12 @@
 """Sketches: a few hundred bytes of a tensor that say whether another has the same bits, and about how far it is off.
 
-Contract. A sketch is linear: sketches of disjoint parts of a tensor add up to the sketch of the whole, exactly in counts
-and fingerprint, and to rounding in its sums. The factor of an element depends on its index in the whole
-tensor alone (``constants``), so two layouts, or two programs, give sketches that can be compared.
+Contract. A sketch is linear: sketches of disjoint parts of a tensor add up to the sketch of the whole, exactly in
+counts and fingerprint, to rounding in sums. The factor of an element depends on its index in the whole tensor alone
+(``constants``), so two layouts, or two programs, give sketches that can be compared.
 
 - *Sums*: an element goes with its sign into one of 2,039 slots, and the slots with further signs into each of the B
   buckets, divided by sqrt(B), all in float64. The squares of the buckets add up to about the tensor's squared norm, and
-  so do the squares of two sketches' difference to the norm of the tensors' difference (Charikar, Chen and Farach-Colton,
+  so do the squares of two sketches' difference to the tensors' difference (Charikar, Chen and Farach-Colton,
   ICALP 2002, for the slots; Achlioptas, JCSS 2003, for the buckets). NaN and infinities count as 0 there.
 - *Fingerprint*: the sum over all elements of ``key(i) * word(x_i)`` mod 2^64, times a factor of the dtype. The word is
   the integer of the element's bits, in two's complement; of a 64-bit element the lower half plus ``UPPER_HALF`` times
