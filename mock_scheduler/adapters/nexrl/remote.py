@@ -15,7 +15,7 @@ import torch
 from mock_scheduler.adapters.nexrl.config import DebugConfig
 from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
-from mock_scheduler.adapters.nexrl.records import group_id_of, trajectory_content
+from mock_scheduler.adapters.nexrl.records import group_id_of, spread, trajectory_content
 from mock_scheduler.batch import RolloutBatch
 
 
@@ -69,17 +69,13 @@ def build_datums(batch: RolloutBatch, advantages: torch.Tensor) -> list[Content]
     datums: list[Content] = []
     for index, row in enumerate(batch.rows()):
         mask = row.response_mask
-        spread = torch.zeros(len(mask), dtype=torch.float64)
-        spread[mask] = advantages[offsets[index] : offsets[index + 1]].detach().cpu().double()
-        logprobs = torch.zeros(len(mask), dtype=torch.float32)
-        logprobs[mask] = row.rollout_logprobs
         datums.append(
             {
                 "model_input": {"tokens": row.tokens[:-1].tolist()},
                 "loss_fn_inputs": {
                     "target_tokens": row.tokens[1:].tolist(),
-                    "logprobs": logprobs[1:].tolist(),
-                    "advantages": spread[1:].tolist(),
+                    "logprobs": spread(mask, row.rollout_logprobs)[1:],
+                    "advantages": spread(mask, advantages[offsets[index] : offsets[index + 1]])[1:],
                     "mask": mask[1:].int().tolist(),
                 },
                 "sample_id": str(row.identity),

@@ -14,6 +14,7 @@ from functools import cached_property
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
+from mock_scheduler.recording.reading.prompts import first_prompts
 from mock_scheduler.recording.shards import Commit, count_trajectories, load_commit, open_shard
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
@@ -92,11 +93,7 @@ class OpenStep:
     def prompt_digests(self) -> dict[TrajectoryKey, str]:
         """Trajectory -> digest of its prompt (of its first row), in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
-        prompts = sorted(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
-        first: dict[TrajectoryKey, str] = {}
-        for key, digest in prompts:
-            first.setdefault(key[:4], digest)
-        return first
+        return first_prompts(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
 
     @cached_property
     def _order(self) -> list[tuple[RowKey, int]]:

@@ -8,11 +8,11 @@ Their order does not count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.batch.trajectory import TrajectoryKey
+from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.scheduler import RolloutRequest
 
 
@@ -34,13 +34,15 @@ class PromptDifference:
 
 def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
     """Trajectory -> digest of its prompt, taken from its first row."""
-    rows = sorted(
-        ((identity.scheduler_id, *identity.numbers), digest)
-        for identity, digest in zip(batch.identities, batch.prompt_digests, strict=True)
-    )
+    keys = [(identity.scheduler_id, *identity.numbers) for identity in batch.identities]
+    return first_prompts(zip(keys, batch.prompt_digests, strict=True))
+
+
+def first_prompts(rows: Iterable[tuple[RowKey, str]]) -> dict[TrajectoryKey, str]:
+    """Trajectory -> digest of the prompt of its first row, in identity order; ``rows``: in any order."""
     first: dict[TrajectoryKey, str] = {}
-    for key, digest in rows:
-        first.setdefault((key[0], key[1], key[2], key[3]), digest)
+    for key, digest in sorted(rows):
+        first.setdefault(key[:4], digest)
     return first
 
 

@@ -76,7 +76,7 @@ METADATA_KEY = "mock_scheduler.trace"
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 PART_FILE = re.compile(r"rank_(\d{5,})\.part_(\d{3,})\.safetensors")
-#: What ``sketch_files`` writes instead.
+#: What ``sketch.files`` writes instead.
 SKETCH_FILE = re.compile(r"rank_(\d{5,})\.sketch\.safetensors")
 #: What a rank's only file was called up to format version 2.
 OLD_RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")

@@ -16,7 +16,7 @@ them). One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that ca
   where they touch, so ranks holding the same elements say the same;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
-Equal content gives equal bytes. ``sketch_reader`` reads.
+Equal content gives equal bytes. ``sketch.reader`` reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEn
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
 from mock_scheduler.trace.full.header import RankStep, check_spec, footer_as_json, rank_step_as_json
 from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
-from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -46,20 +45,8 @@ from mock_scheduler.trace.sketch.opening import (
     StoredTensor,
     StoredTensors,
 )
-from mock_scheduler.trace.sketch.reader import MergedSketch, SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, Sketch, finish_sketches
 from mock_scheduler.trace.sketch.sums import SketchSums
-
-__all__ = [
-    "MergedSketch",
-    "SketchConflict",
-    "SketchReader",
-    "SketchSink",
-    "has_full",
-    "has_sketches",
-    "open_sketches",
-    "sketch_path",
-]
 
 
 def has_full(trace_dir: Path) -> bool:

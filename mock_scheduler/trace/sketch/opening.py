@@ -1,6 +1,6 @@
 """Opens the files of a trace of level ``sketch``: reads and checks each, and that the ranks' files fit together.
 
-Nothing in a header is believed before its digest is checked. The format is in ``sketch_files``.
+Nothing in a header is believed before its digest is checked. The format is in ``sketch.files``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RankSketches:
 
 
 def open_sketch_steps(trace_dir: Path) -> dict[int, tuple[RankSketches, ...]]:
-    """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch_reader.open_sketches`` does."""
+    """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch.reader.open_sketches`` does."""
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")

@@ -2,7 +2,7 @@
 
 Ranks holding the same elements must have the same fingerprint and count once; ranks holding other elements add up.
 Whether they hold all that there is, and nothing twice, is known from the headers alone. The format is in
-``sketch_files``.
+``sketch.files``.
 """
 
 from __future__ import annotations
