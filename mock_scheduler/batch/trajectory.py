@@ -130,7 +130,7 @@ def _set_field(name: str, identities: Sequence[SampleIdentity], values: Iterable
 class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
-    ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
+    ``logprobs_mode``: ``processed`` logprobs are of the sampled distribution, ``raw`` ones of the logits.
     Raises ``BatchError`` listing every value of another type (a NumPy scalar too: it would come back as a plain
     number) or that is not finite.
     """

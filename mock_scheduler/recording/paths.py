@@ -73,7 +73,7 @@ def shard_stem(shard: RowShard) -> str:
 
 
 def request_name(request: RolloutRequest) -> str:
-    """``step_name`` of the step that answers this request."""
+    """``step_name`` of the step for this request."""
     return step_name(mode=request.mode, scheduler_id=request.scheduler_id, step=request.global_step)
 
 
@@ -88,7 +88,7 @@ def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool =
 
 
 def commit_name(step: str) -> str:
-    """``train/step_000000/commit.json``, whose presence is that of the sharded step."""
+    """``train/step_000000/commit.json``, the proof of a sharded step's presence."""
     return f"{step}/{COMMIT_NAME}"
 
 

@@ -1,7 +1,7 @@
 """Selects the tensors of a training step to trace: by kind, by globs of canonical names, and by rank.
 
 A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
-ranks, so one rank cannot know that a glob selects nothing; each remembers the globs that selected something, and
+ranks, so one rank cannot know that a glob selects nothing; each remembers its successful globs, and
 whoever has that of all ranks asks ``describe_unmatched``.
 """
 

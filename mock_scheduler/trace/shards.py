@@ -126,7 +126,7 @@ def owned_mask(spec: ShardSpec) -> torch.Tensor:
 
 
 def blocks_along(spec: ShardSpec, dim: int) -> tuple[Block, ...]:
-    """The blocks of one dimension; a dimension that is not split is one block."""
+    """The blocks of one dimension; an unsplit dimension is one block."""
     for split in spec.splits:
         if split.dim == dim:
             return split.blocks

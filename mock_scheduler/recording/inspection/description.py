@@ -1,6 +1,6 @@
 """Describes a recording and the content of its steps.
 
-Contract: every chosen step is read once, one at a time, its digests checked; a step that cannot be read is listed with
+Contract: every chosen step is read once, one at a time, its digests checked; an unreadable step is listed with
 its error beside the others.
 """
 

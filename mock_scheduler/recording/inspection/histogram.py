@@ -16,7 +16,7 @@ _MAX_VALUES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How numbers are spread; ``std`` is that of the population; quantiles are numbers that occur (nearest rank)."""
+    """How numbers are spread; ``std``: of the population; quantiles are occurring numbers (nearest rank)."""
 
     count: int
     mean: float

@@ -62,7 +62,7 @@ class FolderListing:
 
     @property
     def gaps(self) -> list[int]:
-        """Steps between the first and the last that are not there, where three or more are not all equally far apart.
+        """Absent steps between the first and the last, where three or more are not all equally far apart.
 
         Every tenth step, or validation every other, is recorded so on purpose.
         """

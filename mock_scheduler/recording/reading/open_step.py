@@ -1,4 +1,4 @@
-"""A recorded step that is open: all of its rows, or one process's part of them, whatever its form.
+"""An open recorded step: all of its rows, or one process's part of them, whatever its form.
 
 Contract: rows come in identity order whether one file holds them or several. A step recorded in as many shards
 as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
@@ -38,7 +38,7 @@ class OpenStep:
 
     @property
     def digest(self) -> str:
-        """Stands for all that the step holds: equal exactly where two steps are."""
+        """Stands for the whole content: equal exactly where two steps are."""
         return self._file(0).digest if self._commit is None else " ".join(s.digest for s in self._commit.shards)
 
     @property

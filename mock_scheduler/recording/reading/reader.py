@@ -60,11 +60,11 @@ class RecordingReader:
         return list_steps(self.storage)
 
     def has_step(self, request: RolloutRequest) -> bool:
-        """Whether the step that answers ``request`` is recorded."""
+        """Whether the step for ``request`` is recorded."""
         return find_step(self.storage, request_name(request)) is not None
 
     def open_step(self, request: RolloutRequest) -> OpenStep:
-        """Open the step that answers ``request``; its number, mode, scheduler and run are checked.
+        """Open the step for ``request``; its number, mode, scheduler and run are checked.
 
         Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
         damaged header, ``RecordingError`` where the file holds another step than its name says.

@@ -1,4 +1,4 @@
-"""Digests over the blocks of a tensor's bytes, and reads by range that check just the blocks they touch.
+"""Digests over the blocks of a tensor's bytes, and reads by range with a check of just the touched blocks.
 
 Contract: block i of a tensor is its bytes from ``i * BLOCK_BYTES``; the last one may be shorter. A reader of some rows
 reads and checks whole blocks and nothing else; ranges that touch in the file are read at once, since a remote file

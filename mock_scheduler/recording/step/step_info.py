@@ -1,6 +1,6 @@
 """A step file's description of itself, apart from its rows.
 
-Contract: plain JSON, bit for bit the same after a write and a read; a value that would not be is refused at once.
+Contract: plain JSON, bit for bit the same after a write and a read; any other value is refused at once.
 """
 
 from __future__ import annotations

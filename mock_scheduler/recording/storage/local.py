@@ -1,4 +1,4 @@
-"""A recording in a local folder (or one that a network file system shows as such).
+"""A recording in a local folder (or in one shown by a network file system).
 
 Contract: that of ``storage.Storage``. A file is published as ``files`` says: written aside, fsynced, linked to its
 name, folder fsynced; read into memory of the reader's own. Only regular files are read, and no link that leads out of

@@ -125,7 +125,7 @@ def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
 def check_spec(spec: ShardSpec) -> None:
     """Raises ``ValueError`` unless the blocks lie in both tensors, ascending in the local one, disjoint in the whole.
 
-    The flat range must lie in the local tensor, and dimensions that are not split must be equally long in both.
+    The flat range must lie in the local tensor, and other dimensions must be equally long in both.
     """
     if len(spec.local_shape) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: local shape {list(spec.local_shape)} of whole {list(spec.global_shape)}")
@@ -306,7 +306,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
 
 
 def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
-    """Gives everything that the footer says."""
+    """Gives all statements of a footer."""
     stored: dict[str, JSON] = _FOOTER.dump(
         _StoredFooter(
             **shared_statements(footer),
@@ -332,7 +332,7 @@ def parse_footer(content: object) -> StepFooter:
 
 
 def shared_statements(footer: StepFooter | _StoredFooter) -> dict[str, Any]:
-    """Gives the statements about a step that are the same on all ranks, by field; the others are each rank's own."""
+    """Gives the statements about a step made alike by all ranks, by field; the others are each rank's own."""
     return {
         "rows": footer.rows,
         "update_rows": footer.update_rows,

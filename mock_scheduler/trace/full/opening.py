@@ -210,7 +210,7 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
 
     Args:
         world_sizes: by global rank, of every rank with a file.
-        footers: by global rank, of every rank that ended the step.
+        footers: by global rank, of every rank at the step's end.
     """
     problems = []
     if len(set(world_sizes.values())) > 1:

@@ -70,7 +70,7 @@ class TraceReader:
         return self._steps[step].is_complete
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor that any rank wrote at ``step``."""
+        """Every tensor of any rank at ``step``."""
         return frozenset(self._steps[step].pieces)
 
     def has(self, key: TraceKey) -> bool:
@@ -116,7 +116,7 @@ class TraceReader:
     def merge(
         self, key: TraceKey, *, ranks: Collection[int] | None = None, may_lack_tokens: bool = False
     ) -> MergedTensor:
-        """The whole tensor from all ranks' pieces, and the replicas that disagree.
+        """The whole tensor from all ranks' pieces, and disagreeing replicas.
 
         A tensor one piece holds entirely is a view of the mapped file; writing to it changes no file.
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their

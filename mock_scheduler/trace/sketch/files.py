@@ -66,7 +66,7 @@ def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """The form that all pieces of a tensor share."""
+    """The common form of all pieces of a tensor."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]

@@ -72,7 +72,7 @@ STORED_TENSORS = Document[StoredTensors](StoredTensors)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankSketches:
-    """One file: everything that a rank traced of a step."""
+    """One file: a rank's whole trace of a step."""
 
     path: Path
     step: int

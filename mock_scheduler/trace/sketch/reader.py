@@ -29,8 +29,8 @@ from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
-    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens that are not trained on, and
-    in a trace that not all ranks wrote. ``missing``: as of ``MergedTensor``.
+    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens left out of training, and
+    in a trace of some ranks only. ``missing``: as of ``MergedTensor``.
     """
 
     sketch: Sketch
@@ -89,7 +89,7 @@ class SketchReader:
         return len(self._steps[step]) == self._steps[step][0].world_size
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor that any rank wrote at ``step``."""
+        """Every tensor of any rank at ``step``."""
         return frozenset(key for rank in self._steps[step] for key in rank.tensors)
 
     def has(self, key: TraceKey) -> bool:
@@ -109,7 +109,7 @@ class SketchReader:
         return tuple(place for place, stored in self._stored(key) if stored.part)
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """The sketch of the whole tensor, and the replicas that disagree.
+        """The sketch of the whole tensor, and disagreeing replicas.
 
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
@@ -144,7 +144,7 @@ class SketchReader:
     def _describe_missing(
         self, key: TraceKey, first: StoredSketch, stored: Sequence[tuple[RankPlace, StoredSketch]], num_elements: int
     ) -> str:
-        """Elements that no rank holds, in words; empty where all are held, or some may be lacking."""
+        """Elements held by no rank, in words; empty where all are held, or some may be lacking."""
         expected = _count_expected(key, first, self.footer(key.step))
         is_exact = self.is_complete(key.step) and not first.is_masked
         ranks = ", ".join(str(place.global_rank) for place, _ in stored)

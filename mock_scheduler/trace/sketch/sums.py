@@ -53,7 +53,7 @@ class SketchSums:
     def add(self, tensor: torch.Tensor, spec: ShardSpec) -> list[Rectangle]:
         """Add a piece, and return the elements of the whole it holds.
 
-        Raises ``TraceError`` where its shape is not that of its spec.
+        Raises ``TraceError`` where its shape is not its spec's.
         """
         parts = list(rectangles_of(tensor.detach(), spec))
         runs = [run for rectangle, values in parts for run in _runs(rectangle, values, spec.global_shape)]
@@ -91,7 +91,7 @@ class _WindowSums:
         self._scratch = torch.empty(0, dtype=torch.float64, device=device)
 
     def add_rows(self, row: int, window: torch.Tensor) -> None:
-        """Add rows of one block, from ``row`` on; on the host, in a scratch memory that stays in the cache."""
+        """Add rows of one block, from ``row`` on; on the host, in a scratch memory within the cache."""
         size = window.numel()
         if len(self._scratch) < size:
             self._scratch = torch.empty(size, dtype=torch.float64)
@@ -193,7 +193,7 @@ class _Run:
 
 
 def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[_Run]:
-    """The rectangle as runs of equal distance: trailing dimensions that are whole lie in one row."""
+    """The rectangle as runs of equal distance: trailing whole dimensions lie in one row."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -208,7 +208,7 @@ def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) ->
 
 
 def _first_of_whole(sizes: tuple[int, ...], shape: tuple[int, ...], end: int) -> int:
-    """The first of the dimensions before ``end`` that are one after another: all but it are whole."""
+    """The first of the contiguous dimensions before ``end``: all but it are whole."""
     dim = max(end - 1, 0)
     while dim > 0 and sizes[dim] == shape[dim]:
         dim -= 1
