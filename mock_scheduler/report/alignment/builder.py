@@ -33,7 +33,19 @@ from mock_scheduler.report.alignment.rows import (
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
-from mock_scheduler.report.alignment.view import AlignmentView, CandidateView, ProofView, TensorLine
+from mock_scheduler.report.alignment.view import (
+    AlignmentView,
+    CandidateView,
+    ConsequenceView,
+    DifferencesView,
+    MetricsView,
+    OriginView,
+    ProofView,
+    RunView,
+    SetupView,
+    TensorLine,
+    VerdictView,
+)
 from mock_scheduler.report.alignment.words import (
     complete_ladder,
     describe_proof,
@@ -54,6 +66,7 @@ from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.verdict.proofs import Proof
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind, worst_exit_code
 
@@ -165,28 +178,49 @@ class _Sources:
 
 
 def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes, *, anchor: str) -> CandidateView:
-    result, is_full = sources.result, sources.is_full
-    alignment, tensors = candidate.alignment, candidate.alignment.tensors
+    result, run = sources.result, candidate.run
     layout_name, option = split_name(candidate.name)
-    facts = load_run_facts(candidate.run.output_dir) if is_full and candidate.run is not None else RunFacts()
-    metrics = alignment.metrics
-    curves: tuple[Curve, ...] = ()
-    if is_full and metrics is not None and candidate.run is not None:
-        folders = result.baseline.output_dir, candidate.run.output_dir
-        curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
-    has_environment = is_full and candidate.run is not None
-    heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
-    worst = None if tensors is None else worst_judged(tensors)
+    facts = load_run_facts(run.output_dir) if sources.is_full and run is not None else RunFacts()
+    has_environment = sources.is_full and run is not None
     return CandidateView(
         name=candidate.name,
         anchor=anchor,
         layout_name=layout_name,
         option=option,
-        layout=candidate.layout,
-        overrides=candidate.overrides,
-        entry=candidate.entry,
-        changes=candidate.changes,
-        verdict=alignment.verdict,
+        setup=SetupView(
+            layout=candidate.layout,
+            overrides=candidate.overrides,
+            entry=candidate.entry,
+            changes=candidate.changes,
+            versions=candidate.versions,
+        ),
+        verdict=_view_verdict(candidate),
+        proofs=tuple(_view_proof(proof, candidate) for proof in complete_ladder(candidate)),
+        differences=_view_differences(candidate, sources, sizes),
+        metrics=_view_metrics(candidate, sources, sizes),
+        origin=OriginView(
+            localisation=localisation_rows(candidate),
+            command="" if candidate.localisation is None else candidate.localisation.command,
+        ),
+        consequence=ConsequenceView(
+            rows=consequence_rows(candidate),
+            text="" if candidate.consequence is None else candidate.consequence.text,
+        ),
+        environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
+        sample=find_worst_sample(candidate, sources.trace, result.recording_dir) if sources.is_full else None,
+        run=RunView(
+            built="" if run is None else describe_built(run.built),
+            run_dir="" if run is None else str(run.output_dir),
+            log_path="" if candidate.log_path is None else str(candidate.log_path),
+            seconds=candidate_seconds(candidate, facts),
+        ),
+    )
+
+
+def _view_verdict(candidate: CandidateResult) -> VerdictView:
+    alignment = candidate.alignment
+    return VerdictView(
+        kind=alignment.verdict,
         exit_code=int(alignment.verdict.exit_code),
         tone=_TONES.get(alignment.verdict, "warn"),
         headline=write_headline(candidate),
@@ -194,41 +228,51 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         first_divergence=alignment.sentence or "",
         proved_by=describe_proved_by(candidate),
         smallest_error=describe_smallest_error(candidate),
-        proofs=tuple(
-            ProofView(
-                name=proof.name, outcome=proof.outcome, text=describe_proof(proof, alignment),
-                num_compared=proof.num_compared,
-                num_equal=proof.num_equal, seconds=proof.seconds,
-            )
-            for proof in complete_ladder(candidate)
-        ),
-        worst=None if worst is None else _tensor_line(worst, result.bounds),
+    )
+
+
+def _view_proof(proof: Proof, candidate: CandidateResult) -> ProofView:
+    return ProofView(
+        name=proof.name,
+        outcome=proof.outcome,
+        text=describe_proof(proof, candidate.alignment),
+        num_compared=proof.num_compared,
+        num_equal=proof.num_equal,
+        seconds=proof.seconds,
+    )
+
+
+def _view_differences(candidate: CandidateResult, sources: _Sources, sizes: _Sizes) -> DifferencesView:
+    alignment, tensors = candidate.alignment, candidate.alignment.tensors
+    bounds = sources.result.bounds
+    heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
+    worst = None if tensors is None else worst_judged(tensors)
+    has_map = tensors is not None and sources.is_full
+    return DifferencesView(
+        worst=None if worst is None else _tensor_line(worst, bounds),
         emulated=_describe_emulated(candidate),
-        metrics="" if metrics is None else describe_equal_metrics(metrics),
-        differing_metrics=() if metrics is None else describe_metrics(metrics),
-        curves=curves,
-        num_differing_metrics=0 if metrics is None else sum(not item.bit_equal for item in metrics.differences),
-        error_map=None
-        if tensors is None or not is_full
-        else build_error_map(alignment, max_cells=sizes.max_cells),
         tensors_heading=heading,
-        tensors=tuple(_tensor_line(item, result.bounds) for item in shown[:MAX_LISTED]),
+        tensors=tuple(_tensor_line(item, bounds) for item in shown[:MAX_LISTED]),
         num_tensors=len(shown),
+        error_map=build_error_map(alignment, max_cells=sizes.max_cells) if has_map else None,
         lists=list_findings(candidate),
-        localisation=localisation_rows(candidate),
-        command="" if candidate.localisation is None else candidate.localisation.command,
-        consequence=consequence_rows(candidate),
-        consequence_text="" if candidate.consequence is None else candidate.consequence.text,
-        environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
-        versions=candidate.versions,
-        seconds=candidate_seconds(candidate, facts),
-        sample=find_worst_sample(candidate, sources.trace, result.recording_dir)
-        if is_full
-        else None,
-        built="" if candidate.run is None else describe_built(candidate.run.built),
-        run_dir="" if candidate.run is None else str(candidate.run.output_dir),
-        log_path="" if candidate.log_path is None else str(candidate.log_path),
-    )  # fmt: skip
+    )
+
+
+def _view_metrics(candidate: CandidateResult, sources: _Sources, sizes: _Sizes) -> MetricsView:
+    result, metrics = sources.result, candidate.alignment.metrics
+    if metrics is None:
+        return MetricsView(equal="", differing=(), num_differing=0, curves=())
+    curves: tuple[Curve, ...] = ()
+    if sources.is_full and candidate.run is not None:
+        folders = result.baseline.output_dir, candidate.run.output_dir
+        curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
+    return MetricsView(
+        equal=describe_equal_metrics(metrics),
+        differing=describe_metrics(metrics),
+        num_differing=sum(not item.bit_equal for item in metrics.differences),
+        curves=curves,
+    )
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -52,24 +52,23 @@ def _print_table(view: AlignmentView, console: Console) -> None:
     table.print_row(0)
     _print_beneath(view.baseline_layout, console, style="dim")
     for number, candidate in enumerate(view.candidates, start=1):
+        setup, verdict = candidate.setup, candidate.verdict
         table.print_row(number)
-        own = (*candidate.overrides, *([f"entry={candidate.entry}"] if candidate.entry else []))
-        _print_beneath(" ".join((candidate.layout, *own)), console, style="dim")
-        _print_beneath(candidate.headline, console, style="" if candidate.passes else _TONE_STYLES[candidate.tone])
-        if candidate.smallest_error:
-            _print_beneath(f"would have been found: {candidate.smallest_error}", console, style="dim")
+        own = (*setup.overrides, *([f"entry={setup.entry}"] if setup.entry else []))
+        _print_beneath(" ".join((setup.layout, *own)), console, style="dim")
+        _print_beneath(verdict.headline, console, style="" if verdict.passes else _TONE_STYLES[verdict.tone])
+        if verdict.smallest_error:
+            _print_beneath(f"would have been found: {verdict.smallest_error}", console, style="dim")
 
 
 def _columns(view: AlignmentView) -> list[TextColumn]:
     """The columns of the table, of which each has the baseline's cell first."""
     candidates = view.candidates
     names = ["baseline", *(item.name for item in candidates)]
-    verdicts = [Text(item.verdict.value, VERDICT_STYLES[item.verdict]) for item in candidates]
-    worst = [
-        Text("–") if item.worst is None else Text(item.worst.ratio, "red" if item.worst.exceeds else "")
-        for item in candidates
-    ]
-    seconds = [f"{item.seconds[0][1]:,.1f}" if item.run_dir else "failed" for item in candidates]
+    verdicts = [Text(item.verdict.kind.value, VERDICT_STYLES[item.verdict.kind]) for item in candidates]
+    nearest = [item.differences.worst for item in candidates]
+    worst = [Text("–") if line is None else Text(line.ratio, "red" if line.exceeds else "") for line in nearest]
+    seconds = [f"{item.run.seconds[0][1]:,.1f}" if item.run.run_dir else "failed" for item in candidates]
     return [
         TextColumn(
             header="candidate", cells=[Text(name, "bold") for name in names], least_width=_NAME_WIDTH, justify="left"
@@ -77,7 +76,7 @@ def _columns(view: AlignmentView) -> list[TextColumn]:
         TextColumn(header="verdict", cells=["", *verdicts], justify="left"),
         TextColumn(
             header="proved by",
-            cells=["", *(item.proved_by for item in candidates)],
+            cells=["", *(item.verdict.proved_by for item in candidates)],
             drop_order=2,
             least_width=_PROVED_WIDTH,
             justify="left",
@@ -92,34 +91,38 @@ def _print_beneath(text: str, console: Console, *, style: str) -> None:
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """What is known of a candidate that does not pass."""
+    """Print what is known of a candidate that does not pass."""
+    verdict, origin, versions = candidate.verdict, candidate.origin, candidate.setup.versions
     console.print()
-    title = Text.assemble((candidate.name, "bold"), ": ", (candidate.verdict.value, VERDICT_STYLES[candidate.verdict]))
+    title = Text.assemble((candidate.name, "bold"), ": ", (verdict.kind.value, VERDICT_STYLES[verdict.kind]))
     console.print(title, soft_wrap=True)
-    for text in dict.fromkeys((candidate.first_divergence, candidate.reason)):
-        if text and text != candidate.headline:
+    for text in dict.fromkeys((verdict.first_divergence, verdict.reason)):
+        if text and text != verdict.headline:
             print_wrapped(console, Text(text), indent=2)
     rows = [(f"{PROOF_MARKS[proof.outcome]} {proof.name}", proof.text) for proof in candidate.proofs]
     if any(proof.outcome != "not tried" for proof in candidate.proofs):
         print_labelled(console, rows, indent=2)
-    if candidate.localisation:
-        print_labelled(console, [*candidate.localisation, ("open", candidate.command)], indent=2)
-    _print_lines("consequence", [text for text in (candidate.consequence_text,) if text], 1, console, more=more)
+    if origin.localisation:
+        print_labelled(console, [*origin.localisation, ("open", origin.command)], indent=2)
+    _print_lines("consequence", [text for text in (candidate.consequence.text,) if text], 1, console, more=more)
+    _print_differences(candidate, console, more=more)
+    _print_lines("other versions", versions, len(versions), console, more=more)
+    if candidate.run.log_path:
+        print_labelled(console, [("its output", candidate.run.log_path)], indent=2)
+
+
+def _print_differences(candidate: CandidateView, console: Console, *, more: str) -> None:
+    """Print the first few tensors and metrics that differ, and further findings."""
+    differences, metrics = candidate.differences, candidate.metrics
     tensors = [
         f"{line.kind} of {line.name} at step {line.step}, update {line.update}: {line.relative}, bound {line.bound} "
         f"({line.ratio})"
-        for line in candidate.tensors[:_NUM_TENSORS]
+        for line in differences.tensors[:_NUM_TENSORS]
     ]
-    _print_lines(candidate.tensors_heading, tensors, candidate.num_tensors, console, more=more)
-    _print_lines(
-        "metrics that differ", candidate.differing_metrics, candidate.num_differing_metrics, console, more=more
-    )
-    for title_text, lines, number in candidate.lists:
-        _print_lines(title_text, lines, number, console, more=more)
-    if candidate.versions:
-        _print_lines("other versions", candidate.versions, len(candidate.versions), console, more=more)
-    if candidate.log_path:
-        print_labelled(console, [("its output", candidate.log_path)], indent=2)
+    _print_lines(differences.tensors_heading, tensors, differences.num_tensors, console, more=more)
+    _print_lines("metrics that differ", metrics.differing, metrics.num_differing, console, more=more)
+    for title, lines, number in differences.lists:
+        _print_lines(title, lines, number, console, more=more)
 
 
 def _print_lines(title: str, lines: Sequence[str], number: int, console: Console, *, more: str) -> None:
@@ -136,7 +139,7 @@ def _print_lines(title: str, lines: Sequence[str], number: int, console: Console
 
 def _print_built(view: AlignmentView, console: Console) -> None:
     """What candidates built: in one line where it is the same for all that ran."""
-    built = {candidate.name: candidate.built for candidate in view.candidates if candidate.built}
+    built = {item.name: item.run.built for item in view.candidates if item.run.built}
     if not built:
         return
     console.print()
