@@ -39,6 +39,11 @@ def render_page(package: str, template: str, /, *, figures: Sequence[JSON] = (),
     return page.render(figures=_escape_texts(list(figures)), plotly=Markup(get_plotlyjs()), **values)
 
 
+def render_fragment(package: str, template: str, /, **values: object) -> str:
+    """Render a template that is no whole page, such as a table for a notebook."""
+    return _environment(package).get_template(template).render(**values)
+
+
 def write_page(page: str, path: Path, error_type: type[MockSchedulerError]) -> None:
     """Write a page to ``path``, whole or not at all; folders are made. Raises ``error_type`` where it cannot be."""
     try:

@@ -1,4 +1,4 @@
-"""The contract: what must be the same in the run that records and the run that replays.
+"""The contract: values that must be the same in the run that records and the run that replays.
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
 every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
@@ -32,7 +32,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractField:
-    """One named value; ``advice`` is the sentence that says what to do where its rule is broken.
+    """One named value; ``advice`` is the sentence that tells the remedy where its rule is broken.
 
     ``match``: when the value counts as the recorded one.
     """
@@ -49,7 +49,7 @@ class Difference:
     """A field whose two values are not the same JSON, or that breaks its rule (``is_blocking``).
 
     ``recorded`` and ``current`` are the values as they are printed; ``None`` where that side has no such field.
-    ``reason`` says in what they differ; it is empty where the values say it themselves.
+    ``reason`` tells the difference; it is empty where the values show it themselves.
     """
 
     name: str
@@ -106,38 +106,6 @@ class Contract:
         names = dict.fromkeys([*self._by_name, *recorded._by_name])
         found = [_compare_field(self._by_name.get(name), recorded._by_name.get(name)) for name in names]
         return [difference for difference in found if difference is not None]
-
-    def as_json(self) -> list[JSON]:
-        """The fields as JSON; ``Contract.from_json`` is the inverse."""
-        return [
-            {
-                "name": field.name,
-                "value": field.value,
-                "rule": field.rule.value,
-                "advice": field.advice,
-                "match": field.match.value,
-            }
-            for field in self.fields
-        ]
-
-    @classmethod
-    def from_json(cls, value: Sequence[dict[str, JSON]]) -> Contract:
-        """The contract from ``as_json``; raises ``KeyError`` or ``ValueError`` where it is none.
-
-        Recordings of before there were matches have none: their values are compared as ``EQUAL``.
-        """
-        return cls(
-            [
-                ContractField(
-                    name=str(item["name"]),
-                    value=item["value"],
-                    rule=Rule(str(item["rule"])),
-                    advice=str(item["advice"]),
-                    match=Match(str(item.get("match", Match.EQUAL))),
-                )
-                for item in value
-            ]
-        )
 
 
 def check_contract(

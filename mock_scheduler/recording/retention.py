@@ -1,4 +1,4 @@
-"""Which recorded steps stay on the disk, and the file that says what was removed and where a replay may start.
+"""Decides the recorded steps that stay on the disk, and keeps the file that tells removed steps and replay starts.
 
 Contract: ``retention.json`` is written before the first removal that it tells of, and steps go in ascending order. So
 after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
-from mock_scheduler.recording.sealed import encode_sealed, load_sealed
+from mock_scheduler.recording.sealed import SealedFile
 from mock_scheduler.recording.storage import Storage, locked
-from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import Count
 from pipelines.config.schema import RetentionConfig
 
 RETENTION_FORMAT = "rollout-retention"
@@ -25,7 +24,7 @@ RETENTION_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionRecord:
-    """What ``retention.json`` holds.
+    """The content of ``retention.json``.
 
     ``start_points``: steps that a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
     were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
@@ -35,47 +34,42 @@ class RetentionRecord:
     removed: Mapping[str, StepRanges] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredRetention:
+    """A ``RetentionRecord`` as the file has it; removed steps as text such as ``0-3, 7``."""
+
+    start_points: tuple[Count, ...]
+    removed: dict[str, str]
+
+
+_FILE = SealedFile[_StoredRetention](
+    _StoredRetention, format_name=RETENTION_FORMAT, version=RETENTION_VERSION, noun="retention record"
+)
+
+
 def load_retention(storage: Storage) -> RetentionRecord:
     """Read ``retention.json``; where there is none, nothing was removed. Raises ``CorruptRecordingError``."""
     try:
-        document = load_sealed(storage, RETENTION_NAME, format_name=RETENTION_FORMAT, version=RETENTION_VERSION)
+        stored = _FILE.load(storage, RETENTION_NAME)
     except FileNotFoundError:
         return RetentionRecord()
-    source = storage.path(RETENTION_NAME)
     try:
-        return RetentionRecord(
-            start_points=_read_start_points(document["start_points"]),
-            removed={folder: _read_ranges(steps) for folder, steps in document["removed"].items()},
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptRecordingError(f"{source}: content is no retention record: {error!r}") from error
-
-
-def _read_start_points(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(step) is int and step >= 0 for step in value):
-        raise TypeError(f"start_points is {value!r}; expected a list of steps")
-    return tuple(sorted(set(value)))
-
-
-def _read_ranges(value: object) -> StepRanges:
-    if not isinstance(value, str):
-        raise TypeError(f"removed steps are {value!r}; expected a text such as '0-3, 7'")
-    return StepRanges.parse(value)
+        removed = {folder: StepRanges.parse(steps) for folder, steps in stored.removed.items()}
+    except ValueError as error:
+        raise _FILE.corrupt(error, source=storage.path(RETENTION_NAME)) from error
+    return RetentionRecord(start_points=tuple(sorted(set(stored.start_points))), removed=removed)
 
 
 def save_retention(storage: Storage, record: RetentionRecord) -> None:
     """Write ``retention.json`` in place of the older one, whole or not at all."""
-    document: dict[str, JSON] = {
-        "start_points": list(record.start_points),
-        "removed": {folder: str(steps) for folder, steps in record.removed.items()},
-    }
-    storage.replace(RETENTION_NAME, encode_sealed(document, format_name=RETENTION_FORMAT, version=RETENTION_VERSION))
+    removed = {folder: str(steps) for folder, steps in record.removed.items()}
+    storage.replace(RETENTION_NAME, _FILE.encode(_StoredRetention(start_points=record.start_points, removed=removed)))
 
 
 def find_removable(
     steps: Mapping[str, Sequence[int]], start_points: Sequence[int], retention: RetentionConfig
 ) -> dict[str, list[int]]:
-    """Folder -> steps that may go: those before the latest start point from which ``keep_last`` train steps are there.
+    """Folder -> steps that may go: those before the latest start point that ``keep_last`` train steps follow.
 
     ``steps``: those present, per folder. Validation steps go with the train steps beside them; pinned ones stay.
     """
@@ -92,7 +86,7 @@ def find_removable(
 
 
 def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig) -> dict[str, list[int]]:
-    """Note that a saved checkpoint continues with ``next_step``, and remove what ``retention`` lets go.
+    """Note that a saved checkpoint continues with ``next_step``, and remove the steps that ``retention`` lets go.
 
     All steps before it must be on the disk. Several writers of a recording may do this at once. Returns the steps
     removed, per folder; does nothing where everything is kept.
@@ -116,7 +110,7 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
 
 
 def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
-    """Steps that a saved checkpoint continues with and from which on nothing was removed and a train step is present.
+    """Steps that a saved checkpoint continues with, a train step is present after, and no removal comes after.
 
     ``steps``: those present, per folder. Steps that were recorded again after their removal do not count.
     """

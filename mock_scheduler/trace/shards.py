@@ -4,7 +4,7 @@ A shard is described by blocks along every dimension that is split, so that plai
 are split separately, then concatenated), padded vocabularies, context parallelism's zigzag and micro-batches need no
 cases of their own: the first dimension of a token tensor is the batch's tokens in canonical order, and a rank's blocks
 there are the pieces of rows that it computed. A rank of the distributed optimizer holds only a flat range of its
-local shard; ``flat_range`` says which.
+local shard, given by ``flat_range``.
 Cutting and merging are exact inverses: no arithmetic touches a value.
 """
 
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Which indices of one dimension this rank holds."""
+    """The indices of one dimension that this rank holds."""
 
     dim: int
     blocks: tuple[Block, ...]
@@ -53,6 +53,11 @@ class ShardSpec:
     def is_whole(self) -> bool:
         """Whether this rank holds every element."""
         return not self.splits and self.flat_range is None
+
+    @property
+    def elements(self) -> tuple[object, ...]:
+        """Equal for two shards of one tensor exactly where they store the same elements at the same places."""
+        return self.splits, self.local_shape, self.flat_range
 
 
 def whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
@@ -119,16 +124,20 @@ def owned_mask(spec: ShardSpec) -> torch.Tensor:
     return mask
 
 
+def blocks_along(spec: ShardSpec, dim: int) -> tuple[Block, ...]:
+    """The blocks of one dimension; a dimension that is not split is one block."""
+    for split in spec.splits:
+        if split.dim == dim:
+            return split.blocks
+    return (Block(local_start=0, global_start=0, length=spec.global_shape[dim]),)
+
+
 Region = tuple[slice, ...]
 
 
 def _regions(spec: ShardSpec) -> Iterator[tuple[Region, Region]]:
     """Every rectangle of canonical elements: where it lies in the local tensor, and where in the whole."""
-    ranges: list[tuple[Block, ...]] = []
-    by_dim = {split.dim: split.blocks for split in spec.splits}
-    for dim, length in enumerate(spec.global_shape):
-        ranges.append(by_dim.get(dim, (Block(local_start=0, global_start=0, length=length),)))
-    for blocks in product(*ranges):
+    for blocks in product(*(blocks_along(spec, dim) for dim in range(len(spec.global_shape)))):
         yield (
             tuple(slice(block.local_start, block.local_start + block.length) for block in blocks),
             tuple(slice(block.global_start, block.global_start + block.length) for block in blocks),

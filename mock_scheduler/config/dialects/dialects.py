@@ -27,10 +27,10 @@ from mock_scheduler.config.dialects.verl import (
     translate_verl,
     verl_switches,
 )
-from mock_scheduler.config.dialects.verl_correction import read_verl_correction
 from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
+from mock_scheduler.correction.config.verl_dialect import read_verl_correction
 from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import PipelineConfig
 

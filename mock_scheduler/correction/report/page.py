@@ -22,11 +22,12 @@ from mock_scheduler.correction.report.format import (
     policy_rows,
     recording_rows,
 )
-from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
+from mock_scheduler.correction.report.presets import CONFIGURED
 from mock_scheduler.correction.report.view import (
     Bucket,
     CorrectionReport,
     Measured,
+    Outcome,
     StepHealth,
     WorstSequence,
     WorstToken,

@@ -14,8 +14,7 @@ from functools import cached_property
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.shards import Commit, load_commit, open_shard
-from mock_scheduler.recording.step.row_keys import count_trajectories
+from mock_scheduler.recording.shards import Commit, count_trajectories, load_commit, open_shard
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
@@ -33,7 +32,7 @@ class OpenStep:
 
     @property
     def info(self) -> StepInfo:
-        """What the step says about itself; of a sharded one, what shard 0 does."""
+        """The step's description of itself; of a sharded one, that of shard 0."""
         return self._file(0).info if self._commit is None else self._commit.info
 
     @property
@@ -57,7 +56,7 @@ class OpenStep:
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:
-        """What one process's part says about itself where it was recorded as such; else that of the step."""
+        """The description of one process's part where it was recorded as such; else that of the step."""
         if shard is None or not self.is_recorded_as(shard):
             return self.info
         return replace(self._file(shard.index).info, shard=None)

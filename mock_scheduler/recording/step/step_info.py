@@ -1,30 +1,31 @@
-"""What a step file says about itself, apart from its rows.
+"""A step file's description of itself, apart from its rows.
 
-Contract: plain JSON, bit for bit the same after a write and a read; what would not be is refused when it is made.
+Contract: plain JSON, bit for bit the same after a write and a read; a value that would not be is refused at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mock_scheduler.batch.columns import copy_json
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.scheduler import Mode
-from mock_scheduler.support.digests import JSON, check_json
+from mock_scheduler.support.digests import JSON, canonical_json, check_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """Which step this is and how it was played.
+    """Identifies a step and tells how it was played.
 
-    ``metrics``: what the real scheduler measured for this batch, for example seconds and tokens.
+    ``metrics``: measurements of the real scheduler for this batch, for example seconds and tokens.
     ``scheduler_state``: its ``state_dict`` after the batch, so that a replay can make a truthful checkpoint.
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
     whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
-    ``RecordingError`` that lists every value which a file could not give back as it is: another type (a NumPy number
+    ``RecordingError`` that lists every value that a file could not give back as it is: another type (a NumPy number
     too), NaN, an infinity, a tuple, a key that is no text.
     """
 
@@ -67,6 +68,15 @@ class StepInfo:
             "group_size": self.group_size,
         }
 
+    def copy(self) -> StepInfo:
+        """Gives an equal info whose JSON nothing else refers to, so that it can be written while training goes on."""
+        return replace(
+            self,
+            metrics=dict(self.metrics),
+            scheduler_state={name: copy_json(value) for name, value in self.scheduler_state.items()},
+            data_cursor=copy_json(self.data_cursor),
+        )
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> StepInfo:
         """The info from ``as_json``; raises ``TypeError`` or ``ValueError`` where it is none."""
@@ -76,8 +86,20 @@ class StepInfo:
             raise ValueError(str(error)) from error
 
 
+def info_differences(recorded: StepInfo, played: StepInfo) -> list[str]:
+    """Lists the values that say from where a step was played and differ; metrics may hold times, and do not count."""
+    values: tuple[tuple[str, JSON, JSON], ...] = (
+        ("policy_version", recorded.policy_version, played.policy_version),
+        ("data_cursor", recorded.data_cursor, played.data_cursor),
+        ("scheduler_state", dict(recorded.scheduler_state), dict(played.scheduler_state)),
+        ("group_size", recorded.group_size, played.group_size),
+    )
+    texts = [(name, canonical_json(a), canonical_json(b)) for name, a, b in values]
+    return [f"{name}: recorded {a}, played {b}" for name, a, b in texts if a != b]
+
+
 def _number_problems(info: StepInfo) -> list[str]:
-    """Fields of another type than theirs, of which a type checker may not have been asked."""
+    """Lists fields of another type than theirs: a type checker may not have been asked."""
     kinds = {
         "step": (info.step, int),
         "mode": (info.mode, str),

@@ -19,9 +19,8 @@ from mock_scheduler.recording.paths import (
     step_folder,
 )
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.writing.folder_locks import FolderLocks
 from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.refusals import check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
 from mock_scheduler.recording.writing.sharded import clear_uncommitted
 from mock_scheduler.recording.writing.writer import RecordingWriter as RecordingWriter
 from mock_scheduler.recording.writing.writer import WriterOptions as WriterOptions
@@ -48,7 +47,7 @@ def open_recording(
     An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
     is continued only with ``resume``, or joined by a caller that gives the same ``run_id`` (several schedulers or ranks
     of one run share a recording); both need an equal contract. ``run_id`` None: that of the recording, else a new one.
-    With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is what the caller
+    With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is the caller's
     adds to it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
 
     Raises ``StepExistsError`` naming the steps, ``ContractError`` or ``RecordingError``; so it does where another

@@ -18,53 +18,18 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.geometry import ElementSet, count_union, find_cover
 from mock_scheduler.trace.kinds import STEP_KINDS
-from mock_scheduler.trace.rectangles import ElementSet, count_union, find_cover
+from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
 from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SketchConflict:
-    """Ranks that hold different bits for the same elements of one tensor.
-
-    first, second: the lowest rank on either side. first_ranks, second_ranks: all that hold these elements together,
-    one each where a single rank holds them. relative: about how far the two are apart.
-    """
-
-    key: TraceKey
-    first: RankPlace
-    second: RankPlace
-    first_ranks: tuple[int, ...]
-    second_ranks: tuple[int, ...]
-    relative: float
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes on which the two ranks stand apart."""
-        mine, other = self.first.coordinates, self.second.coordinates
-        return tuple(axis for axis in mine if mine[axis] != other.get(axis))
-
-    def describe(self) -> str:
-        """One line: the tensor, the axes with both coordinates, and by how much."""
-        axes = self.axes
-        if len(self.first_ranks) > 1 or len(self.second_ranks) > 1 or not axes:
-            first, second = (f"global {'+'.join(map(str, ranks))}" for ranks in (self.first_ranks, self.second_ranks))
-        else:
-            first, second = (
-                " ".join(f"{axis}{place.coordinates.get(axis)}" for axis in axes) for place in (self.first, self.second)
-            )
-        return (
-            f"{self.key.name}: ranks {first} and {second} hold different bits of the {self.key.describe()} "
-            f"(by about {self.relative:.3g} of its norm)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
-    ``sketch.num_elements`` is less than the shape says for a token tensor of which some tokens are not trained on, and
+    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens that are not trained on, and
     in a trace that not all ranks wrote. ``missing``: as of ``MergedTensor``.
     """
 
@@ -132,11 +97,11 @@ class SketchReader:
         return any(key in rank.tensors for rank in self._steps.get(key.step, ()))
 
     def footer(self, step: int) -> StepFooter:
-        """What the first rank says of the whole step; rows and selection are the same on every rank."""
+        """The first rank's statements about the whole step; rows and selection are the same on every rank."""
         return self._steps[step][0].footer
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """What each rank says, by global rank: ledgers and what is unobserved are its own."""
+        """Each rank's statements, by global rank: ledgers and unobserved tensors are its own."""
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
@@ -146,10 +111,10 @@ class SketchReader:
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """The sketch of the whole tensor, and the replicas that disagree.
 
-        Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or what they hold overlaps
+        Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
         tensor that is not masked, these are the elements of the update's rows. ``may_lack_tokens``: of a run that is
-        judged, tokens that no rank holds are no error but what it did: ``missing`` says it.
+        judged, tokens held by no rank are a finding, told by ``missing``, and no error.
         """
         stored = self._stored(key)
         _check_agreement(key, stored)
@@ -199,7 +164,7 @@ def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> 
 
 
 def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
-    """By what is held; ranks without an element are in none."""
+    """Groups ranks by the elements they hold; ranks without an element are in no group."""
     by_elements: dict[ElementSet, list[tuple[RankPlace, Sketch]]] = {}
     for place, item in stored:
         if item.part:
@@ -208,7 +173,7 @@ def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
 
 
 def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
-    """The sum over one set of parts that hold everything once, which every other such set must equal."""
+    """Adds up one set of parts that hold everything once; every other such set must give the same sum."""
     conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))

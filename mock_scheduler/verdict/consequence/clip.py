@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -21,10 +21,11 @@ from pydantic import ValidationError
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.verdict.consequence.figures import ClipState
 from pipelines.config.schema import PipelineConfig
 
 #: By their numbers in ``ClipRule.states``.
-CLIP_STATES = ("not clipped", "clipped low", "clipped high", "dual clipped")
+CLIP_STATES: tuple[ClipState, ...] = get_args(ClipState)
 
 _LOW, _HIGH, _DUAL = range(1, len(CLIP_STATES))
 _NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")

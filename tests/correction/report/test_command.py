@@ -12,7 +12,7 @@ import torch
 
 from mock_scheduler import cli
 from mock_scheduler.commands.correction import CorrectionOptions, run_correction
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.sources import training_of_contract, training_of_run
 from mock_scheduler.display import pages
 from mock_scheduler.errors import ConfigError
@@ -28,7 +28,7 @@ trace: {level: full}
 """
 
 
-def make_steps() -> list[ScoredBatch]:
+def make_steps() -> list[ScoredStep]:
     return [make_step((LN2, 0.0), (0.0,), step=0), make_step((0.0, -LN2), (0.0,), step=2, policy_version=2)]
 
 
