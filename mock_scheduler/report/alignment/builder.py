@@ -82,7 +82,7 @@ _PLAIN = "plain"
 
 
 def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
-    """What all reports of ``result`` say; where not ``is_full``, what the result holds itself, without figures."""
+    """Build the view of ``result``; where not ``is_full``, of the result alone, without folders and figures."""
     recording = load_recording_facts(result.recording_dir) if is_full else RecordingFacts()
     baseline = load_run_facts(result.baseline.output_dir) if is_full else RunFacts()
     sizes = _Sizes.of(result.candidates)
@@ -128,7 +128,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """How large a candidate's figures may be."""
+    """The largest size of a candidate's figures."""
 
     max_cells: int
     max_panels: int
@@ -160,7 +160,7 @@ def _headline(counts: Sequence[tuple[VerdictKind, int]], num_candidates: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sources:
-    """What all candidates are seen beside."""
+    """The sources that all candidates share."""
 
     result: AlignmentResult
     is_full: bool
@@ -290,7 +290,7 @@ def _tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
 
 
 def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
-    """What was measured of this tensor; empty where nothing was."""
+    """Describe the measured noise of this tensor; empty where there is none."""
     measured = None if bounds.noise is None else bounds.noise.tensors.get(key)
     if measured is None:
         return []

@@ -29,7 +29,7 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
-    """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do.
+    """Write a few lines: how many candidates pass, each failing one with its reason, and the names of the others.
 
     ``files``: what lies where, of which page, result, JUnit XML and copies are said.
     """
@@ -97,7 +97,7 @@ def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name:
 
 
 def _details(candidate: CandidateView) -> str:
-    """What a person needs to go on: the sentence, the reason, and the traces."""
+    """Write the sentence, the reason, and where the traces are."""
     lines = [
         candidate.verdict.headline,
         candidate.verdict.first_divergence,
@@ -119,7 +119,7 @@ def _properties(view: AlignmentView) -> dict[str, str]:
 
 
 def _seconds(candidate: CandidateView) -> float:
-    """Of its run from outside, and of its own proofs and localisation; 0 where it has not run."""
+    """Sum the seconds of its run from outside and of its own proofs and localisation; 0 where it has not run."""
     own = ("proof: ", "localisation")
     run = candidate.run.seconds[0][1] if candidate.run.run_dir else 0.0
     return run + sum(seconds for label, seconds in candidate.run.seconds if label.startswith(own))

@@ -1,7 +1,7 @@
-"""An alignment as one HTML page that opens offline: verdicts first, then each candidate with all that it rests on.
+"""An alignment as one HTML page that opens offline: verdicts first, then each candidate with its evidence.
 
 Contract: without a library: figures are tables and SVG, so that a page of a hundred candidates stays below a few
-megabytes. The templates lay out the view that terminal and JSON are drawn from, beside what a page alone needs.
+megabytes. The templates lay out the view of terminal and JSON, and the additions of this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DrawnCandidate:
-    """What the page shows of a candidate beside its view. texts: the verdict in words; rows: labels and texts."""
+    """The page's additions to a candidate's view. texts: the verdict in words; rows: labels and texts."""
 
     is_open: bool
     first_sentence: str
@@ -79,7 +79,7 @@ def write_alignment_page(view: AlignmentView, path: Path) -> None:
 
 
 def render_alignment_page(view: AlignmentView) -> str:
-    """The page's text."""
+    """Render the page."""
     return render_page(
         "mock_scheduler.report",
         "alignment.html",
@@ -107,7 +107,7 @@ def render_alignment_page(view: AlignmentView) -> str:
 
 
 def _open_some(candidates: Sequence[CandidateView]) -> Iterator[tuple[CandidateView, bool]]:
-    """Each with whether it lies open: the first few that do not pass; the only one in any case."""
+    """Pair each with whether it lies open: the first few failing ones do, and an only one."""
     failing = [item.anchor for item in candidates if not item.passes][:_NUM_OPEN]
     return ((item, item.anchor in failing or len(candidates) == 1) for item in candidates)
 
@@ -148,7 +148,7 @@ def _cut(text: str) -> str:
 
 
 def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
-    """Labels and texts of what the verdict rests on; a text is empty where there is nothing to say."""
+    """Yield labels and texts of the verdict's grounds; a text is empty where there is nothing to say."""
     setup, worst = candidate.setup, candidate.differences.worst
     yield "layout", setup.layout
     yield "overrides", " ".join(setup.overrides)

@@ -1,8 +1,7 @@
 """The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file.
 
-Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then what is known of
-those that do not pass, what the verdicts mean, and where the files are. Drawn from the view that page and JSON are
-drawn from.
+Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then details of every
+failing one, the meanings of the verdicts, and the files. Page and JSON are drawn from the same view.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _TONE_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 
 
 def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, Path]) -> None:
-    """Print the verdicts, details of candidates that do not pass, the legend and where the files are.
+    """Print the verdicts, details of failing candidates, the legend and the files.
 
-    ``files``: what lies where; ``result``, where it is among them, is the JSON file that holds all of the result.
+    ``files``: paths by their role; ``result``, where it is among them, is the JSON file of the whole result.
     """
     more = f", all in {files['result']}" if "result" in files else ""
     console.print()
@@ -46,7 +45,7 @@ def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, P
 
 
 def _print_table(view: AlignmentView, console: Console) -> None:
-    """One row for each run, and beneath it the verdict in words."""
+    """Print one row for each run, and beneath it the verdict in words."""
     table = FittedTable(_columns(view), console, indent=0)
     table.print_header("dim")
     table.print_row(0)
@@ -62,7 +61,7 @@ def _print_table(view: AlignmentView, console: Console) -> None:
 
 
 def _columns(view: AlignmentView) -> list[TextColumn]:
-    """The columns of the table, of which each has the baseline's cell first."""
+    """Build the columns of the table, each with the baseline's cell first."""
     candidates = view.candidates
     names = ["baseline", *(item.name for item in candidates)]
     verdicts = [Text(item.verdict.kind.value, VERDICT_STYLES[item.verdict.kind]) for item in candidates]
@@ -91,7 +90,7 @@ def _print_beneath(text: str, console: Console, *, style: str) -> None:
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """Print what is known of a candidate that does not pass."""
+    """Print all that is known of a failing candidate."""
     verdict, origin, versions = candidate.verdict, candidate.origin, candidate.setup.versions
     console.print()
     title = Text.assemble((candidate.name, "bold"), ": ", (verdict.kind.value, VERDICT_STYLES[verdict.kind]))
@@ -126,7 +125,7 @@ def _print_differences(candidate: CandidateView, console: Console, *, more: str)
 
 
 def _print_lines(title: str, lines: Sequence[str], number: int, console: Console, *, more: str) -> None:
-    """The first few lines under a title, and how many there are beside them; ``more`` says where."""
+    """Print the first few lines under a title, and how many more there are; ``more`` says where."""
     if not lines:
         return
     print_wrapped(console, Text(title, style="dim"), indent=2)
@@ -138,7 +137,7 @@ def _print_lines(title: str, lines: Sequence[str], number: int, console: Console
 
 
 def _print_built(view: AlignmentView, console: Console) -> None:
-    """What candidates built: in one line where it is the same for all that ran."""
+    """Print the numbers of engines and environments each run built, in one line where they are the same."""
     built = {item.name: item.run.built for item in view.candidates if item.run.built}
     if not built:
         return
@@ -150,7 +149,7 @@ def _print_built(view: AlignmentView, console: Console) -> None:
 
 
 def _print_seconds(view: AlignmentView, console: Console) -> None:
-    """Where the seconds of the whole went; nothing where it has not ended."""
+    """Print how the seconds of the whole were spent; nothing before its end."""
     if view.total_s is None:
         return
     parts = ", ".join(f"{label} {seconds:,.1f}" for label, seconds in view.seconds if seconds)
@@ -158,7 +157,7 @@ def _print_seconds(view: AlignmentView, console: Console) -> None:
 
 
 def _print_legend(view: AlignmentView, console: Console) -> None:
-    """What the verdicts that occur mean, and what tensors were held to."""
+    """Print the meanings of the verdicts at hand, and the bounds."""
     console.print()
     rows = [(verdict.value, LEGEND[verdict]) for verdict, _ in view.counts]
     print_labelled(console, rows)

@@ -1,7 +1,7 @@
-"""Everything that the reports of an alignment say, as plain data: page, terminal and JSON are drawn from it alone.
+"""The contents of all reports of an alignment as plain data: page, terminal and JSON are drawn from it alone.
 
-Contract: ``alignment_builder`` makes it from a result and the folders that it names. A view that is not full has
-neither figures nor what is read from folders.
+Contract: ``builder`` makes it from a result and its folders. A view that is not full lacks figures and everything
+read from folders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictView:
-    """A verdict. headline: it in one line; reason: what it rests on beside proofs; first_divergence: in words."""
+    """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence."""
 
     kind: VerdictKind
     exit_code: int
@@ -59,15 +59,15 @@ class VerdictView:
 
     @property
     def passes(self) -> bool:
-        """Whether the command would end with 0 on it."""
+        """The command would end with 0 on it."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetupView:
-    """How a candidate differs from the baseline by plan. entry: its module; empty where it is the baseline's.
+    """A candidate's planned differences from the baseline. entry: its module; empty where it is the baseline's.
 
-    changes: keys that may move a bit. versions: packages of other versions.
+    changes: keys with an effect on bits. versions: packages of other versions.
     """
 
     layout: str
@@ -79,10 +79,10 @@ class SetupView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferencesView:
-    """How tensors differ from the baseline's.
+    """Tensors beside the baseline's.
 
     tensors: beyond their bound, or else nearest to it, under ``tensors_heading``; num_tensors: how many there are.
-    emulated: of the comparison with the reference in its order. lists: further findings: heading, lines, how many.
+    emulated: the comparison with the reference in its order. lists: further findings: heading, lines, how many.
     """
 
     worst: TensorLine | None
@@ -96,7 +96,7 @@ class DifferencesView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsView:
-    """How metrics differ. equal: how many do not, in words; differing: a line for each that does."""
+    """Metrics beside the baseline's. equal: their number, in words; differing: a line for each of the others."""
 
     equal: str
     differing: tuple[str, ...]
@@ -106,7 +106,7 @@ class MetricsView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OriginView:
-    """Where the differences begin. localisation: labels and texts; command: opens the traces."""
+    """The place where the differences begin. localisation: labels and texts; command: opens the traces."""
 
     localisation: tuple[tuple[str, str], ...]
     command: str
@@ -114,7 +114,7 @@ class OriginView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsequenceView:
-    """What the differences do to training, as labels and texts and in a sentence; both empty where it is not known."""
+    """The effect of the differences on training, as labels and texts and in a sentence; empty where it is unknown."""
 
     rows: tuple[tuple[str, str], ...]
     text: str
@@ -122,7 +122,7 @@ class ConsequenceView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """A candidate's run. built: what it built, in words; seconds: label and seconds."""
+    """A candidate's run. built: its engines and environments, in words; seconds: label and seconds."""
 
     built: str
     run_dir: str
@@ -132,7 +132,7 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateView:
-    """One candidate, all that is said of it, by sections of the page.
+    """One candidate, by sections of the page.
 
     layout_name, option: of its name where that is ``layout.option`` or a layout; else empty. proofs: all, strongest
     first.
@@ -155,15 +155,15 @@ class CandidateView:
 
     @property
     def passes(self) -> bool:
-        """Whether the command would end with 0 on it."""
+        """The command would end with 0 on it."""
         return self.verdict.passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentView:
-    """A whole alignment. counts: how many candidates have which verdict, gravest first. is_matrix: whether candidates
+    """A whole alignment. counts: candidates by verdict, gravest first. is_matrix: whether candidates
     are named by layouts and options. must_match, facts, settings, packages: of the baseline and its recording.
-    bounds: what every tensor and metric was held to. seconds: of the whole, label and seconds; empty until it ended.
+    bounds: those of every tensor and metric, in words. seconds: of the whole, label and seconds; empty until it ended.
     """
 
     config_name: str
