@@ -1,7 +1,7 @@
-"""``mock-scheduler doctor``: one recorded step replayed twice, in fresh processes, and where they first differ.
+"""``mock-scheduler doctor``: replays one recorded step twice, in fresh processes, and finds their first difference.
 
 Contract: exits with 0 only where every operation of every rank, every batch and every metric of the steps was compared
-and is bit-identical; 4 where anything differs or nothing was compared. A run that failed is no difference: its own
+and is bit-identical; with 4 where anything differs or nothing was compared. A failed run is no difference: its own
 error is shown and its exit code is returned.
 """
 
@@ -40,8 +40,8 @@ def run_doctor(
 ) -> int:
     """Replay the steps 0 to ``step`` twice, print where they differ and why, and return the exit code.
 
-    As ``plan_doctor`` for the arguments. ``entry``: the module that runs the replays. ``{output_dir}/doctor`` is made
-    anew and holds the runs and ``doctor.json``; a copy of that goes to ``json_path``.
+    The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays. ``{output_dir}/doctor`` is made
+    anew and holds the runs and ``doctor.json``; ``json_path`` gets a copy of the latter.
     Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
     """
     console = console or build_console()

@@ -1,4 +1,8 @@
-"""Starts a training service on every rank, and answers its requests until the client has finished."""
+"""Runs a training service: rank 0 answers requests until the client has finished, the others do as it tells them.
+
+Contract: every rank is either in ``listen`` or carries out the same command. Rank 0 sends an empty command at least
+every ``HEARTBEAT_S`` seconds, so no collective of the waiting ranks runs into its timeout.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,11 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
@@ -31,17 +39,20 @@ from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runt
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging
 from pipelines.service.http_front import Answer, Call, Front, listening
-from pipelines.service.ranks import HEARTBEAT_S, Command, listen, send
 from pipelines.service.service import OutOfOrderError, TrainingService
 from pipelines.tracking import MetricsWriter, prepare_output_dir
 
 SERVICE_FILE = "service.json"
 _METRICS_FILE = f"service_{METRICS_FILE}"
+HEARTBEAT_S = 20.0
+_IDLE, _SCORE, _TRAIN, _STOP = range(4)
+_CODES = {"score": _SCORE, "train": _TRAIN, "stop": _STOP, "idle": _IDLE}
+_NAMES = {code: name for name, code in _CODES.items()}
 logger = logging.getLogger("pipelines.service")
 
 
 def run_service(config: PipelineConfig) -> None:
-    """Serve until the client has finished. Every rank calls it, after its environment was applied.
+    """Serve until the client has finished. Every rank calls it, with its environment applied.
 
     Raises:
         MockSchedulerError: the service cannot start, or no request came for ``training_service.timeout_s``.
@@ -74,7 +85,7 @@ def run_service(config: PipelineConfig) -> None:
 
 
 def _follow(service: TrainingService, runtime: Runtime) -> None:
-    """Carry out what rank 0 hears."""
+    """Carry out the commands of rank 0."""
     for command in listen(device=runtime.device):
         if command.operation == "score":
             service.score(command.step, command.body)
@@ -129,11 +140,11 @@ def _answer_all(service: TrainingService, front: Front, writer: MetricsWriter) -
             call.answer(Answer.json({"steps": service.next_step}))
             return
         call.answer(_refusal(service, call) or _carry_out(service, call, writer))
-        heard_s = time.monotonic()  # the time that a step takes is not the client's
+        heard_s = time.monotonic()  # the client is silent only after it has its answer
 
 
 def _refusal(service: TrainingService, call: Call) -> Answer | None:
-    """The answer to a request that no rank acts on; ``None`` for one to carry out."""
+    """Answer a request that concerns no rank; ``None`` for one to carry out."""
     if call.operation == "service":
         return Answer.json(service.describe())
     try:
@@ -157,3 +168,37 @@ def _carry_out(service: TrainingService, call: Call, writer: MetricsWriter) -> A
     writer.write(call.step, metrics)
     logger.info("step %d trained", call.step + 1)
     return Answer.json({"metrics": metrics_as_json(metrics)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command of rank 0 to all others. ``operation``: score, train, stop or idle; the rest is the request's."""
+
+    operation: str
+    step: int = 0
+    body: bytes = b""
+
+
+def send(command: Command, *, device: torch.device) -> None:
+    """Tell every other rank; only rank 0 calls it."""
+    if dist.get_world_size() == 1:
+        return
+    numbers = [_CODES[command.operation], command.step, len(command.body)]
+    dist.broadcast(torch.tensor(numbers, dtype=torch.int64, device=device), src=0)
+    if command.body:
+        dist.broadcast(torch.frombuffer(bytearray(command.body), dtype=torch.uint8).to(device), src=0)
+
+
+def listen(*, device: torch.device) -> Iterator[Command]:
+    """Yield the commands of rank 0 until it stops; every other rank iterates over them."""
+    while True:
+        numbers = torch.zeros(3, dtype=torch.int64, device=device)
+        dist.broadcast(numbers, src=0)
+        code, step, size = numbers.tolist()
+        body = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            dist.broadcast(body, src=0)
+        if code == _STOP:
+            return
+        if code != _IDLE:
+            yield Command(operation=_NAMES[code], step=step, body=body.cpu().numpy().tobytes())

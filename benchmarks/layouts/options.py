@@ -1,6 +1,7 @@
-"""Ways to compute the same training, by name, and changes of what is computed, which both sides must have.
+"""Options of a case, by name: ways to compute the same training, and changes of the training itself.
 
-A case names any number of them, as in ``packing+recompute-full``.
+A change of the training is made on both sides of a comparison. A case names any number, as in
+``packing+recompute-full``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _BUDGET = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """``changes``: keys of the configuration, as nested mappings.
+    """One option. ``changes``: keys of the configuration, as nested mappings.
 
-    ``changes_values``: another function or other rows, so that one process must have it as well to be compared with.
+    ``changes_values``: it is another function or other rows, so the reference must have it too.
     ``keeps_bits``: in one process nothing may change, not even by rounding.
     """
 
@@ -74,7 +75,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def split_options(text: str) -> tuple[str, ...]:
-    """``packing+recompute-full`` as names.
+    """Split ``packing+recompute-full`` into names.
 
     Raises:
         ValueError: a name is unknown; lists the known ones.
@@ -87,17 +88,17 @@ def split_options(text: str) -> tuple[str, ...]:
 
 
 def values_options(text: str) -> str:
-    """Those of the options that one process must have too; ``plain`` where there are none."""
+    """Keep the options of the training itself, for the reference; ``plain`` where there are none."""
     return SEPARATOR.join(name for name in split_options(text) if OPTIONS[name].changes_values) or PLAIN
 
 
 def keeps_bits(text: str) -> bool:
-    """Whether one process computes with these options what it does with ``values_options`` alone, bit for bit."""
+    """Whether one process computes the same bits with these options as with ``values_options`` alone."""
     return all(OPTIONS[name].keeps_bits or OPTIONS[name].changes_values for name in split_options(text))
 
 
 def merge_changes(values: Mapping[str, Any], changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Configuration keys with changes over them, sections key by key."""
+    """Lay changes over configuration keys, sections key by key."""
     merged = dict(values)
     for change in changes:
         for key, value in change.items():

@@ -1,8 +1,8 @@
-"""The table of layouts: ``python -m pipelines.layouts``, and that of computation options: ``... --options``.
+"""Prints the table of layouts: ``python -m benchmarks.layouts``, or of computation options: ``... --options``.
 
 Trains small models, dense and with experts, for two steps of two updates under every layout of up to 8 processes, in
-float32 and float64, and shows how far metrics, gradients and parameters are from those of one process. In float64
-nothing but rounding may be left: exit code 1 where anything is above its bound or replicas differ.
+float32 and float64, and shows how far metrics, gradients and parameters are from one process. In float64 nothing but
+rounding may be left: exit code 1 where anything is above its bound or replicas differ.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
+from benchmarks.layouts.table import build_results, render
+from benchmarks.layouts.training import run_cases
 from mock_scheduler.megatron.rules.known_wrong import MEGATRON, installed_megatron
-from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
-from pipelines.layouts.runs import run_cases
-from pipelines.layouts.table import build_results, render
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _WIDTH_OF_FILES = 160
@@ -57,7 +57,7 @@ def layouts(
 
 
 def _print_refused(model: str, console: Console) -> None:
-    """A line with what is not in the table, since Megatron computes it wrongly."""
+    """Print the cases left out of the table, since Megatron computes them wrongly."""
     refused = [f"{case.label} ({rule})" for rule, case in refused_cases(model)]
     if refused:
         text = f"Refused, as {MEGATRON} {installed_megatron()} computes it wrongly: {', '.join(refused)}"

@@ -1,7 +1,7 @@
-"""``mock-scheduler extract``: one small folder out of a diverged candidate, which shows the divergence by one command.
+"""Makes a reproduction: the folder of ``mock-scheduler extract``, with as few whole groups as still diverge.
 
-As few whole groups as still diverge: those of the row with the largest difference where the divergence names one, else
-all; and where the divergence does not show with them, twice as many, until all are used.
+It begins with the group of the row with the largest difference, where the divergence names one, else with all groups;
+and where the divergence does not show, it takes twice as many, until all are used.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.extract.batch import reduce_batch
-from mock_scheduler.align.extract.entry import EntryFiles, find_entry_files
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, choose_weights, write_reproduction
+from mock_scheduler.align.extract.entry import EntryFiles
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_reproduction
 from mock_scheduler.align.extract.readme import write_readme
-from mock_scheduler.align.extract.source import DivergedCandidate, read_diverged, read_verdict
+from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.display.console import build_console
-from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
+from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.writing.subset import load_train_step
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ALIGN_FILE
-from mock_scheduler.support.text import count_of, format_bytes
+from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import VerdictKind
 
 _NUM_LOG_LINES = 15
@@ -40,7 +39,7 @@ _NOT_FOR_A_CHECK = ("align.proofs.localise=false", "align.proofs.consequence=fal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a reproduction gave when it was run: the verdict's word, and its first divergence or reason."""
+    """The result of running a reproduction: the verdict's word, and its first divergence or reason."""
 
     verdict: str
     text: str
@@ -55,53 +54,8 @@ class Outcome:
 CheckReproduction = Callable[[Path, str], Outcome]
 
 
-def run_extract(
-    align_dir: Path,
-    name: str,
-    *,
-    output: Path,
-    step: int | None = None,
-    num_groups: int | None = None,
-    is_checked: bool = True,
-    check: CheckReproduction | None = None,
-    console: Console | None = None,
-) -> int:
-    """Make the folder ``output`` out of the diverged candidate ``name`` of the alignment in ``align_dir``; 0.
-
-    step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
-    check: ``None`` runs the folder's own script. console: ``None`` is this terminal.
-    Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
-    ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
-    show with all groups either, or the script does not run. Then there is no ``output``.
-    """
-    console = console or build_console()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists and is not empty; choose another --output")
-    source = read_diverged(align_dir, name, step=step)
-    extraction = _Extraction(
-        source=source,
-        batch=load_train_step(source.reader, source.step),
-        weights=choose_weights(source),
-        entry=find_entry_files(source.change.entry),
-        check=(check or run_reproduction) if is_checked else None,
-        console=console,
-    )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    try:
-        extraction.make(aside / output.name, num_groups)
-        (aside / output.name).replace(output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
-        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
-    )
-    return int(ExitCode.ALIGNED)
-
-
 def run_reproduction(folder: Path, name: str) -> Outcome:
-    """Run the script of a reproduction, as its user would, with this interpreter and from this working directory.
+    """Run the script of a reproduction as its user would, with this interpreter and from this working directory.
 
     Raises ``AlignmentError`` with the end of its output where it gave no result.
     """
@@ -126,8 +80,8 @@ def run_reproduction(folder: Path, name: str) -> Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Extraction:
-    """What is the same for any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
+class Extraction:
+    """An extraction with any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
 
     source: DivergedCandidate
     batch: RolloutBatch
@@ -137,7 +91,7 @@ class _Extraction:
     console: Console
 
     def make(self, folder: Path, num_groups: int | None) -> None:
-        """Write the folder with as many groups as it takes; raises as ``run_extract``."""
+        """Write the folder with as many groups as the divergence needs; raises as ``run_extract``."""
         order = order_groups(self.batch, self.source.sample)
         if num_groups is not None and not 1 <= num_groups <= len(order):
             raise ConfigError(f"--groups is {num_groups}; step {self.source.step} has {count_of(len(order), 'group')}")
@@ -161,7 +115,7 @@ class _Extraction:
     def _try(
         self, folder: Path, order: Sequence[GroupKey], wanted: int, remarks: list[str]
     ) -> tuple[int, Outcome | None]:
-        """Write the folder with at least ``wanted`` groups and run it; how many these are, and what it gave."""
+        """Write the folder with at least ``wanted`` groups and run it; returns their number and the outcome."""
         source, weights = self.source, self.weights
         reduction = reduce_batch(source, num_groups=wanted, num_all=len(order), max_steps=weights.last_step + 1)
         places = self._places(order[: reduction.num_groups])
@@ -192,7 +146,7 @@ class _Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """The places of the chosen groups among those of the step: the same are kept of every step."""
+        """Find the places of the chosen groups in the step: every step keeps the groups at these places."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:
@@ -202,10 +156,10 @@ class _Extraction:
 
 
 def order_groups(batch: RolloutBatch, sample: str | None) -> list[GroupKey]:
-    """The groups of a batch, those first without which there may be no divergence.
+    """List the groups of a batch, the most likely to show the divergence first.
 
-    First the group of the row ``sample``, as its identity is spelled, then those whose rewards differ, from which alone
-    advantages relative to a group come, then the others; each in the batch's order.
+    First the group of the row with the identity ``sample``, then groups with different rewards, since only they have
+    advantages relative to the group, then the others; each in the batch's order.
     """
     of_sample = {identity.group_key for identity in batch.identities if str(identity) == sample}
     rewards: dict[GroupKey, set[float]] = {}

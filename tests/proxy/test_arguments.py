@@ -1,15 +1,18 @@
 """What a trainer gives by mistake is refused at once, by name, before anything is built or written."""
 
 import os
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
 from mock_scheduler.errors import ConfigError, RecordingError, SchedulerError
-from mock_scheduler.proxy import ProxyScheduler, build_async_scheduler, build_scheduler
+from mock_scheduler.proxy import BuildOptions, ProxyScheduler, build_async_scheduler, build_scheduler
 from mock_scheduler.proxy.access import format_megabytes
+from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.proxy.players import Player, config, dump, mock, never, play, request
@@ -174,3 +177,10 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_recording(tmp_path: Pa
 )
 def test_a_small_size_is_not_nothing(size_bytes: int, text: str) -> None:
     assert format_megabytes(size_bytes) == text
+
+
+def test_the_options_are_exactly_the_optional_settings_with_their_types() -> None:
+    optional = {f.name for f in fields(ProxySettings) if f.default is not MISSING or f.default_factory is not MISSING}
+    settings = get_type_hints(ProxySettings)
+    assert get_type_hints(BuildOptions) == {name: settings[name] for name in optional}
+    assert BuildOptions.__optional_keys__ == optional

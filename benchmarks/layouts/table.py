@@ -1,4 +1,4 @@
-"""Results of all cases as one table per model."""
+"""Shows the results of all cases, one table per model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from pipelines.layouts.cases import Case
-from pipelines.layouts.comparison import CaseComparison, compare_cases
+from benchmarks.layouts.cases import Case
+from benchmarks.layouts.comparison import CaseComparison, compare_cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How large relative differences may be: of the first update's gradients, and of anything."""
+    """Bounds of relative differences: of the first update's gradients, and of anything."""
 
     first_gradient: float
     anything: float
@@ -57,12 +57,12 @@ class CaseResult:
         return comparison.first_gradient.value <= bounds.first_gradient and comparison.worst() <= bounds.anything
 
     def metric(self, name: str) -> float | None:
-        """The largest difference of a column's metrics; ``None`` where the run has none of them."""
+        """Find the largest difference of a column's metrics; ``None`` where the run has none of them."""
         found = [self.comparison.metrics[metric] for metric in _METRICS[name] if metric in self.comparison.metrics]
         return max(found) if found else None
 
     def as_json(self) -> dict[str, object]:
-        """All numbers by name."""
+        """Return all numbers by name."""
         comparison = self.comparison
         tensors = {
             "first_gradient": comparison.first_gradient,
@@ -84,14 +84,14 @@ class CaseResult:
 
 
 def build_results(root: Path, cases: Iterable[Case]) -> list[CaseResult]:
-    """Every case compared with its reference, as ``run_cases`` left them."""
+    """Compare every case trained by ``run_cases`` with its reference."""
     return [
         CaseResult(case=case, comparison=compare_cases(root / case.reference.name, root / case.name)) for case in cases
     ]
 
 
 def render(model: str, results: Sequence[CaseResult]) -> Table:
-    """Rows are the model's cases, columns the largest relative differences from one process."""
+    """Make the table: a row per case of the model, columns of largest relative differences from one process."""
     own = [result for result in results if result.case.model == model]
     metrics = [name for name in _METRICS if any(result.metric(name) is not None for result in own)]
     table = Table(title=f"{model}: largest relative difference from one process, 2 steps of 2 updates")

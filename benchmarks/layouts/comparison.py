@@ -1,4 +1,4 @@
-"""How far a case's training is from that of one process: metrics, gradients and parameters of all steps."""
+"""Compares a case's training with its reference of one process: metrics, gradients and parameters of all steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.layouts.training import METRICS_FILE
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
-from pipelines.layouts.worker import METRICS_FILE
 
-# A metric that is a difference of nearly equal numbers is judged against what was subtracted, which is of this size.
+# A metric may be a difference of nearly equal numbers: it is judged against their size, not its own.
 _ABSOLUTE_SCALE = 1e-3
 
 
@@ -44,12 +44,12 @@ class CaseComparison:
     num_tensors: int
 
     def worst(self) -> float:
-        """The largest of all differences."""
+        """Return the largest of all differences."""
         return max([*self.metrics.values(), self.gradient.value, self.parameter.value])
 
 
 def compare_cases(reference_dir: Path, candidate_dir: Path) -> CaseComparison:
-    """Compare two cases as ``worker`` leaves them.
+    """Compare two trained cases.
 
     Raises:
         ValueError: they hold other metrics or other tensors; the message says which.
@@ -71,7 +71,7 @@ def compare_cases(reference_dir: Path, candidate_dir: Path) -> CaseComparison:
 
 
 def merged_pairs(reference_dir: Path, candidate_dir: Path) -> Iterator[tuple[TraceKey, MergedTensor, MergedTensor]]:
-    """Every tensor of both traces, put together from all ranks, one at a time.
+    """Yield every tensor of both traces, put together from all ranks, one at a time.
 
     Raises:
         ValueError: one trace has other tensors, or other steps.
@@ -89,19 +89,19 @@ def merged_pairs(reference_dir: Path, candidate_dir: Path) -> Iterator[tuple[Tra
 
 
 def is_first_update(key: TraceKey) -> bool:
-    """Whether a tensor is of the run's first update."""
+    """Whether a tensor belongs to the run's first update."""
     return (key.step, key.update) == (0, 0)
 
 
 def relative_difference(reference: torch.Tensor, candidate: torch.Tensor) -> float:
-    """||a - b|| / ||b|| in float64, or ||a - b|| where the reference is 0."""
+    """Compute ||a - b|| / ||b|| in float64, or ||a - b|| where the reference is 0."""
     difference = float((candidate.double() - reference.double()).norm())
     scale = float(reference.double().norm())
     return difference / scale if scale > 0 else difference
 
 
 def _worst(differences: Iterable[tuple[TraceKey, float]]) -> Difference:
-    """The largest difference; one that is no number counts as the largest of all."""
+    """Find the largest difference; NaN counts as the largest of all."""
     worst = Difference(value=0.0, place="-")
     for key, value in differences:
         size = math.inf if math.isnan(value) else value
@@ -111,7 +111,7 @@ def _worst(differences: Iterable[tuple[TraceKey, float]]) -> Difference:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The metrics of each step."""
+    """Read the metrics of each step."""
     steps: list[dict[str, float]] = json.loads((folder / METRICS_FILE).read_text(encoding="utf-8"))
     return steps
 

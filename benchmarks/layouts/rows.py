@@ -1,4 +1,4 @@
-"""A rollout batch of random rows, so that layouts can be compared without playing any episode."""
+"""Makes a rollout batch of random rows, to compare layouts without playing an episode."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNIFORM_LOGPROB = -float(np.log(NUM_ACTIONS))
 
 
 def random_batch(seed: int, *, longest: int, form: Literal["trajectory", "step"] = "trajectory") -> RolloutBatch:
-    """16 trajectories in 4 groups, of 1 to 4 turns and very different lengths, up to ``longest`` tokens.
+    """Make 16 trajectories in 4 groups, of 1 to 4 turns and very different lengths, up to ``longest`` tokens.
 
-    Every turn is an observation of random tokens and one action; the logprobs are those of a uniform policy. ``form``:
-    one row per trajectory, or one per turn with all that came before it as its prompt.
+    Every turn is an observation of random tokens and one action, with the logprob of a uniform policy. ``form``: one
+    row per trajectory, or one per turn with everything before it as its prompt.
     """
     generator = np.random.Generator(np.random.Philox(key=derive_seed(seed, "layout-rows")))
     rows: list[Trajectory] = []
@@ -55,7 +55,7 @@ def _random_rows(
 
 
 def _row(tokens: list[int], actions: list[int], *, identity: SampleIdentity, reward: float) -> Trajectory:
-    """One row whose actions are at these positions; the last of its turns gets the reward."""
+    """Make a row with actions at these positions; its last turn gets the reward."""
     mask = torch.zeros(len(tokens), dtype=torch.bool)
     mask[actions] = True
     return Trajectory(

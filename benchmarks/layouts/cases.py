@@ -1,4 +1,4 @@
-"""What is compared with one process: layouts, computation options, and what is known to be wrong."""
+"""Lists the cases to compare with one process: layouts, computation options, and layouts known to be wrong."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mock_scheduler.config.layout import parse_layout
-from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
-from pipelines.config.schema import ParallelConfig, PipelineConfig
-from pipelines.layouts.models import MODELS
-from pipelines.layouts.options import (
+from benchmarks.layouts.options import (
     OPTIONS,
     PLAIN,
     SEPARATOR,
@@ -19,7 +15,10 @@ from pipelines.layouts.options import (
     split_options,
     values_options,
 )
-from pipelines.layouts.rows import GROUP_SIZE, NUM_GROUPS
+from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
+from mock_scheduler.config.layout import parse_layout
+from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
+from pipelines.config.schema import ParallelConfig, PipelineConfig
 
 PRECISIONS = ("float32", "float64")
 SEED = 42
@@ -27,7 +26,40 @@ LONGEST_ROW = 56
 NUM_STEPS = 2
 ONE_PROCESS = "tp1"
 
-#: The part of a layout that is no axis: the optimizer that is not distributed.
+_DENSE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 96,
+    "qk_layernorm": True,
+    "rotary_base": 100,
+    "init_method_std": 0.08,
+    "vocab_size": 62,
+}
+_MOE: dict[str, Any] = {
+    **_DENSE,
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.01,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {**_DENSE, "untie_embeddings_and_output_weights": False},
+    "moe": _MOE,
+    # Balances each row's own tokens: with other micro-batches it is still the same function.
+    "moe-by-row": {**_MOE, "moe_router_load_balancing_type": "seq_aux_loss"},
+}
+"""The models, small, with every kind of layer and parameter that a layout splits in its own way."""
+
+#: The part of a layout name for an optimizer that is not distributed.
 _PLAIN_OPTIMIZER = "plain"
 
 
@@ -45,18 +77,18 @@ class Case:
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """The case of a name."""
+        """Make the case of a name."""
         model, precision, layout, option = name.split("/")
         return cls(model=model, precision=precision, layout=layout, option=option)
 
     @property
     def name(self) -> str:
-        """``model/precision/layout/option``, which is also the folder of its results."""
+        """``model/precision/layout/option``, also the folder of its results."""
         return "/".join((self.model, self.precision, self.layout, self.option))
 
     @property
     def label(self) -> str:
-        """Layout and options in one phrase, without what is plain."""
+        """Layout and options in one phrase, without plain parts."""
         if self.option == PLAIN:
             return self.layout
         option = " ".join(split_options(self.option))
@@ -64,12 +96,12 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Processes that it needs."""
+        """The number of its processes."""
         return ParallelConfig.model_validate(parallel_of(self.layout)).world_size
 
     @property
     def reference(self) -> Case:
-        """One process that computes the same in the plainest way."""
+        """The case of one process with the same function, computed in the plainest way."""
         return replace(self, layout=ONE_PROCESS, option=values_options(self.option))
 
     @property
@@ -125,17 +157,17 @@ KNOWN_WRONG_CASES: dict[str, Case] = {
     "loss-tuple-under-cp": Case(model="dense", precision="float64", layout="cp2", option="micro-batch-means"),
     "expert-bias-under-tp": Case(model="moe", precision="float64", layout="tp2-sp-ep2", option="biases"),
 }
-"""What each rule of ``KNOWN_WRONG`` refuses, by the rule's name."""
+"""A case refused by each rule of ``KNOWN_WRONG``, by the rule's name."""
 
 
 def allowing(case: Case, rule: str) -> Case:
-    """The case with a rule's ``parallel.allow_known_wrong``."""
+    """Return the case with a rule's ``parallel.allow_known_wrong``."""
     allow = f"allow-{rule}"
     return replace(case, option=allow if case.option == PLAIN else case.option + SEPARATOR + allow)
 
 
 def refused_cases(model: str) -> Iterator[tuple[str, Case]]:
-    """Rule and case of what the installed megatron-core computes wrongly."""
+    """Yield rule and case of each layout that the installed megatron-core computes wrongly."""
     for rule, case in KNOWN_WRONG_CASES.items():
         config = build_config(allowing(case, rule))
         values = layout_values(config.parallel, config.model, config.training)
@@ -145,7 +177,7 @@ def refused_cases(model: str) -> Iterator[tuple[str, Case]]:
 
 
 def layout_cases(models: Sequence[str], precisions: Sequence[str]) -> list[Case]:
-    """Every layout of these models."""
+    """List every layout of these models."""
     return [
         Case(model=model, precision=precision, layout=layout)
         for model in models
@@ -155,7 +187,7 @@ def layout_cases(models: Sequence[str], precisions: Sequence[str]) -> list[Case]
 
 
 def option_cases(models: Sequence[str], precisions: Sequence[str]) -> list[Case]:
-    """Every computation option of these models."""
+    """List every computation option of these models."""
     return [
         Case(model=model, precision=precision, layout=layout, option=option)
         for model in models
@@ -165,12 +197,12 @@ def option_cases(models: Sequence[str], precisions: Sequence[str]) -> list[Case]
 
 
 def parallel_of(layout: str) -> dict[str, Any]:
-    """``tp2-sp-pp2`` or ``dp2-plain`` as the ``parallel`` section."""
+    """Make the ``parallel`` section of ``tp2-sp-pp2`` or ``dp2-plain``."""
     return parse_layout("-".join(part for part in layout.split("-") if part != _PLAIN_OPTIMIZER))
 
 
 def build_config(case: Case) -> PipelineConfig:
-    """A run of two updates per step on 16 trajectories.
+    """Configure a run of two updates per step on 16 trajectories.
 
     Raises:
         ValueError: the layout cannot be run, or is known to be wrong and not allowed; or an option is unknown.
