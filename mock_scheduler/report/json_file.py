@@ -98,7 +98,7 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
 
 
 def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
-    """What was found in one run as JSON values."""
+    """The findings in one run as JSON values."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(result.exit_code),
