@@ -21,7 +21,7 @@ from mock_scheduler.align.plan.overrides import quote_value
 from mock_scheduler.align.plan.plan import ConfigLoader, build_loader
 from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
-from mock_scheduler.config.align import MatrixConfig
+from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
@@ -31,7 +31,7 @@ from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, join_words
 from mock_scheduler.verdict.verdict import VerdictKind
-from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 MINIMISE_FILE = "minimise.json"
 MINIMISE_MARKER = FolderMarker(

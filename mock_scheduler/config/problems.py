@@ -1,17 +1,19 @@
 """What is wrong with a configuration, key by key, in words that a user can act on.
 
-Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one.
+Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one. A
+validator of a whole section raises what it finds with ``raise_keyed``, so that each problem is shown at its own key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import NoneType
 from typing import NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from mock_scheduler.config.base import is_union_tag
 from mock_scheduler.errors import ConfigError
@@ -21,6 +23,40 @@ Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""
 
 _KeyPath = tuple[str | int, ...]
+
+
+class KeyedError(ValueError):
+    """What is wrong with one key of a section; ``key``: the dotted key within it, or ``""`` for the section."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(key, text)
+        self.key = key
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}" if self.key else self.text
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add a ``KeyedError`` of the block to ``problems``, and go on after the block."""
+    try:
+        yield
+    except KeyedError as error:
+        problems.append((error.key, error.text))
+
+
+def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, object]) -> NoReturn:
+    """Raise pydantic's ``ValidationError`` with one entry per problem, to be called in a validator of the section.
+
+    title: the model's name. values: the section's, for pydantic's own messages.
+    """
+    details: list[InitErrorDetails] = []
+    for key, text in problems:
+        path = tuple(int(part) if part.isdecimal() else part for part in key.split(".")) if key else ()
+        error = PydanticCustomError("value_error", "{text}", {"text": text})
+        details.append({"type": error, "loc": path, "input": values.get(key.split(".")[0])})
+    raise ValidationError.from_exception_data(title, details)
 
 
 def raise_problems(

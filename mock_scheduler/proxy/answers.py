@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.recording.reading.prompts import compare_prompts, prompts_of
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard
-from pipelines.config.schema import RolloutMockConfig
 
 _NUM_SHOWN = 5
 

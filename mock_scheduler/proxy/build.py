@@ -9,6 +9,7 @@ from typing import TypedDict, Unpack
 from pydantic import ValidationError
 
 from mock_scheduler.config.problems import raise_problems, validation_problems
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
@@ -22,7 +23,6 @@ from mock_scheduler.recording import Contract
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import RolloutMockConfig
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording import Contract
 from mock_scheduler.recording.patience import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import RolloutMockConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

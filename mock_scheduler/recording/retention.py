@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
 from mock_scheduler.recording.sealed import encode_sealed, load_sealed
 from mock_scheduler.recording.storage import Storage, locked
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import RetentionConfig
 
 RETENTION_FORMAT = "rollout-retention"
 RETENTION_VERSION = 1

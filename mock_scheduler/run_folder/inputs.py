@@ -17,6 +17,7 @@ from typing import Literal
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
@@ -35,7 +36,6 @@ from mock_scheduler.support.run_files import (
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
-from pipelines.config.schema import ToleranceConfig
 
 InputKind = Literal["run", "trace", "metrics", "recording"]
 

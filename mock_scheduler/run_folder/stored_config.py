@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import ToleranceConfig
 
 _Section = TypeVar("_Section", bound=ConfigSection)
 

@@ -16,6 +16,7 @@ from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import check_baseline, find_noise, load_noise
 from mock_scheduler.compare.noise.theory import TheoryBounds, build_theory_bounds
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_folder.finished_run import load_batches
@@ -23,7 +24,6 @@ from mock_scheduler.run_folder.inputs import OpenedInput, find_kind, find_trace,
 from mock_scheduler.run_folder.stored_config import load_stored_config
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import ToleranceConfig
 
 
 def resolve_bounds(

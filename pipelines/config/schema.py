@@ -28,8 +28,8 @@ from mock_scheduler.config.base import (
     RolloutMode,
 )
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
-from mock_scheduler.config.keyed import raise_keyed
 from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
+from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig

@@ -15,14 +15,14 @@ from mock_scheduler.align.extract.entry import EntryFiles
 from mock_scheduler.align.extract.source import DivergedCandidate
 from mock_scheduler.align.plan.plan import BASELINE_NAME, build_loader
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.config.align import MatrixConfig
+from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
-from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"

@@ -14,12 +14,13 @@ from typing import Any
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, build_loader
+from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.errors import ConfigError, StepNotFoundError
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
-from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 _DIVERGED = "diverged"
 

@@ -16,9 +16,10 @@ from typing import Literal, TypeAlias
 
 from mock_scheduler.align.minimise.minimise import Levels
 from mock_scheduler.align.plan.overrides import format_override, override_keys
+from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 Value: TypeAlias = "int | bool | str | None"
 DimensionKind = Literal["workload", "layout", "change"]

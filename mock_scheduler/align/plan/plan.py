@@ -24,6 +24,7 @@ from mock_scheduler.align.plan.overrides import (
     quote_override,
 )
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
 from mock_scheduler.config.loading import ConfigLoader, build_loader
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
@@ -31,7 +32,7 @@ from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
-from pipelines.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
+from pipelines.config.schema import PipelineConfig
 
 __all__ = [
     "BASELINE_NAME",

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.align.plan.changes import Changes
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.support.run_files import LOG_FILE
-from pipelines.config.schema import PipelineConfig, ToleranceConfig
+from pipelines.config.schema import PipelineConfig
 
 #: Folder of the further runs that proofs need.
 PROOFS_NAME = "proofs"

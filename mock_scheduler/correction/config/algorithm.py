@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.problems import validation_problems
+from mock_scheduler.config.problems import raise_keyed, validation_problems
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 
 CAP_KEY = "tis_imp_ratio_cap"

@@ -13,8 +13,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection, JoinedTexts
-from mock_scheduler.config.keyed import KeyedError, collecting, raise_keyed
-from mock_scheduler.config.problems import Problem
+from mock_scheduler.config.problems import KeyedError, Problem, collecting, raise_keyed
 from mock_scheduler.correction.config.checks import section_problems
 from mock_scheduler.correction.config.describe import section_notes
 from mock_scheduler.correction.config.names import name_problems

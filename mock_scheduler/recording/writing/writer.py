@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
@@ -39,7 +40,6 @@ from mock_scheduler.recording.writing.refusals import check_addition, exists_tex
 from mock_scheduler.recording.writing.sharded import commit_when_complete
 from mock_scheduler.recording.writing.snapshot import copy_batch, copy_info
 from mock_scheduler.scheduler import Mode, RowShard
-from pipelines.config.schema import RetentionConfig
 
 _NUM_ROWS_SHOWN = 10
 
