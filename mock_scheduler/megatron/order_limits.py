@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mock_scheduler.config.layout import ParallelConfig
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
+from mock_scheduler.megatron.described import DescribedModel, DescribedTraining
 
 
 def ranks_of_replica(layout: ParallelConfig) -> int:
@@ -12,7 +11,7 @@ def ranks_of_replica(layout: ParallelConfig) -> int:
     return layout.tensor_model_parallel_size * layout.context_parallel_size
 
 
-def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> tuple[str, ...]:
+def limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> tuple[str, ...]:
     """Why one process cannot follow this layout's order with this model; empty where it can."""
     problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
     if model.transformer_impl != "local":
@@ -33,7 +32,7 @@ def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig)
     return tuple(problems)
 
 
-def _expert_limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> list[str]:
+def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> list[str]:
     """Why the order of experts cannot be followed."""
     problems = []
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
@@ -64,7 +63,7 @@ def _expert_limits(layout: ParallelConfig, model: ModelConfig, training: Trainin
     return problems
 
 
-def _lane_limits(training: TrainingConfig) -> list[str]:
+def _lane_limits(training: DescribedTraining) -> list[str]:
     """Why replicas cannot compute together, as they must where experts see the tokens of several."""
     where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
     problems = []

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.described import DescribedModel, DescribedRun, DescribedTraining
 from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from pipelines.config.schema import PipelineConfig
 
 __all__ = [
     "AccumulatorOrder",
@@ -183,7 +179,7 @@ class OrderPlan:
         return json.dumps(asdict(self), sort_keys=True, indent=1)
 
 
-def plan_order(config: PipelineConfig) -> OrderPlan:
+def plan_order(config: DescribedRun) -> OrderPlan:
     """The plan of the layout that a run emulates, or else of the one that it has.
 
     Raises:
@@ -236,13 +232,13 @@ def _experts(layout: ParallelConfig) -> ExpertOrder:
     )
 
 
-def _main_dtype(precision: str, training: TrainingConfig) -> str:
+def _main_dtype(precision: str, training: DescribedTraining) -> str:
     """In which dtype main gradients accumulate."""
     is_widened = precision == "bfloat16" and training.accumulate_allreduce_grads_in_fp32
     return "float32" if is_widened else precision
 
 
-def _gemms(model: ModelConfig, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
+def _gemms(model: DescribedModel, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
     split: dict[GemmClass, SplitAxis] = {"qkv": "output", "proj": "input", "fc1": "output", "fc2": "input"}
     split |= {"output": "output", "embedding": "output"}
     return tuple(
@@ -258,7 +254,7 @@ def _gemms(model: ModelConfig, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
 
 
 def _reductions(
-    layout: ParallelConfig, training: TrainingConfig, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
+    layout: ParallelConfig, training: DescribedTraining, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
 ) -> tuple[ReductionOrder, ...]:
     """Every sum over more than one rank, in the order in which a step first makes it."""
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size

@@ -28,12 +28,13 @@ from mock_scheduler.config.base import (
     RolloutMode,
 )
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
-from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.combinations import combination_problems
+from mock_scheduler.megatron.layout import Workload, describe_layout_problems, layout_problems
 from mock_scheduler.megatron.order_plan import limits as emulation_limits
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
@@ -59,7 +60,7 @@ from pipelines.config.environments import (
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig, check_batch_sizes
+from pipelines.config.training import LOSS_VALUES, TrainingConfig, check_batch_sizes
 from pipelines.config.training_service import TrainingServiceConfig
 
 __all__ = [
@@ -359,7 +360,7 @@ class PipelineConfig(ConfigSection):
         problems = layout_problems(self.parallel, self._workload())
         if problems:
             raise ValueError(describe_layout_problems(self.parallel, problems))
-        values = layout_values(self.parallel, self.model, self.training)
+        values = layout_values(self.parallel, self.model, self.training, loss_values=LOSS_VALUES)
         check_known_wrong(self.parallel, values, version=installed_megatron())
         return self
 

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+#: The policy's loss function returns a sum, its number of tokens and metrics (``pipelines.megatron.trainer``).
+LOSS_VALUES = 3
+
 
 class TrainingConfig(ConfigSection):
     """Batching, computation options, optimizer and schedule; batch sizes count trajectories.

@@ -12,15 +12,12 @@ from difflib import get_close_matches
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.described import DescribedModel, DescribedTraining
 from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
 
 MEGATRON = "megatron-core"
-# The policy's loss function returns a sum, its number of tokens and metrics (pipelines/megatron/trainer.py).
-LOSS_VALUES = 3
 _AUX_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
@@ -192,8 +189,13 @@ def check_allowed_names(allowed: Collection[str]) -> None:
         )
 
 
-def layout_values(parallel: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> dict[str, object]:
-    """The configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it."""
+def layout_values(
+    parallel: ParallelConfig, model: DescribedModel, training: DescribedTraining, *, loss_values: int
+) -> dict[str, object]:
+    """The configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
+
+    ``loss_values``: how many values the program's loss function returns to Megatron's schedule, 2 or 3.
+    """
     is_interleaved = parallel.num_chunks > 1
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -214,7 +216,7 @@ def layout_values(parallel: ParallelConfig, model: ModelConfig, training: Traini
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_impl": model.moe_router_impl,
         "calculate_per_token_loss": training.calculate_per_token_loss,
-        "loss_values": LOSS_VALUES,
+        "loss_values": loss_values,
     }
 
 
