@@ -69,22 +69,21 @@ def launch(
         str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT on machine 0")
     ] = None,
     entry: Annotated[
-        str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")
-    ] = "pipelines.agentic",
+        str | None, typer.Option("--entry", help="module that every process runs; else the program's own")
+    ] = None,
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.determinism.environment import check_settings
     from mock_scheduler.launch.launcher import plan_launch, run_plan  # imports pydantic: not for --help
+    from mock_scheduler.program import find_program, load_config
 
     source = _source(config_name, config_path, overrides)
-    config = source.load()
+    program = find_program(config_name, config_path)
+    config = load_config(source, program)
     check_settings(config.system_envs)
     plan = plan_launch(
         config,
-        config_name=source.config_name,
-        config_path=source.config_path,
-        overrides=source.overrides,
-        entry=entry,
+        program.arguments(entry or program.entry, source),
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
@@ -245,7 +244,9 @@ def doctor(
     recording: Annotated[
         Path | None, typer.Option("--recording", help="what to replay; a new one is recorded where none is given")
     ] = None,
-    entry: Annotated[str, typer.Option("--entry", help="module that runs the replays")] = "pipelines.agentic",
+    entry: Annotated[
+        str | None, typer.Option("--entry", help="module that runs the replays; else the program's own")
+    ] = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "--output_dir", help="the runs go to doctor in this folder")
     ] = None,
@@ -272,8 +273,9 @@ def doctor(
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import check_settings, launch_environment
+    from mock_scheduler.program import load_config
 
-    config = _source(config_name, config_path, overrides).load()
+    config = load_config(_source(config_name, config_path, overrides))
     check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -283,8 +285,9 @@ def env(config_name: ConfigName, overrides: Overrides = None, config_path: Confi
 def config(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print the whole checked configuration as YAML."""
     from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
+    from mock_scheduler.program import load_config
 
-    typer.echo(dump_config(_source(config_name, config_path, overrides).load()), nl=False)
+    typer.echo(dump_config(load_config(_source(config_name, config_path, overrides))), nl=False)
 
 
 @app.command()
@@ -380,7 +383,9 @@ def replay_actions(
     config_path: ConfigPath = "configs",
     steps: Steps = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
-    entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
+    entry: Annotated[
+        str | None, typer.Option("--entry", help="module that plays the actions; else the program's own")
+    ] = None,
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
     # No other command needs these: not for --help.
@@ -388,15 +393,20 @@ def replay_actions(
     import subprocess
     import tempfile
 
+    from mock_scheduler.errors import ConfigError
+    from mock_scheduler.program import find_program
     from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 
+    module = entry or find_program(config_name, config_path).replay_entry
+    if module is None:
+        raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
     # 1 is a verdict only of an entry that wrote its result; Python ends a module that it cannot run with 1 too.
     with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
         result = Path(folder) / "result.json"
         source = _source(config_name, config_path, overrides)
         options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
         code = subprocess.run(
-            [sys.executable, "-m", entry, *source.arguments(), *options],
+            [sys.executable, "-m", module, *source.arguments(), *options],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             check=False,
         ).returncode

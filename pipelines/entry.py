@@ -16,6 +16,7 @@ from pathlib import Path
 from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.determinism.environment import apply_system_envs, read_launched_with
 from mock_scheduler.support.processes import end_with_parent
+from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.tracking import report_failure
 
@@ -53,7 +54,7 @@ def run_entry(
     end_with_parent(os.environ)
 
     def load() -> PipelineConfig:
-        return parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog).load()
+        return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
     return attempt_run(load, check=check, run=run, prepare=prepare)
 

@@ -31,6 +31,7 @@ from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
+from pipelines.config.loading import load_source
 from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = ConfigSource(
             config_name=parsed.config_name, config_path=parsed.config_path, overrides=tuple(parsed.overrides)
         )
-        comparison = compare_recording(source.load(), parsed.recording, steps)
+        comparison = compare_recording(load_source(source), parsed.recording, steps)
         print(f"recording    {parsed.recording}\n{comparison.describe()}", flush=True)
         if parsed.json is not None:
             save_json(parsed.json, comparison.as_json(), sort_keys=False)

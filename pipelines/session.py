@@ -27,6 +27,7 @@ from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
 from pipelines.agentic import check_replay_is_deterministic
+from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
@@ -86,7 +87,7 @@ def _global_rank() -> int:
 
 def _load(run: SessionRun) -> _Planned:
     try:
-        return _Planned(run=run, config=run.load())
+        return _Planned(run=run, config=load_source(run.source))
     except ConfigError as error:
         return _Planned(run=run, config=error)
 

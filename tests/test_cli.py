@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.launch import launcher
 from mock_scheduler.launch.launcher import LaunchPlan
+from pipelines.config.loading import load_config
 
 
 @pytest.fixture

@@ -18,20 +18,18 @@ from mock_scheduler.align.minimise.minimise import Levels, Minimum, minimise
 from mock_scheduler.align.minimise.space import Reduction, ReductionSpace, build_space
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import quote_value
-from mock_scheduler.align.plan.plan import ConfigLoader, build_loader
 from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.program import ConfigLoader, Program, RunConfig, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of, join_words
 from mock_scheduler.verdict.verdict import VerdictKind
-from pipelines.config.schema import PipelineConfig
 
 MINIMISE_FILE = "minimise.json"
 MINIMISE_MARKER = FolderMarker(
@@ -55,7 +53,8 @@ def align_once(
     The alignment and its files are those of ``mock-scheduler align``, in ``output_dir``. Raises ``ConfigError`` before
     anything runs.
     """
-    only = only_candidate(build_loader(config_name, config_path), overrides, candidate)
+    load = find_program(config_name, config_path).build_loader(config_name, config_path)
+    only = only_candidate(load, overrides, candidate)
     try:
         run_align(
             config_name=config_name,
@@ -75,7 +74,7 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
     fields = {"name": quote_value(candidate.name)}
     if candidate.overrides:
         fields["overrides"] = _quote_list(candidate.overrides)
-    if candidate.entry != DEFAULT_ENTRY:
+    if candidate.entry is not None:
         fields["entry"] = quote_value(candidate.entry)
     if candidate.python is not None:
         fields["python"] = quote_value(candidate.python)
@@ -113,12 +112,14 @@ def run_minimise(
     Raises ``ConfigError`` for a candidate that there is not, or that cannot be run.
     """
     console = console or build_console()
-    load = remember(build_loader(config_name, config_path))
-    space, baseline = _open_space(load, overrides, candidate_name)
+    program = find_program(config_name, config_path)
+    load = remember(program.build_loader(config_name, config_path))
+    space, baseline = _open_space(program, load, overrides, candidate_name)
     root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
     with claim_folder(root, marker=MINIMISE_MARKER):
         open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
         trial = _Trial(
+            program=program,
             space=space,
             load=load,
             align=align,
@@ -150,7 +151,9 @@ def run_minimise(
         return int(verdict.exit_code)
 
 
-def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tuple[ReductionSpace, tuple[str, ...]]:
+def _open_space(
+    program: Program, load: ConfigLoader, overrides: Sequence[str], name: str
+) -> tuple[ReductionSpace, tuple[str, ...]]:
     """What can be reduced, and the overrides of ``align.baseline``."""
     stated = tuple(load(overrides).align.baseline)
     baseline = load((*overrides, *stated))
@@ -159,14 +162,14 @@ def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tupl
         raise ConfigError(f"there is no candidate {name!r}; they are {', '.join(candidates)}")
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
-    return build_space(baseline, planned, candidate), stated
+    return build_space(program, baseline, planned, candidate), stated
 
 
 def remember(load: ConfigLoader) -> ConfigLoader:
     """The same loader, which loads nothing twice."""
-    known: dict[tuple[str, ...], PipelineConfig] = {}
+    known: dict[tuple[str, ...], RunConfig] = {}
 
-    def look_up(overrides: Sequence[str]) -> PipelineConfig:
+    def look_up(overrides: Sequence[str]) -> RunConfig:
         key = tuple(overrides)
         if key not in known:
             known[key] = load(key)
@@ -179,6 +182,7 @@ def remember(load: ConfigLoader) -> ConfigLoader:
 class _Trial:
     """Runs cases and says what they are; ``baseline``: the overrides that the configuration states for it."""
 
+    program: Program
     space: ReductionSpace
     load: ConfigLoader
     align: AlignOnce
@@ -244,7 +248,7 @@ class _Trial:
             "layout": reduction.layout,
             "overrides": list(reduction.shared),
             "candidate_overrides": list(reduction.candidate.overrides),
-            "entry": reduction.candidate.entry,
+            "entry": reduction.candidate.entry or self.program.entry,
             "python": reduction.candidate.python,
             "reduced": list(reduction.steps),
             "num_runs": len(self.tried),
@@ -265,7 +269,7 @@ class _Trial:
         """Say what is left."""
         reduction = self.space.build(minimum.levels)
         own = [*reduction.candidate.overrides]
-        if reduction.candidate.entry != DEFAULT_ENTRY:
+        if reduction.candidate.entry is not None:
             own.append(f"entry {reduction.candidate.entry}")
         if reduction.candidate.python is not None:
             own.append(f"python {reduction.candidate.python}")

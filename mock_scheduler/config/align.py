@@ -32,16 +32,16 @@ class ToleranceConfig(ConfigSection):
 class CandidateConfig(ConfigSection):
     """One candidate of an alignment run: what makes it differ from the baseline.
 
-    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the pipeline's place, for a
-    change that is code: one that puts another kernel in, say, and then calls ``pipelines.agentic.main``.
-    ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
+    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the place of the program's own
+    (``None``), for a change that is code: one that puts another kernel in, say, and then calls ``main`` of the
+    program's. ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
     ``exact``: whether it must equal the reference to the last bit, in its own order of sums where that is emulated;
     ``None``: exactly where its code is this one's and nothing but its layout differs, so that nothing else may round.
     """
 
     name: CandidateName
     overrides: list[str] = Field(default=[])
-    entry: str = "pipelines.agentic"
+    entry: str | None = None
     python: str | None = None
     exact: bool | None = None
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.program import RunConfig
 from mock_scheduler.support.files import load_json_object, save_json, written_aside
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import PipelineConfig
 
 #: In a run's ``output_dir``, only where it was part of a session.
 STATUS_FILE = "session.json"
@@ -36,12 +36,10 @@ class SessionRun:
     output_dir: Path
     log_path: Path
 
-    def load(self) -> PipelineConfig:
-        """The checked configuration; raises ``ConfigError``."""
-        source = ConfigSource(
-            config_name=self.config_name, config_path=self.config_path, overrides=tuple(self.overrides)
-        )
-        return source.load()
+    @property
+    def source(self) -> ConfigSource:
+        """Where its configuration comes from."""
+        return ConfigSource(config_name=self.config_name, config_path=self.config_path, overrides=tuple(self.overrides))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +101,7 @@ def _read_run(item: object, where: str) -> SessionRun:
     )
 
 
-def check_session(runs: Sequence[SessionRun], configs: Sequence[PipelineConfig | None]) -> None:
+def check_session(runs: Sequence[SessionRun], configs: Sequence[RunConfig | None]) -> None:
     """Refuse runs that cannot share processes. ``configs``: theirs, ``None`` for one that has none, which is left out.
 
     Raises ``ConfigError`` that lists runs whose number of processes or ``system_envs`` are not the first one's (the
@@ -122,9 +120,7 @@ def check_session(runs: Sequence[SessionRun], configs: Sequence[PipelineConfig |
         raise ConfigError(f"these runs cannot share processes:{bullet_list(problems, limit=None)}\nStart them apart.")
 
 
-def _describe_other(
-    run: SessionRun, config: PipelineConfig, first_run: SessionRun, first: PipelineConfig
-) -> Iterator[str]:
+def _describe_other(run: SessionRun, config: RunConfig, first_run: SessionRun, first: RunConfig) -> Iterator[str]:
     """What keeps a run from following the first one; runs are named by their folders."""
     name, first_name = run.output_dir, first_run.output_dir
     if config.parallel.world_size != first.parallel.world_size:

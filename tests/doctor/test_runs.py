@@ -14,11 +14,11 @@ from rich.console import Console
 
 from mock_scheduler.align.plan.plan import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
 from mock_scheduler.doctor.runs import run_doctor
 from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, StepNotFoundError, TraceError
+from pipelines.config.loading import load_config
 from tests.recording.recordings import record
 
 CONFIG = """

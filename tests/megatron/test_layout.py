@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.layout import Workload, layout_problems
 from mock_scheduler.megatron.rules import known_wrong
@@ -22,6 +21,7 @@ from mock_scheduler.megatron.rules.known_wrong import (
 )
 from mock_scheduler.megatron.rules.rule import Effect
 from pipelines.config import schema
+from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.config.training import LOSS_VALUES, TrainingConfig
 
@@ -330,7 +330,7 @@ def test_the_rules_leave_alone_what_training_does_not_do(overrides: tuple[str, .
 
 
 def load(*overrides: str, config_path: Path = ROOT / "configs") -> schema.PipelineConfig:
-    return ConfigSource(config_name="quickstart", config_path=str(config_path), overrides=overrides).load()
+    return load_config("quickstart", config_path=config_path, overrides=overrides)
 
 
 def refusal_of(*overrides: str) -> str:

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
-from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, build_loader
+from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME
 from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError, StepNotFoundError
+from mock_scheduler.program import Program, Reductions, RunConfig, find_program, load_config
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
-from pipelines.config.schema import PipelineConfig
 
 _DIVERGED = "diverged"
 
@@ -29,15 +31,18 @@ _DIVERGED = "diverged"
 class DivergedCandidate:
     """A diverged candidate of a finished alignment.
 
-    baseline, candidate: the runs' own configurations. change: what makes the candidate one, with its entry.
+    program: whose runs they are; reductions: how it makes runs smaller. baseline, candidate: the runs' own
+    configurations. change: what makes the candidate one, with its entry.
     sentence: the first divergence in words. step: where it is, or the step that was asked for; ``sample``: the row with
     the largest difference, as recordings name it, where it is in one.
     """
 
     align_dir: Path
+    program: Program
+    reductions: Reductions
     change: CandidateConfig
-    baseline: PipelineConfig
-    candidate: PipelineConfig
+    baseline: RunConfig
+    candidate: RunConfig
     sentence: str
     step: int
     sample: str | None
@@ -54,6 +59,11 @@ class DivergedCandidate:
         return self.align_dir / BASELINE_NAME
 
     @property
+    def own_packages(self) -> tuple[str, ...]:
+        """The packages of the library and of the program."""
+        return (mock_scheduler.__name__, *self.program.packages)
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """The keys that the candidate sets itself."""
         return frozenset(override_keys(self.change.overrides))
@@ -68,7 +78,10 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
     divergence = found.get("first_divergence") or {}
-    baseline, candidate = (_load(align_dir / run) for run in (BASELINE_NAME, name))
+    program, baseline = _load(align_dir / BASELINE_NAME)
+    _, candidate = _load(align_dir / name)
+    if program.reductions is None:
+        raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
     reader = _open_recording(result, align_dir)
     steps = reader.steps().get("train", [])
     wanted = divergence.get("step") if step is None else step
@@ -84,6 +97,8 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
     sample = (figures.get("worst") or {}).get("sample") if is_its_step else None
     return DivergedCandidate(
         align_dir=align_dir,
+        program=program,
+        reductions=program.reductions,
         change=_find_change(baseline, name, found),
         baseline=baseline,
         candidate=candidate,
@@ -136,18 +151,20 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
     return found
 
 
-def _find_change(baseline: PipelineConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
+def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
     """The candidate as it was configured; its overrides are those that the result has."""
     configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     change = configured.get(name, CandidateConfig(name=name))
     return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
 
 
-def _load(run_dir: Path) -> PipelineConfig:
+def _load(run_dir: Path) -> tuple[Program, RunConfig]:
+    """The program and the configuration of a finished run."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
-    return build_loader(path.stem, path.parent)(())
+    program = find_program(path.stem, path.parent)
+    return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
 
 
 def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:

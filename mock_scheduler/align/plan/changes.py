@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from mock_scheduler.program import RunConfig
 from mock_scheduler.support.digests import iterate_leaves
-from pipelines.config.schema import PipelineConfig
 
 ChangeKind = Literal["nothing", "layout", "other"]
 """``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""
@@ -45,7 +45,7 @@ class Changes:
         return "layout" if self.layout else "nothing"
 
 
-def find_changes(baseline: PipelineConfig, candidate: PipelineConfig) -> Changes:
+def find_changes(baseline: RunConfig, candidate: RunConfig) -> Changes:
     """The keys in which two configurations differ."""
     sides = [dict(iterate_leaves(config.model_dump(mode="json"))) for config in (baseline, candidate)]
     differing = [key for key in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(key) != sides[1].get(key)]

@@ -25,14 +25,13 @@ from mock_scheduler.align.plan.overrides import (
 )
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
-from mock_scheduler.config.loading import ConfigLoader, build_loader
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
-from pipelines.config.schema import PipelineConfig
 
 __all__ = [
     "BASELINE_NAME",
@@ -41,7 +40,6 @@ __all__ = [
     "AlignPlan",
     "ConfigLoader",
     "PlannedRun",
-    "build_loader",
     "has_module",
     "override_keys",
     "plan_alignment",
@@ -75,12 +73,13 @@ _SET_BY_ALIGN = (
     *(*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level"),
     *("order.emulate", "perturbation.", "graft."),
 )
-_SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir", "align.")
+_SET_PER_RUN = ("output_dir", "exp_name", "align.")
 
 
 def plan_alignment(
     load: ConfigLoader,
     *,
+    program: Program,
     overrides: Sequence[str],
     output_dir: Path | None,
     recording_dir: Path | None = None,
@@ -89,9 +88,10 @@ def plan_alignment(
 ) -> AlignPlan:
     """Plan an alignment; nothing is run or written, but other interpreters are asked for their versions.
 
-    ``load`` makes a checked configuration out of overrides. ``output_dir``: ``None`` means ``align.output_dir``, or
-    ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well; its contract is checked by
-    the runs. ``trace_kinds``: what must be traced beside the configuration's own ``trace.kinds``.
+    ``load`` makes a checked configuration of ``program`` out of overrides. ``output_dir``: ``None`` means
+    ``align.output_dir``, or ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well;
+    its contract is checked by the runs. ``trace_kinds``: what must be traced beside the configuration's own
+    ``trace.kinds``.
     Raises ``ConfigError`` with all that is wrong: missing, doubled or impossible candidates, a recording that is not
     there or has too few steps, and keys that an alignment sets itself.
     """
@@ -100,14 +100,15 @@ def plan_alignment(
     with _noting(problems):
         check_free("the command line", overrides, _SET_BY_ALIGN)
     with _noting(problems):
-        check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
+        check_free("align.baseline", config.align.baseline, _set_for_candidates(program))
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
     planner = _Planner(
         load=load,
+        program=program,
         root=root,
         recording_dir=root / RECORDING_NAME if recording_dir is None else recording_dir.resolve(),
         trace_kinds=tuple(trace_kinds),
-        read_interpreter=read_interpreter or InterpreterReader().read,
+        read_interpreter=read_interpreter or InterpreterReader(packages=program.packages).read,
     )
     shared = (*overrides, *config.align.baseline)
     of_baseline = load(shared) if config.align.baseline else config
@@ -117,7 +118,7 @@ def plan_alignment(
     problems += of_list
     if recording_dir is not None:
         with _noting(problems):
-            _check_recording(recording_dir, of_baseline)
+            _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
     try:
         baseline = planner.plan(
             CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
@@ -149,6 +150,7 @@ class _Planner:
     """What all runs of one alignment have in common."""
 
     load: ConfigLoader
+    program: Program
     root: Path
     recording_dir: Path
     trace_kinds: tuple[str, ...]
@@ -172,7 +174,7 @@ class _Planner:
             "trace.level=full",
             quote_override("output_dir", str(run_dir)),
             quote_override("exp_name", f"{exp_name}-{candidate.name}"),
-            "checkpoint_config.output_dir=null",
+            *(format_override(key, value) for key, value in self.program.folder_keys.items()),
         )
         config = self.load(complete)
         missing = set(self.trace_kinds) - set(config.trace.kinds)
@@ -181,14 +183,16 @@ class _Planner:
             complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
             config = self.load(complete)
         check_settings(config.system_envs)
-        if not has_module(candidate.entry):
+        entry = candidate.entry or self.program.entry
+        if not has_module(entry):
             raise ConfigError(
-                f"entry: there is no Python module {candidate.entry!r} in the working directory or on the Python path"
+                f"entry: there is no Python module {entry!r} in the working directory or on the Python path"
             )
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
             name=candidate.name,
-            entry=candidate.entry,
+            program=self.program,
+            entry=entry,
             own_overrides=tuple(candidate.overrides),
             overrides=complete,
             config=config,
@@ -207,7 +211,7 @@ def _plan_candidates(
     shared: Sequence[str],
     baseline: PlannedRun,
     *,
-    listed: PipelineConfig,
+    listed: RunConfig,
 ) -> tuple[list[PlannedRun], list[str]]:
     """Those that can be run, and why the others cannot."""
     of_list = {candidate.name for candidate in listed.align.candidates}
@@ -215,7 +219,7 @@ def _plan_candidates(
     for candidate in candidates:
         own = tuple(candidate.overrides)
         try:
-            check_free("its overrides", own, _SET_BY_ALIGN + _SET_PER_RUN)
+            check_free("its overrides", own, _set_for_candidates(planner.program))
             run = planner.plan(candidate, (*shared, *own), exp_name=listed.exp_name, mode="mock")
         except (ConfigError, DeterminismError) as error:
             advice = "" if candidate.name in of_list else f"\nor leave it out: align.matrix.exclude: [{candidate.name}]"
@@ -231,6 +235,11 @@ def _plan_candidates(
     return planned, problems
 
 
+def _set_for_candidates(program: Program) -> tuple[str, ...]:
+    """What an alignment sets in every run, and what of a program's keys it sets beside the library's."""
+    return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
+
+
 @contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
     """Add what the block raises to the problems."""
@@ -240,7 +249,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _check_proof_keys(config: PipelineConfig, *, told: Collection[str]) -> None:
+def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
     """Refuse a configuration that is part of a proof itself; alignment adds runs that are.
 
     ``told``: keys of overrides, which are refused where they stand.
@@ -258,21 +267,14 @@ def _check_proof_keys(config: PipelineConfig, *, told: Collection[str]) -> None:
         raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")
 
 
-def _check_recording(recording_dir: Path, config: PipelineConfig) -> None:
+def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:
     try:
         steps = RecordingReader(str(recording_dir)).steps()
     except RecordingError as error:
         raise ConfigError(f"the recording to replay cannot be used: {error}") from error
-    missing = sorted(set(range(_first_step(config), config.max_steps)) - set(steps.get("train", [])))
+    missing = sorted(set(range(first_step, config.max_steps)) - set(steps.get("train", [])))
     if missing:
         raise ConfigError(
             f"max_steps is {config.max_steps}, and the recording {recording_dir} has {format_present(steps)}: step "
             f"{missing[0]} is missing; set max_steps to at most {missing[0]}, or record again"
         )
-
-
-def _first_step(config: PipelineConfig) -> int:
-    """The step that a run begins with: that of its checkpoint, which the folder's name ends in, or else 0."""
-    name = Path(config.resume_from_checkpoint or "").name
-    number = name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else 0

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.program import Program, RunConfig
 from mock_scheduler.support.run_files import LOG_FILE
-from pipelines.config.schema import PipelineConfig
 
 #: Folder of the further runs that proofs need.
 PROOFS_NAME = "proofs"
@@ -26,17 +25,19 @@ _NO_CHANGES = Changes(neutral=(), layout=(), other=())
 class PlannedRun:
     """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with.
 
-    ``entry``: the Python module that its processes run. ``python``: the interpreter that runs it, ``env`` what that
-    needs of variables over the launcher's, ``versions`` its own and those of the packages that it has, ``sources`` the
-    folders of the project's packages that it imports. ``version_changes``: what of these is not the baseline's.
+    ``program``: whose run it is. ``entry``: the Python module that its processes run. ``python``: the interpreter that
+    runs it, ``env`` the variables that it needs over the launcher's, ``versions`` its own and those of its packages,
+    ``sources`` the folders of the project's packages that it imports. ``version_changes``: those of the versions that
+    are not the baseline's.
     ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its candidate states.
     """
 
     name: str
+    program: Program
     entry: str
     own_overrides: tuple[str, ...]
     overrides: tuple[str, ...]
-    config: PipelineConfig
+    config: RunConfig
     output_dir: Path
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +53,11 @@ class PlannedRun:
         return self.config.parallel.describe()
 
     @property
+    def has_own_code(self) -> bool:
+        """Whether its processes run another module than the program's own."""
+        return self.entry != self.program.entry
+
+    @property
     def log_path(self) -> Path:
         """Where its terminal output goes."""
         return self.output_dir / LOG_FILE
@@ -64,7 +70,7 @@ class PlannedRun:
         """
         if self.exact is not None:
             return self.exact
-        return self.entry == DEFAULT_ENTRY and not self.version_changes and self.changes.kind != "other"
+        return not self.has_own_code and not self.version_changes and self.changes.kind != "other"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +115,11 @@ def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGro
 
     Shared are interpreter and environment, which are read once, the number of processes, and whether all is computed in
     float64. A run with an entry module of its own, which may change anything in its process, stays alone, and with
-    ``share`` false every run does.
+    ``share`` false, or where the program makes no sessions, every run does.
     """
     groups: dict[tuple[object, ...], list[PlannedRun]] = {}
     for position, run in enumerate(runs):
-        is_alone = not share or run.entry != DEFAULT_ENTRY
+        is_alone = not share or run.has_own_code or run.program.session_entry is None
         key: tuple[object, ...] = (position,) if is_alone else _process_key(run)
         groups.setdefault(key, []).append(run)
     return [RunGroup(runs=tuple(members)) for members in groups.values()]

@@ -11,17 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.plan.planned_run import PlannedRun, RunGroup, group_runs
 from mock_scheduler.align.runs.progress import Follower, OnDone, Outcome, read_completed
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launch.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
+from mock_scheduler.launch.launcher import LaunchPlan, RunningProcesses, plan_launch, plan_session, run_plan
 from mock_scheduler.launch.sessions import SessionRun, load_status
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.processes import ending_signals_as_interrupt
@@ -46,28 +48,72 @@ LaunchRuns = Callable[[Sequence[PlannedRun], Watch], Mapping[str, int]]
 #: Given a config's name and folder, what starts its runs.
 MakeLaunch = Callable[[str, Path], LaunchRuns]
 
+
+@runtime_checkable
+class EndsRuns(Protocol):
+    """What starts runs from several threads, and can end them all: a ``LaunchRuns`` of processes."""
+
+    def end_running(self) -> None:
+        """End what other threads wait for; the main thread calls it when it is interrupted."""
+        ...
+
+
 #: In the folder of the first run of several that share processes: which they are, and what the processes print.
 SESSION_PLAN, SESSION_LOG = "session_plan.json", "session.log"
 
 
 def make_process_launch(config_name: str, config_path: Path) -> LaunchRuns:
-    """Runs as processes, through the launcher; their terminal output goes to each run's log."""
+    """Makes runs processes, through the launcher; their terminal output goes to each run's log."""
+    return _ProcessLaunch(config_name=config_name, config_path=config_path)
 
-    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ProcessLaunch:
+    """Starts the processes of runs of one configuration, from any thread, and can end them."""
+
+    config_name: str
+    config_path: Path
+    running: RunningProcesses = field(default_factory=RunningProcesses)
+
+    def __call__(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+        """As ``LaunchRuns`` says."""
         if len(runs) > 1:
-            return _launch_session(runs, config_name=config_name, config_path=config_path, watch=watch)
+            return self._launch_session(runs, watch)
         (run,) = runs
-        plan = plan_launch(
-            run.config,
-            config_name=config_name,
-            config_path=str(config_path),
-            overrides=run.overrides,
-            entry=run.entry,
-            python=run.python,
+        source = ConfigSource(
+            config_name=self.config_name, config_path=str(self.config_path), overrides=tuple(run.overrides)
         )
-        return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path)}
+        plan = plan_launch(run.config, run.program.arguments(run.entry, source), python=run.python)
+        return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path, running=self.running)}
 
-    return launch
+    def end_running(self) -> None:
+        """End the processes that other threads wait for."""
+        self.running.end()
+
+    def _launch_session(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+        """Start all in one set of processes; those that it did not come to are left out."""
+        session = [
+            SessionRun(
+                config_name=self.config_name,
+                config_path=str(self.config_path),
+                overrides=run.overrides,
+                output_dir=run.output_dir,
+                log_path=run.log_path,
+            )
+            for run in runs
+        ]
+        first = runs[0]
+        plan = plan_session(
+            session, program=first.program, plan_path=first.output_dir / SESSION_PLAN, python=first.python
+        )
+        log_path = first.output_dir / SESSION_LOG
+        run_plan(_with_environment(plan, first), log_path=log_path, watch=watch, running=self.running)
+        statuses = {run.name: load_status(run.output_dir) for run in runs}
+        return {
+            name: status.exit_code
+            for name, status in statuses.items()
+            if status is not None and status.exit_code is not None
+        }
 
 
 def execute_runs(
@@ -168,7 +214,8 @@ def _execute_at_once(
         except BaseException:
             is_over.set()
             executor.shutdown(wait=False, cancel_futures=True)
-            end_running()
+            if isinstance(launch, EndsRuns):
+                launch.end_running()
             raise
 
 
@@ -208,29 +255,6 @@ def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns, on_done: OnDone) 
     codes = launch(runs, follower.look)
     follower.finish(codes, elapsed_s=time.perf_counter() - started_s)
     return follower.told
-
-
-def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path: Path, watch: Watch) -> dict[str, int]:
-    """Start all in one set of processes; those that it did not come to are left out."""
-    session = [
-        SessionRun(
-            config_name=config_name,
-            config_path=str(config_path),
-            overrides=run.overrides,
-            output_dir=run.output_dir,
-            log_path=run.log_path,
-        )
-        for run in runs
-    ]
-    folder = runs[0].output_dir
-    plan = plan_session(session, plan_path=folder / SESSION_PLAN, python=runs[0].python)
-    run_plan(_with_environment(plan, runs[0]), log_path=folder / SESSION_LOG, watch=watch)
-    statuses = {run.name: load_status(run.output_dir) for run in runs}
-    return {
-        name: status.exit_code
-        for name, status in statuses.items()
-        if status is not None and status.exit_code is not None
-    }
 
 
 def _with_environment(plan: LaunchPlan, run: PlannedRun) -> LaunchPlan:

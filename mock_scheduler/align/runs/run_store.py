@@ -17,7 +17,6 @@ from mock_scheduler.align.runs.cache import Reusable
 from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
 from mock_scheduler.align.runs.resume import RunCache
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.run_files import RUN_FILE
 from mock_scheduler.verdict.results import AlignmentTimes
@@ -83,10 +82,10 @@ class RunStore:
         """What a completed run says of itself, or how it failed."""
         if isinstance(outcome, RunFailure):
             return outcome
-        if run.entry != DEFAULT_ENTRY and not (run.output_dir / RUN_FILE).exists():
+        if run.has_own_code and not (run.output_dir / RUN_FILE).exists():
             message = (
-                f"the module {run.entry} ended without running the pipeline (no {RUN_FILE}); "
-                f"it must call {DEFAULT_ENTRY}.main, as docs/align.md says"
+                f"the module {run.entry} ended without running the program (no {RUN_FILE}); "
+                f"it must call {run.program.entry}.main, as docs/align.md says"
             )
             return RunFailure(exit_code=0, message=message)
         try:

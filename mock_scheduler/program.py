@@ -1,0 +1,299 @@
+# ruff: noqa: D102 - the docstring of each protocol explains its fields
+"""What a training program offers to the instruments, and which program a configuration is of; imports no torch.
+
+A *program* is what runs when an instrument starts a run: it reads a configuration, trains, and leaves files under the
+names of ``support.run_files`` in the run's ``output_dir``. The library knows programs by these protocols alone. One
+exists, the pipeline of this repository; a second one, any command that starts a training with a mapping from keys to
+its arguments, will stand beside it and is found in the same way.
+
+Contract: a program is found by name, in this module alone: the top-level key ``program`` of a configuration's file, as
+``module:NAME``, or else ``DEFAULT_PROGRAM``, which the shipped configurations are of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+from mock_scheduler.config.align import AlignConfig
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.loading import PROGRAM_KEY, ConfigSource
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
+from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.order_plan import OrderPlan
+
+#: The program of every configuration that names none.
+DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
+
+_NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
+
+Plain: TypeAlias = "int | bool | str | float | None"
+"""The value of one key."""
+
+
+class RunConfig(Protocol):
+    """The checked configuration of one run, of any program: a pydantic model that has at least these keys.
+
+    ``parallel``, ``rollout_mock``, ``trace``, ``align``, ``order``, ``perturbation`` and ``graft`` are sections of the
+    library; an instrument makes a run by overrides of keys in them and of the plain ones. ``max_steps``: training
+    steps, from 0. ``precision``: ``float32``, ``bfloat16`` or ``float64``. ``system_envs``: variables of every process.
+    ``resume_from_checkpoint``: the folder that a run goes on from.
+    """
+
+    @property
+    def exp_name(self) -> str: ...
+    @property
+    def output_dir(self) -> str: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def resume_from_checkpoint(self) -> str | None: ...
+    @property
+    def system_envs(self) -> Mapping[str, str]: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def rollout_mock(self) -> RolloutMockConfig: ...
+    @property
+    def trace(self) -> TraceConfig: ...
+    @property
+    def align(self) -> AlignConfig: ...
+    @property
+    def order(self) -> OrderConfig: ...
+    @property
+    def perturbation(self) -> PerturbationConfig: ...
+    @property
+    def graft(self) -> GraftConfig: ...
+    def model_dump(self, *, mode: str = ..., exclude: set[str] | None = ...) -> dict[str, Any]: ...
+    def model_copy(self, *, update: Mapping[str, Any] | None = ...) -> Self: ...
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self: ...  # noqa: ANN401 - as pydantic has it
+
+
+#: Makes a checked configuration out of overrides ``a.b=c``; raises ``ConfigError``.
+ConfigLoader = Callable[[Sequence[str]], RunConfig]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipRule:
+    """How a run's policy loss clips a token's ratio of new to old probability.
+
+    ``low``, ``high``: how far the ratio counts below and above 1. ``dual``: the dual clip's bound, ``None`` without
+    one. ``is_geometric``: the loss is GMPO. ``is_bypass``: old log-probabilities are the rollout policy's.
+    ``has_clip``: whether the loss has a clip at all.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+    is_geometric: bool = False
+    is_bypass: bool = False
+    has_clip: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimension:
+    """One thing of a case that can be made smaller, at levels 1, 2, ..., each smaller than the one before.
+
+    ``name``: in words. ``key``: the key that is set, or a name of the program's own. ``original``: the value at level
+    0; ``values``: at the levels from 1 on. Where ``kind`` is ``change``, ``key`` is an override of a candidate,
+    ``entry`` or ``python``, and its only value, ``None``, leaves it out.
+    """
+
+    kind: Literal["workload", "layout", "change"]
+    name: str
+    key: str
+    original: Plain
+    values: tuple[Plain, ...]
+
+    def describe(self, level: int, in_effect: Plain = None) -> str:
+        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: what became of the level's value, where that is known."""
+        if self.kind == "change":
+            return f"without {self.name}"
+        value = self.values[level - 1] if in_effect is None else in_effect
+        return f"{self.name} {_show(self.original)} → {_show(value)}"
+
+
+def halvings(value: int, least: int) -> Iterator[int]:
+    """Yield half of a size, half of that and so on, rounded down, as long as it is not below the least."""
+    while value // 2 >= least:
+        value //= 2
+        yield value
+
+
+def _show(value: Plain) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "1" if value is None else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducedWorkload:
+    """The keys of a smaller workload with their values; ``idle``: dimensions whose level has no effect in it."""
+
+    values: Mapping[str, Plain]
+    idle: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducedBatch:
+    """The number of groups of every batch, and the keys that are other than they were, those of both sides."""
+
+    num_groups: int
+    values: Mapping[str, Plain]
+
+
+class Reductions(Protocol):
+    """How runs of a program become smaller, for ``minimise`` and ``extract``.
+
+    The methods that read checkpoints are given the folder of one.
+    """
+
+    def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
+        """List what of the workload, which baseline and candidate share, can be made smaller."""
+        ...
+
+    def reduce_workload(self, config: RunConfig, chosen: Mapping[str, Plain], *, num_parts: int) -> ReducedWorkload:
+        """Give the keys of a workload in which the dimensions of these keys have these values.
+
+        ``num_parts``: micro-batches that the layout needs of an update at least.
+        """
+        ...
+
+    def list_batches(
+        self, baseline: RunConfig, *, num_groups: int, num_all: int, max_steps: int
+    ) -> Sequence[Mapping[str, Plain]]:
+        """List values of keys that keep so many of all groups of a batch, and so many steps, the best ones first."""
+        ...
+
+    def follow_batch(self, candidate: RunConfig, batch: ReducedBatch) -> dict[str, Plain]:
+        """Give the keys that a candidate needs beside those of the batch, since it makes another number of updates."""
+        ...
+
+    def checkpoint_name(self, step: int) -> str:
+        """Give the name of the folder of the checkpoint that goes on with a step."""
+        ...
+
+    def describe_seed(self, config: RunConfig) -> str:
+        """Say in a phrase what the initial weights follow from."""
+        ...
+
+    def first_trained_step(self, config: RunConfig) -> int:
+        """Give the first step in which the policy itself is trained."""
+        ...
+
+    def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
+        """Say whether a candidate can begin from the baseline's checkpoints."""
+        ...
+
+    def next_step(self, checkpoint: Path) -> int | None:
+        """Give the step that a run goes on with; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
+        ...
+
+    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
+        """Copy a checkpoint so that a run with other batches may go on from it."""
+        ...
+
+
+@runtime_checkable
+class Program(Protocol):
+    """A training program.
+
+    ``entry``: the Python module that every process of a run executes; ``session_entry``: the one that makes several
+    runs in one process group, ``None`` where each run has processes of its own; ``replay_entry``: the one that plays
+    recorded actions again, ``None`` where there is none. ``packages``: whose sources decide what a run computes, beside
+    the library's. ``quiet_keys``: keys, with the values that leave out work and change no training: validation,
+    checkpoints, trackers. ``folder_keys``: keys, with the values that put all files of a run into its ``output_dir``.
+    ``reductions``: ``None`` where runs cannot be made smaller.
+    """
+
+    @property
+    def entry(self) -> str: ...
+    @property
+    def session_entry(self) -> str | None: ...
+    @property
+    def replay_entry(self) -> str | None: ...
+    @property
+    def packages(self) -> tuple[str, ...]: ...
+    @property
+    def quiet_keys(self) -> Mapping[str, Plain]: ...
+    @property
+    def folder_keys(self) -> Mapping[str, Plain]: ...
+    @property
+    def reductions(self) -> Reductions | None: ...
+
+    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+        """Build a loader of one configuration under any overrides; ``reads_once``: its files are read once for all."""
+        ...
+
+    def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
+        """Give what Python is started with for a run of a source by an entry module."""
+        ...
+
+    def first_step(self, config: RunConfig) -> int:
+        """Give the step that a run begins with: 0, or the one that its checkpoint goes on with."""
+        ...
+
+    def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
+        """Give overrides that end a run after a step, as far as nothing else moves, and save nothing on the way.
+
+        ``last_step`` ``None``: the run keeps its steps.
+        """
+        ...
+
+    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
+        """Count, at most, the elements that one token has in a full trace, with their gradients."""
+        ...
+
+    def order_limits(self, config: RunConfig) -> tuple[str, ...]:
+        """Say why the order of sums of a run cannot be followed by one process; empty where it can."""
+        ...
+
+    def plan_order(self, config: RunConfig) -> OrderPlan:
+        """Plan in which order a run adds; ``ValueError`` where there are ``order_limits``."""
+        ...
+
+    def load_clip_rule(self, config_path: Path) -> ClipRule:
+        """Read how a finished run clips from its ``config.yaml``; ``AlignmentError`` where that does not say."""
+        ...
+
+
+def find_program(config_name: str, config_path: str | Path) -> Program:
+    """Find the program of a configuration; raises ``ConfigError`` where the one that it names is none.
+
+    Only the named file is looked at, and the key must stand on a line of its own.
+    """
+    path = Path(config_path) / f"{config_name.removesuffix('.yaml')}.yaml"
+    named = None
+    if path.is_file():
+        named = _NAMED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return import_program(named[1], origin=f"{path}: {PROGRAM_KEY} ") if named else import_program(DEFAULT_PROGRAM)
+
+
+def import_program(name: str, *, origin: str = "") -> Program:
+    """Import a program by ``module:NAME``; raises ``ConfigError`` where there is none of this name."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = vars(import_module(module_name)).get(attribute)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise ConfigError(f"{origin}{name!r} cannot be imported: {error}; write it as module:NAME") from error
+    if not isinstance(found, Program):
+        raise ConfigError(f"{origin}{name!r} is no program: {module_name} has no {attribute or 'name'} that is one")
+    return found
+
+
+def load_config(source: ConfigSource, program: Program | None = None) -> RunConfig:
+    """Load the checked configuration of a source; raises ``ConfigError``.
+
+    ``program``: ``None`` is the one that the configuration is of.
+    """
+    program = program or find_program(source.config_name, source.config_path)
+    return program.build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)
