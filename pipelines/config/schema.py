@@ -295,7 +295,7 @@ class PipelineConfig(ConfigSection):
         problems = combination_problems(
             self.algorithm,
             adv_estimator=self.adv_estimator,
-            reward_normalization=self.reward_normalization,
+            reward_normalization=self.reward_normalization.method,
             dual_clip=self.dual_clip,
             pg_clip_high=self.pg_clip_high,
         )

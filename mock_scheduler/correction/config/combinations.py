@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mock_scheduler.config.problems import Problem
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
-from pipelines.config.algorithm import AdvantageEstimator, RewardNormalizationConfig
 
 _KEY = "algorithm.rollout_correction"
 
@@ -12,8 +11,8 @@ _KEY = "algorithm.rollout_correction"
 def combination_problems(
     algorithm: AlgorithmConfig,
     *,
-    adv_estimator: AdvantageEstimator,
-    reward_normalization: RewardNormalizationConfig,
+    adv_estimator: str,
+    reward_normalization: str,
     dual_clip: float | None,
     pg_clip_high: float | None,
 ) -> list[Problem]:
@@ -28,7 +27,7 @@ def combination_problems(
         for name, value in {"dual_clip": dual_clip, "pg_clip_high": pg_clip_high}.items()
         if value is not None and loss_type != "ppo_clip"
     ]
-    has_baseline = adv_estimator == "rloo" or reward_normalization.method != "none"
+    has_baseline = adv_estimator == "rloo" or reward_normalization != "none"
     about_baseline = {
         "exclude_rejected_from_baseline": (section.exclude_rejected_from_baseline, True),
         "lone_survivor": (section.lone_survivor, "reward"),
