@@ -1,13 +1,12 @@
 # ruff: noqa: D102 - the docstring of each protocol explains its fields
-"""What a training program offers to the instruments, and which program a configuration is of; imports no torch.
+"""Instruments know a training program by these protocols, and find a configuration's program here; imports no torch.
 
-A *program* is what runs when an instrument starts a run: it reads a configuration, trains, and leaves files under the
-names of ``support.run_files`` in the run's ``output_dir``. The library knows programs by these protocols alone. One
-exists, the pipeline of this repository; a second one, any command that starts a training with a mapping from keys to
-its arguments, will stand beside it and is found in the same way.
+A *program* reads a configuration, trains, and leaves files under the names of ``support.run_files`` in the run's
+``output_dir``. One exists, the pipeline of this repository. The second, any command that starts a training with a
+mapping from keys to its arguments, will stand beside it and be found in the same way.
 
-Contract: a program is found by name, in this module alone: the top-level key ``program`` of a configuration's file, as
-``module:NAME``, or else ``DEFAULT_PROGRAM``, which the shipped configurations are of.
+Contract: a program is found by name, in this module alone: by the top-level key ``program`` of a configuration's file,
+as ``module:NAME``, else by ``DEFAULT_PROGRAM``, to which the shipped configurations belong.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Dimension:
     values: tuple[Plain, ...]
 
     def describe(self, level: int, in_effect: Plain = None) -> str:
-        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: what became of the level's value, where that is known."""
+        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: the value that came of the level, where it is known."""
         if self.kind == "change":
             return f"without {self.name}"
         value = self.values[level - 1] if in_effect is None else in_effect
@@ -123,7 +122,7 @@ class Dimension:
 
 
 def halvings(value: int, least: int) -> Iterator[int]:
-    """Yield half of a size, half of that and so on, rounded down, as long as it is not below the least."""
+    """Yields half of a size, half of that and so on, rounded down, as long as it is not below the least."""
     while value // 2 >= least:
         value //= 2
         yield value
@@ -145,24 +144,21 @@ class ReducedWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducedBatch:
-    """The number of groups of every batch, and the keys that are other than they were, those of both sides."""
+    """The number of groups of every batch, and the keys of both sides that become other than they were."""
 
     num_groups: int
     values: Mapping[str, Plain]
 
 
 class Reductions(Protocol):
-    """How runs of a program become smaller, for ``minimise`` and ``extract``.
-
-    The methods that read checkpoints are given the folder of one.
-    """
+    """The way in which runs of a program become smaller, for ``minimise`` and ``extract``."""
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
-        """List what of the workload, which baseline and candidate share, can be made smaller."""
+        """Lists the parts of the workload, which baseline and candidate share, that can be made smaller."""
         ...
 
     def reduce_workload(self, config: RunConfig, chosen: Mapping[str, Plain], *, num_parts: int) -> ReducedWorkload:
-        """Give the keys of a workload in which the dimensions of these keys have these values.
+        """Gives the keys of a workload in which the dimensions of these keys have these values.
 
         ``num_parts``: micro-batches that the layout needs of an update at least.
         """
@@ -171,35 +167,35 @@ class Reductions(Protocol):
     def list_batches(
         self, baseline: RunConfig, *, num_groups: int, num_all: int, max_steps: int
     ) -> Sequence[Mapping[str, Plain]]:
-        """List values of keys that keep so many of all groups of a batch, and so many steps, the best ones first."""
+        """Lists values of keys that keep so many of all groups of a batch, and so many steps, the best ones first."""
         ...
 
     def follow_batch(self, candidate: RunConfig, batch: ReducedBatch) -> dict[str, Plain]:
-        """Give the keys that a candidate needs beside those of the batch, since it makes another number of updates."""
+        """Gives the keys that a candidate needs beside the batch's, since it makes another number of updates."""
         ...
 
     def checkpoint_name(self, step: int) -> str:
-        """Give the name of the folder of the checkpoint that goes on with a step."""
+        """Names the folder of the checkpoint that goes on with a step."""
         ...
 
     def describe_seed(self, config: RunConfig) -> str:
-        """Say in a phrase what the initial weights follow from."""
+        """Says in a phrase from where the initial weights follow."""
         ...
 
     def first_trained_step(self, config: RunConfig) -> int:
-        """Give the first step in which the policy itself is trained."""
+        """Gives the first step in which the policy itself is trained."""
         ...
 
     def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
-        """Say whether a candidate can begin from the baseline's checkpoints."""
+        """Says whether a candidate can begin from the baseline's checkpoints."""
         ...
 
     def next_step(self, checkpoint: Path) -> int | None:
-        """Give the step that a run goes on with; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
+        """Gives the step that a run goes on with; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
         ...
 
     def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
-        """Copy a checkpoint so that a run with other batches may go on from it."""
+        """Copies a checkpoint so that a run with other batches may go on from it."""
         ...
 
 
@@ -209,10 +205,10 @@ class Program(Protocol):
 
     ``entry``: the Python module that every process of a run executes; ``session_entry``: the one that makes several
     runs in one process group, ``None`` where each run has processes of its own; ``replay_entry``: the one that plays
-    recorded actions again, ``None`` where there is none. ``packages``: whose sources decide what a run computes, beside
-    the library's. ``quiet_keys``: keys, with the values that leave out work and change no training: validation,
-    checkpoints, trackers. ``folder_keys``: keys, with the values that put all files of a run into its ``output_dir``.
-    ``reductions``: ``None`` where runs cannot be made smaller.
+    recorded actions again, ``None`` where there is none. ``packages``: their sources decide the bits of a run, beside
+    the library's. ``quiet_keys``: keys with values that leave out work and change no training: validation, checkpoints,
+    trackers. ``folder_keys``: keys with values that put all files of a run into its ``output_dir``. ``reductions``:
+    ``None`` where runs cannot be made smaller.
     """
 
     @property
@@ -231,43 +227,43 @@ class Program(Protocol):
     def reductions(self) -> Reductions | None: ...
 
     def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
-        """Build a loader of one configuration under any overrides; ``reads_once``: its files are read once for all."""
+        """Builds a loader of one configuration under any overrides; ``reads_once``: its files are read once for all."""
         ...
 
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
-        """Give what Python is started with for a run of a source by an entry module."""
+        """Gives the arguments of Python for a run of a source by an entry module."""
         ...
 
     def first_step(self, config: RunConfig) -> int:
-        """Give the step that a run begins with: 0, or the one that its checkpoint goes on with."""
+        """Gives the step that a run begins with: 0, or the one that its checkpoint goes on with."""
         ...
 
     def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
-        """Give overrides that end a run after a step, as far as nothing else moves, and save nothing on the way.
+        """Gives overrides that end a run after a step, as far as nothing else moves, and save nothing on the way.
 
         ``last_step`` ``None``: the run keeps its steps.
         """
         ...
 
     def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
-        """Count, at most, the elements that one token has in a full trace, with their gradients."""
+        """Counts, at most, the elements that one token has in a full trace, with their gradients."""
         ...
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
-        """Say why the order of sums of a run cannot be followed by one process; empty where it can."""
+        """Says why the order of sums of a run cannot be followed by one process; empty where it can."""
         ...
 
     def plan_order(self, config: RunConfig) -> OrderPlan:
-        """Plan in which order a run adds; ``ValueError`` where there are ``order_limits``."""
+        """Plans the order in which a run adds; ``ValueError`` where there are ``order_limits``."""
         ...
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:
-        """Read how a finished run clips from its ``config.yaml``; ``AlignmentError`` where that does not say."""
+        """Reads how a finished run clips from its ``config.yaml``; ``AlignmentError`` where that does not say."""
         ...
 
 
 def find_program(config_name: str, config_path: str | Path) -> Program:
-    """Find the program of a configuration; raises ``ConfigError`` where the one that it names is none.
+    """Finds the program of a configuration; raises ``ConfigError`` where the one that it names is none.
 
     Only the named file is looked at, and the key must stand on a line of its own.
     """
@@ -279,7 +275,7 @@ def find_program(config_name: str, config_path: str | Path) -> Program:
 
 
 def import_program(name: str, *, origin: str = "") -> Program:
-    """Import a program by ``module:NAME``; raises ``ConfigError`` where there is none of this name."""
+    """Imports a program by ``module:NAME``; raises ``ConfigError`` where there is none of this name."""
     module_name, _, attribute = name.partition(":")
     try:
         found = vars(import_module(module_name)).get(attribute)
@@ -291,9 +287,9 @@ def import_program(name: str, *, origin: str = "") -> Program:
 
 
 def load_config(source: ConfigSource, program: Program | None = None) -> RunConfig:
-    """Load the checked configuration of a source; raises ``ConfigError``.
+    """Loads the checked configuration of a source; raises ``ConfigError``.
 
-    ``program``: ``None`` is the one that the configuration is of.
+    ``program``: ``None`` is the one of the configuration.
     """
     program = program or find_program(source.config_name, source.config_path)
     return program.build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)

@@ -19,7 +19,7 @@ from pipelines.reductions import PipelineReductions, own_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineProgram:
-    """What ``mock_scheduler.program.Program`` asks, of the pipeline."""
+    """The pipeline as a ``mock_scheduler.program.Program``."""
 
     entry: str = "pipelines.agentic"
     session_entry: str | None = "pipelines.session"
@@ -32,20 +32,23 @@ class PipelineProgram:
     reductions: Reductions | None = field(default_factory=PipelineReductions)
 
     def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
-        """As ``pipelines.config.loading``."""
+        """Builds a loader, as ``pipelines.config.loading`` does."""
         return build_loader(config_name, config_path, reads_once=reads_once)
 
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
-        """Every entry module reads the arguments that ROLL's do."""
+        """Starts an entry module with the arguments of ROLL's."""
         return ("-m", entry, *source.arguments())
 
     def first_step(self, config: RunConfig) -> int:
-        """The folder's name of a checkpoint ends in the step that goes on from it."""
+        """Reads the step from the name of the checkpoint's folder, which ends in it."""
         number = Path(config.resume_from_checkpoint or "").name.rpartition("_")[2]
         return int(number) if number.isdecimal() else 0
 
     def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
-        """A rate that decays over the whole run follows from its length, and a critic's warm-up must be shorter."""
+        """Shortens the run where its rate has another end and it has no critic.
+
+        A rate that decays over the whole run follows from its length, and a critic's warm-up must be shorter than it.
+        """
         own = own_config(config)
         overrides = ["save_steps=0"] if own.save_steps else []
         is_rate_fixed = own.training.lr_decay_style == "constant" or own.training.lr_decay_iters is not None
@@ -54,7 +57,7 @@ class PipelineProgram:
         return [*overrides, f"max_steps={last_step + 1}"]
 
     def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
-        """What a layer's parts give, and logits, with their gradients.
+        """Counts the outputs of a layer's parts, and logits, with their gradients.
 
         14 times the hidden size, once more for each chosen expert, and 4 times the MLP's are more than any model here
         has.
@@ -64,16 +67,16 @@ class PipelineProgram:
         return 2 * (model.num_layers * by_layer + vocabulary)
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
-        """As ``mock_scheduler.megatron.order_limits`` for the layout that the run has."""
+        """Says the limits of the run's own layout, as ``mock_scheduler.megatron.order_limits`` does."""
         own = own_config(config)
         return limits(own.parallel, own.model, own.training)
 
     def plan_order(self, config: RunConfig) -> OrderPlan:
-        """As ``mock_scheduler.megatron.order_plan``."""
+        """Plans the order, as ``mock_scheduler.megatron.order_plan`` does."""
         return plan_order(own_config(config))
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:
-        """As ``pipelines.config.clip_rule``."""
+        """Reads the keys of the policy loss, as ``pipelines.config.clip_rule`` does."""
         return load_clip_rule(config_path)
 
 

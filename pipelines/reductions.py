@@ -1,8 +1,7 @@
-"""How runs of the pipeline become smaller, for ``mock-scheduler minimise`` and ``extract``; imports no torch.
+"""Runs of the pipeline become smaller, for ``mock-scheduler minimise`` and ``extract``; imports no torch.
 
-Rows are left out and never cut, since the length of a row is the environment's. What a group is stays as it is. With
-fewer steps, the rate and the coefficients that follow from the number of updates of the whole run stay those of the
-whole run.
+Rows are left out and never cut, since the length of a row is the environment's; a group keeps its size. With fewer
+steps, the rate and the coefficients that follow from the number of updates of the whole run stay the whole run's.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def own_config(config: RunConfig) -> PipelineConfig:
 
 
 class PipelineReductions:
-    """What ``mock_scheduler.program.Reductions`` asks, of the pipeline."""
+    """The pipeline's ``mock_scheduler.program.Reductions``."""
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
         """Lists steps, validation, groups, epochs, updates, layers and micro-batches as far as they can be reduced."""
@@ -76,7 +75,7 @@ class PipelineReductions:
         return [{**sizes, **ends} for sizes in _list_sizes(config, num_groups=num_groups, num_all=num_all)]
 
     def follow_batch(self, candidate: RunConfig, batch: ReducedBatch) -> dict[str, Plain]:
-        """A candidate that makes another number of updates decays its rate over those of its own whole run."""
+        """Lets a candidate that makes another number of updates decay its rate over its own whole run's."""
         config = own_config(candidate)
         own = config.lr_decay_updates(first_step=config.first_policy_step)
         return {_DECAY: own} if batch.values.get(_DECAY, own) != own else {}
@@ -86,15 +85,15 @@ class PipelineReductions:
         return f"step_{step:06d}"
 
     def describe_seed(self, config: RunConfig) -> str:
-        """The initial weights follow from the seed."""
+        """Names the seed, from which the initial weights follow."""
         return f"seed {own_config(config).seed}, from which the initial weights follow"
 
     def first_trained_step(self, config: RunConfig) -> int:
-        """The step after the critic's warm-up."""
+        """Returns the step after the critic's warm-up."""
         return own_config(config).first_policy_step
 
     def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
-        """Whether everything that a checkpoint's tensors follow from is alike."""
+        """Says whether all keys are alike from which a checkpoint's tensors follow."""
         ours, theirs = (own_config(config).model_dump(include=set(_STATE_KEYS)) for config in (baseline, candidate))
         return ours == theirs
 

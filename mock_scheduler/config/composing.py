@@ -53,11 +53,11 @@ class Composer:
 
     @property
     def origin(self) -> str:
-        """What is composed, for messages."""
+        """The name of the configuration and its file, for messages."""
         return f"configuration '{self._name}' ({self._folder / self._name}.yaml)"
 
     def compose(self, overrides: Sequence[Override]) -> tuple[DictConfig, list[SourceFile]]:
-        """The composed configuration, interpolations open, and where that matters the files that it is of.
+        """Composes the configuration, interpolations open; also lists its files where their numbers must be looked at.
 
         The files are in the order in which they count. Raises ``ConfigError``.
         """
@@ -79,7 +79,7 @@ class Composer:
         return override.package is not None or (self._folder / override.key_or_group).is_dir()
 
     def _sets_a_value(self, override: Override) -> bool:
-        """Whether it sets a key of the configuration and nothing else, however the rest was composed."""
+        """Says whether it sets a key of the configuration and nothing else, however the rest was composed."""
         is_own = override.key_or_group.split(".")[0] not in ("hydra", "defaults")
         return override.type is OverrideType.CHANGE and is_own and not self._is_group(override)
 
@@ -137,7 +137,7 @@ def _parse(text: str) -> Override:
 
 
 def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig | None:
-    """As Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be merged, for which it has the words."""
+    """Merges values as Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be, to let Hydra say why."""
     composed = deepcopy(bare)
     try:
         for override in overrides:
@@ -148,7 +148,7 @@ def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig |
 
 
 def _describe_sweep(text: str, override: Override, schema: type[BaseModel]) -> str:
-    """Says why an override with a comma is refused, and what it may be meant as.
+    """Says why an override with a comma is refused, and how its meaning is written.
 
     A list is advised only where the schema does not say that the key takes none.
     """
@@ -169,7 +169,7 @@ def _describe_sweep(text: str, override: Override, schema: type[BaseModel]) -> s
 
 
 def _annotation(key: str, schema: type[BaseModel]) -> object:
-    """The type that the schema gives to a dotted key; ``None`` where it gives none."""
+    """Returns the type that the schema gives to a dotted key; ``None`` where it gives none."""
     found: object = schema
     for name in key.split("."):
         models = [item for item in _members(found) if isinstance(item, type) and issubclass(item, BaseModel)]
@@ -181,7 +181,7 @@ def _annotation(key: str, schema: type[BaseModel]) -> object:
 
 
 def _members(annotation: object) -> Iterator[object]:
-    """The types of a union, without what pydantic is told of them; none for ``None``."""
+    """Yields the types of a union, without pydantic's annotations; none for ``None``."""
     if annotation is None:
         return
     if annotation is not JoinedTexts and get_origin(annotation) is Annotated:

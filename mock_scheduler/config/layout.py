@@ -78,7 +78,7 @@ class ParallelConfig(ConfigSection):
         return " ".join([*parts, "sp"] if self.sequence_parallel else parts)
 
     def describe_degrees(self) -> str:
-        """Every degree with its key's value, 1 included, for messages about a layout that cannot be run."""
+        """Returns every degree with its key's value, 1 included, for messages about a layout that cannot be run."""
         degrees = {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,

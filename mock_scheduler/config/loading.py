@@ -63,7 +63,7 @@ class ConfigSource:
     overrides: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """The command line that ``parse_config_arguments`` reads back to this source."""
+        """Returns the command line that ``parse_config_arguments`` reads back to this source."""
         return ["--config_path", self.config_path, "--config_name", self.config_name, *self.overrides]
 
 
@@ -111,7 +111,7 @@ def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
 def build_loader(
     form: ConfigForm[ConfigT], config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool
 ) -> Callable[[Sequence[str]], ConfigT]:
-    """Builds a function that does what ``load_config`` does, for one configuration under any overrides.
+    """Builds a function that loads as ``load_config`` does, one configuration under any overrides.
 
     ``reads_once``: the files are read once for all of them, where they only set values.
     """
@@ -144,15 +144,15 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
 
 
 def dump_config(config: Dumped) -> str:
-    """The whole configuration as YAML that ``load_config`` loads back equal; the same text for equal configs."""
+    """Returns the whole configuration as YAML that loads back equal; the same text for equal configurations."""
     values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _escape_interpolations(value: object) -> object:
-    """Values were resolved already: a ``${`` that is left is text, and must be loaded as text.
+    """Escapes every ``${``: values were resolved already, so that one that is left must be loaded as text.
 
-    OmegaConf halves the backslashes before a ``${`` (2.3), so those of the text are doubled.
+    OmegaConf halves the backslashes before a ``${`` (2.3), so the text's own are doubled.
     """
     if isinstance(value, dict):
         return {key: _escape_interpolations(item) for key, item in value.items()}
@@ -173,7 +173,7 @@ def _check_file_exists(folder: Path, name: str) -> None:
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
-    """Every value that stays open: an interpolation that does not resolve, or ``???``."""
+    """Yields every value that stays open: an interpolation that does not resolve, or ``???``."""
     for path, text in _texts(OmegaConf.to_container(composed, resolve=False), ""):
         if text == "???":
             yield path, f"has no value yet; give it as {path}=VALUE"
@@ -182,7 +182,7 @@ def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string in a container with its path as ``OmegaConf.select`` takes it: ``a.b[0]``."""
+    """Yields every string in a container with its path as ``OmegaConf.select`` takes it: ``a.b[0]``."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _texts(item, f"{path}.{key}" if path else str(key))
@@ -227,5 +227,5 @@ def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
 
 
 def _covers(override_key: str, key: str) -> bool:
-    """Whether an override of one key set the other, at any depth."""
+    """Says whether an override of one key set the other, at any depth."""
     return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")

@@ -1,7 +1,7 @@
-"""Plain scalars such as ``0.5_5`` that YAML reads as a number, found where a user wrote them.
+"""Plain scalars such as ``0.5_5``, which YAML reads as a number, are found where a user wrote them.
 
 YAML 1.1 allows ``_`` within numbers, so that a pair of bounds without quotes, ``0.5_5``, is 0.55, and ``5_10`` is 510.
-Nothing of that is left in the values that were loaded, so the files and the command line are searched for the number.
+The loaded values show nothing of that, so the files and the command line are searched for the number.
 
 Contract: pure functions of texts; a file that cannot be read was refused before. Only keys that a program names are
 looked at: ``max_steps: 1_000`` is a number as it is meant.
@@ -47,13 +47,13 @@ class NumberTraps:
     pair_keys: tuple[str, ...] = ()
 
     def may_be_in(self, composed: DictConfig) -> bool:
-        """Whether any place has a number at all; without one the files need not be read."""
+        """Says whether any place has a number; without one the files need not be read."""
         return next(self._numbers(composed), None) is not None
 
     def find(
         self, files: Sequence[SourceFile], overrides: Sequence[Override], composed: DictConfig
     ) -> Iterator[Problem]:
-        """Every key whose number was written with ``_``; files and overrides in the order in which they count."""
+        """Yields every key whose number was written with ``_``; later files and overrides count more."""
         for key, number in self._numbers(composed):
             name = next(part for part in reversed(key.split(".")) if not part.isdecimal())
             deciding = [override for override in overrides if _names(override, name)]
@@ -80,7 +80,7 @@ NO_TRAPS = NumberTraps()
 
 
 def _iterate_numbers(value: object, key: str) -> Iterator[tuple[str, int | float]]:
-    """Every number below a value, in lists too, with its dotted key."""
+    """Yields every number below a value, in lists too, with its dotted key."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _iterate_numbers(item, f"{key}.{name}")
@@ -106,7 +106,7 @@ def _search_overrides(overrides: Sequence[Override], name: str, number: int | fl
 
 
 def _search_files(files: Sequence[SourceFile], name: str, number: int | float) -> tuple[str, str, str] | None:
-    """The same of the last file, and in it the first line, that has the number at a key of this name."""
+    """Returns the same of the last file, and in it the first line, that has the number at a key of this name."""
     for file in reversed(files):
         for index, line in enumerate(file.path.read_text(encoding="utf-8").splitlines()):
             for text in _written(line, name):
@@ -116,7 +116,7 @@ def _search_files(files: Sequence[SourceFile], name: str, number: int | float) -
 
 
 def _written(line: str, name: str) -> Iterator[str]:
-    """The unquoted values with ``_`` that a line gives to keys of a name; a comment gives none."""
+    """Yields the unquoted values with ``_`` that a line gives to keys of a name; a comment gives none."""
     for match in re.finditer(rf"(?<!\w){re.escape(name)}['\"]?\s*(?=[:=])", line.partition(" #")[0]):
         value = _VALUE.match(line, match.end())
         if value is not None:

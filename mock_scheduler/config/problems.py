@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, key by key, in words that a user can act on.
+"""Problems of a configuration, key by key, in words that a user can act on.
 
 Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one. A
-validator of a whole section raises what it finds with ``raise_keyed``, so that each problem is shown at its own key.
+validator of a whole section raises its problems with ``raise_keyed``, so that each is shown at its own key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KeyPath = tuple[str | int, ...]
 
 
 class KeyedError(ValueError):
-    """What is wrong with one key of a section; ``key``: the dotted key within it, or ``""`` for the section."""
+    """A problem of one key of a section; ``key``: the dotted key within it, or ``""`` for the section."""
 
     def __init__(self, key: str, text: str) -> None:
         super().__init__(key, text)
@@ -72,7 +72,7 @@ def raise_problems(
 
 
 def validation_problems(error: ValidationError, model: type[BaseModel], *, section: str = "") -> list[Problem]:
-    """Every problem that pydantic found; ``section`` is the dotted key at which ``model`` stands."""
+    """Returns every problem that pydantic found; ``section``: the dotted key at which ``model`` stands."""
     return [_describe(details, model, section) for details in error.errors(include_url=False)]
 
 
@@ -111,7 +111,7 @@ def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) 
 
 
 def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | None:
-    """The whole key that may be meant: of this name in a section below or at the top level, else of a close one."""
+    """Finds the whole key that may be meant: of this name in a section below or at the top level, else a close one."""
     name, known = str(path[-1]), sorted(_section_fields(path[:-1], model))
     prefix = tuple(filter(None, (section, _dotted("", path[:-1]))))
     below = {field: (*prefix, outer, field) for outer in known for field in _section_fields((*path[:-1], outer), model)}
@@ -132,7 +132,7 @@ def _section_fields(path: _KeyPath, model: type[BaseModel]) -> list[str]:
 
 
 def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
-    """The schema's type of the value at a path; fields by name, dict and list items by any key."""
+    """Returns the schema's type of the value at a path; fields by name, dict and list items by any key."""
     annotation: object = model
     for part in path:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -146,7 +146,7 @@ def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
 
 
 def _member_of_union(annotation: object, tag: str) -> object:
-    """The section of a union that bears the tag."""
+    """Returns the section of a union that bears the tag."""
     tagged = {item.tag: get_args(member)[0] for member in get_args(annotation) for item in get_args(member)[1:]}
     return tagged[tag]
 

@@ -1,12 +1,12 @@
-"""Starting a run: the command, environment and number of processes of a configuration, and carrying it out.
+"""A launcher starts a run with the command, environment and processes of its configuration, and waits for it.
 
-Contract: importing this module imports no torch. One process is started directly, several through torchrun, which
-picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and
-SIGHUP it is asked to and waited for; on Linux every process ends too where the one that started it was killed.
+Contract: importing this module imports no torch. One process is started directly, several through torchrun, which picks
+a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and SIGHUP it is
+asked to and waited for; on Linux every process ends too where the one that started it was killed.
 
-``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the
-failed rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of
-torchrun. Where a signal ended a rank, it says which, on stderr and in the run's ``error.json``.
+``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed
+rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. It
+names a rank that a signal ended, on stderr and in the run's ``error.json``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _WATCH_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """How to start this node's part of a run.
+    """This node's part of a run.
 
-    ``argv``: the command. ``env``: variables to set over the launcher's own.
-    ``num_processes``: on this node; ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes
-    if a signal ends it, of several runs the plan's file, by which the one that was running is found; ``None``: nowhere.
+    ``argv``: the command. ``env``: variables to set over the launcher's own. ``num_processes``: on this node;
+    ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; of several
+    runs the plan's file, by which the running one is found; ``None``: nowhere.
     """
 
     argv: tuple[str, ...]
@@ -98,10 +98,10 @@ def plan_launch(
 ) -> LaunchPlan:
     """Plans one node's part of a run.
 
-    ``config``: the run's. ``arguments``: what Python is started with, as ``Program.arguments`` gives them. With several
-    nodes, each runs its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow
-    ``node_rank``, so that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not
-    divide over the nodes, or the node's rank or the endpoint do not fit.
+    ``config``: the run's. ``arguments``: of Python, as ``Program.arguments`` gives them. With several nodes, each runs
+    its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``, so
+    that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
+    nodes, or the node's rank or the endpoint do not fit.
     """
     world_size = config.parallel.world_size
     _check_nodes(config.parallel.describe(), world_size, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
@@ -128,9 +128,10 @@ def plan_session(
 ) -> LaunchPlan:
     """Plans several runs one after another in one process group on this machine.
 
-    Writes what ``entry`` (``None``: the program's own) reads to ``plan_path`` (``None``: ``session.json`` beside the
-    first run's ``output_dir``) and removes what an earlier session said of these runs. Raises ``ConfigError`` where
-    there is no run, the program has no such entry, or the runs cannot share processes (``check_session``).
+    Writes the plan that ``entry`` (``None``: the program's own) reads to ``plan_path`` (``None``: ``session.json``
+    beside the first run's ``output_dir``) and removes the statuses of an earlier session of these runs. Raises
+    ``ConfigError`` where there is no run, the program has no module for sessions, or the runs cannot share processes
+    (``check_session``).
     """
     if not runs:
         raise ConfigError("a session needs at least one run")
@@ -151,7 +152,7 @@ def plan_session(
 def _start(
     arguments: tuple[str, ...], config: RunConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command and variables that start Python as ``config`` needs it: alone, or through torchrun."""
+    """Returns the command and variables that start Python as ``config`` needs it: alone, or through torchrun."""
     env = launch_environment(config.system_envs)
     if config.parallel.world_size == 1:
         return (python, *arguments), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -183,8 +184,10 @@ def _rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None) -> tuple[s
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of the plan's process: ``environ`` without another launcher's rank variables, the plan's
-    over it; ranks of several get one OpenMP thread each where nobody chose, as torchrun would set with a warning.
+    """Returns the whole environment of the plan's process.
+
+    It is ``environ`` without another launcher's rank variables, and the plan's over it; ranks of several get one OpenMP
+    thread each where nobody chose, as torchrun would set with a warning.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     threads = {"OMP_NUM_THREADS": "1"} if plan.world_size > 1 else {}
@@ -199,10 +202,10 @@ def run_plan(
     watch: Callable[[], None] | None = None,
     running: RunningProcesses | None = None,
 ) -> int:
-    """Carry the plan out and return its exit code; stdout and stderr go to ``log_path``, or where this process's go.
+    """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
-    ``watch`` is called about once a second while the run goes on, by this thread; what it raises ends the run.
-    ``running``: counts the process while it is waited for. A run that a signal ended has the code 128 + the signal's
+    ``watch`` is called about once a second while the run goes on, by this thread; an error of it ends the run.
+    ``running`` counts the process while it is waited for. A run that a signal ended has the code 128 + the signal's
     number; one that ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is
     terminated and waited for, then KeyboardInterrupt is raised.
     """
@@ -254,7 +257,7 @@ def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) 
 
 
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:
-    """Write down that a signal ended the started process; returns what to say."""
+    """Writes down that a signal ended the started process; returns the lines to say."""
     is_rank = plan.world_size == 1
     subject = "rank 0" if is_rank else "torchrun, which ran this machine's ranks,"
     message = f"{subject} was ended by {describe_signal(code)}"
@@ -266,7 +269,7 @@ def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]
 def _write_error(
     told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
 ) -> list[str]:
-    """Write a signal's end to the folder of the run, or of a session's run that it ended; returns what to say."""
+    """Writes a signal's end to the folder of the run, or of a session's run that it ended; returns lines to say."""
     folder: Path | None = (cwd or Path()) / told_to
     if told_to.is_absolute() and told_to.is_file():
         folder = find_running(told_to)
@@ -322,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
-    """Say which rank a signal ended, where that is the cause; returns the exit code of the cause."""
+    """Names a rank that a signal ended, where that is the cause; returns the exit code of the cause."""
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"

@@ -1,4 +1,4 @@
-"""The files by which several runs in one process group are told and tell: the plan, and a status in each run's folder.
+"""Several runs in one process group are told by a plan, and tell by a status in each run's folder.
 
 ``PLAN.json`` is a list of objects ``{config_name, config_path, overrides, output_dir, log_path}``, one a run, in order.
 ``{output_dir}/session.json`` says when a run of a session started and how it ended; it is replaced as a whole, so it is
@@ -46,7 +46,8 @@ class SessionRun:
 class RunStatus:
     """Where a run of a session stands. ``started_s``: seconds since the epoch. The others: ``None`` while it runs.
 
-    ``elapsed_s``: from its start until another could begin. ``exit_code``: what it would have exited with alone.
+    ``elapsed_s``: from its start until another could begin. ``exit_code``: the one that it would have exited with
+    alone.
     """
 
     started_s: float
@@ -55,7 +56,7 @@ class RunStatus:
 
 
 def write_plan(path: Path, runs: Sequence[SessionRun]) -> None:
-    """Write the plan of a session, and remove what an earlier session said of these runs."""
+    """Writes the plan of a session, and removes the statuses of an earlier session of these runs."""
     content = [
         {
             "config_name": run.config_name,
@@ -74,7 +75,7 @@ def write_plan(path: Path, runs: Sequence[SessionRun]) -> None:
 
 
 def read_plan(path: Path) -> tuple[SessionRun, ...]:
-    """The runs of a plan, in order; raises ``ConfigError`` where the file is not one, or has no run."""
+    """Returns the runs of a plan, in order; raises ``ConfigError`` where the file is not one, or has no run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -102,11 +103,11 @@ def _read_run(item: object, where: str) -> SessionRun:
 
 
 def check_session(runs: Sequence[SessionRun], configs: Sequence[RunConfig | None]) -> None:
-    """Refuse runs that cannot share processes. ``configs``: theirs, ``None`` for one that has none, which is left out.
+    """Refuses runs that cannot share processes. ``configs``: theirs; a run whose own is ``None`` is left out.
 
     Raises ``ConfigError`` that lists runs whose number of processes or ``system_envs`` are not the first one's (the
-    environment is read once, when libraries are imported), those whose ``output_dir`` is not their configuration's,
-    and those that share one.
+    environment is read once, when libraries are imported), runs whose ``output_dir`` is not their configuration's, and
+    runs that share one.
     """
     known = [(run, config) for run, config in zip(runs, configs, strict=True) if config is not None]
     problems = [
@@ -121,7 +122,7 @@ def check_session(runs: Sequence[SessionRun], configs: Sequence[RunConfig | None
 
 
 def _describe_other(run: SessionRun, config: RunConfig, first_run: SessionRun, first: RunConfig) -> Iterator[str]:
-    """What keeps a run from following the first one; runs are named by their folders."""
+    """Yields the reasons why a run cannot follow the first one; runs are named by their folders."""
     name, first_name = run.output_dir, first_run.output_dir
     if config.parallel.world_size != first.parallel.world_size:
         yield (
@@ -158,7 +159,7 @@ def load_status(output_dir: Path) -> RunStatus | None:
 
 
 def find_running(plan_path: Path) -> Path | None:
-    """The ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
+    """Returns the ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
     for run in read_plan(plan_path):
         status = load_status(run.output_dir)
         if status is not None and status.elapsed_s is None:

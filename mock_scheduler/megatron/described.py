@@ -1,8 +1,8 @@
 # ruff: noqa: D102 - the docstring of each class explains its fields
-"""What rules and plans must know of a training on Megatron, by the names of Megatron's own fields; imports no torch.
+"""Rules and plans read a training on Megatron by the names of Megatron's own fields; imports no torch.
 
-Contract: these are protocols. A program gives objects of its own that have these attributes, such as the sections of
-its configuration; nothing here knows where the values come from.
+Contract: protocols. A program gives objects of its own that have these attributes, such as the sections of its
+configuration; nothing here knows where the values come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which layouts can run a model and its batches: the rules that Megatron-core asserts itself; imports no torch.
+"""A layout can run a model and its batches where it keeps the rules of Megatron-core; imports no torch.
 
 Megatron-core 0.16.1 and 0.19.2 assert them, mostly after process groups are made; here they hold before a process
-starts. ``docs/layouts.md`` lists them, and those that depend on the device.
+starts. ``docs/layouts.md`` lists them, and the rules that depend on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mock_scheduler.support.text import bullet_list
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What a layout's rules look at besides the layout.
+    """The facts that a layout's rules look at besides the layout.
 
     ``num_micro_batches``: of one update, over all data-parallel ranks; ``None`` where it follows from the data.
     ``averages_micro_batches``: whether the loss is a mean over micro-batches, not over tokens.
@@ -34,7 +34,7 @@ class Workload:
 
 
 def layout_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
-    """Every rule by which the layout cannot run this model and batch; empty where it can.
+    """Returns every rule by which the layout cannot run this model and batch; empty where it can.
 
     Stricter than Megatron-core in one: a tensor-parallel rank holds whole query groups, never a part of one.
     """
@@ -117,8 +117,9 @@ def _batch_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 
 def _filling_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
-    """Where the data decides how many micro-batches there are, empty ones make them as many as the layout needs; in a
-    mean over micro-batches they would count, and Megatron's own router cannot take them.
+    """Lists rules of an update that empty micro-batches fill up, since the data decides how many there are.
+
+    In a mean over micro-batches they would count, and Megatron's own router cannot take them.
     """
     axes = {
         "data_parallel_size": parallel.data_parallel_size,
@@ -146,7 +147,9 @@ def _filling_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 
 def _sequence_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
-    """Context parallelism cuts a row into 2 · cp parts, of which a rank has two; sequence parallelism cuts those two
+    """Lists rules of the length of rows.
+
+    Context parallelism cuts a row into 2 · cp parts and gives two to each rank; sequence parallelism cuts the two
     together into tp parts.
     """
     tp, cp, multiple = parallel.tensor_model_parallel_size, parallel.context_parallel_size, work.sequence_multiple_of
@@ -206,5 +209,5 @@ def _expert_problems(parallel: ParallelConfig, model: DescribedModel) -> list[st
 
 
 def describe_layout_problems(parallel: ParallelConfig, problems: list[str]) -> str:
-    """The refusal of a layout: its degrees, the processes it needs and every rule that it breaks."""
+    """Returns the refusal of a layout: its degrees, the processes it needs and every rule that it breaks."""
     return f"layout {parallel.describe_in_full()} cannot be run:{bullet_list(problems, limit=None)}"

@@ -1,4 +1,4 @@
-"""Which layouts' orders one process cannot follow, with which models and options, and why (docs/layouts.md)."""
+"""Some layouts' orders cannot be followed by one process, with some models and options (docs/layouts.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ranks_of_replica(layout: ParallelConfig) -> int:
 
 
 def limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> tuple[str, ...]:
-    """Why one process cannot follow this layout's order with this model; empty where it can."""
+    """Says why one process cannot follow this layout's order with this model; empty where it can."""
     problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
     if model.transformer_impl != "local":
         problems.append(
@@ -33,7 +33,7 @@ def limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTra
 
 
 def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> list[str]:
-    """Why the order of experts cannot be followed."""
+    """Says why the order of experts cannot be followed."""
     problems = []
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
     if model.moe_router_impl != "layout_invariant":
@@ -64,7 +64,7 @@ def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: Desc
 
 
 def _lane_limits(training: DescribedTraining) -> list[str]:
-    """Why replicas cannot compute together, as they must where experts see the tokens of several."""
+    """Says why replicas cannot compute together, as they must where experts see the tokens of several."""
     where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
     problems = []
     if training.has_token_budget:

@@ -1,4 +1,4 @@
-"""How a finished run's policy loss clips, out of its ``config.yaml``; importing this imports no torch.
+"""A finished run's ``config.yaml`` says how its policy loss clips; importing this imports no torch.
 
 Contract: another release may have written the file, so that only the keys that matter are looked at.
 """
@@ -23,7 +23,7 @@ _NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")
 def load_clip_rule(config_path: Path) -> ClipRule:
     """Reads how the run of a ``config.yaml`` clips; keys that the file lacks have their defaults.
 
-    Raises ``AlignmentError`` where it cannot be read, naming each key that is not what it should be.
+    Raises ``AlignmentError`` where it cannot be read, with the name of each wrong key.
     """
     try:
         content = yaml.safe_load(config_path.read_text(encoding="utf-8"))

@@ -164,7 +164,7 @@ class PipelineConfig(ConfigSection):
         return sorted({*self.train_env_manager.tags, *self.val_env_manager.tags})
 
     def env_manager(self, mode: Mode) -> EnvManagerConfig:
-        """The environments of training or of validation."""
+        """Returns the environments of training or of validation."""
         return self.train_env_manager if mode == "train" else self.val_env_manager
 
     def batch_size(self, mode: Mode) -> int:
@@ -342,7 +342,7 @@ class PipelineConfig(ConfigSection):
         return self
 
     def _workload(self) -> Workload:
-        """What a layout's rules look at."""
+        """The facts that a layout's rules look at."""
         training = self.training
         together = training.recompute_num_layers if training.recompute_granularity == "full" else None
         is_uniform = training.recompute_method == "uniform"
@@ -386,7 +386,7 @@ class PipelineConfig(ConfigSection):
 
 
 def service_client_problems(config: PipelineConfig) -> list[str]:
-    """Every key that asks a client of a training service for what only the service has; empty where none does."""
+    """Lists keys that ask a client of a training service for things that only the service has."""
     asked = {
         "save_steps": (config.save_steps, 0),
         "eval_steps": (config.eval_steps, 0) if config.rollout_mock.modes_in_use != {"mock"} else (0, 0),
@@ -409,10 +409,10 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
 
 
 def sampling_problems(config: PipelineConfig) -> list[str]:
-    """Every key by which training would sample from another policy than the one it trains; empty where none does.
+    """Lists keys by which training would sample from another policy than the one it trains.
 
-    With one, the recorded log-probabilities and the trainer's own would be those of two distributions, and the ratio
-    of new to old policy would not be that of the policy which sampled.
+    With one, the recorded log-probabilities and the trainer's own would belong to two distributions, and the ratio of
+    new to old policy would not be that of the sampling policy.
     """
     common, own = config.actor_infer.generating_args, config.train_env_manager.generating_args
     problems = []

@@ -50,7 +50,7 @@ class TrainingConfig(ConfigSection):
 
     @property
     def has_token_budget(self) -> bool:
-        """Whether micro-batches are made by number of tokens, and so follow from the data."""
+        """Says whether micro-batches are made by number of tokens, and so follow from the data."""
         return self.batching == "dynamic" or self.sequence_packing
 
     @property

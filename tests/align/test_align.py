@@ -402,6 +402,6 @@ def test_a_module_that_does_not_run_the_pipeline_is_told_what_to_call(bench: Ben
     (mine,) = json.loads((bench.root / "align.json").read_text())["candidates"]
     assert (mine["verdict"], mine["reason"]) == (
         "incomparable",
-        "the module tests.align.output_scaled_on_one_rank ended without running the pipeline (no run.json); "
+        "the module tests.align.output_scaled_on_one_rank ended without running the program (no run.json); "
         "it must call pipelines.agentic.main, as docs/align.md says",
     )

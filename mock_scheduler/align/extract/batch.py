@@ -1,6 +1,6 @@
-"""How a configuration becomes that of fewer groups and fewer steps, for baseline and candidate alike.
+"""A configuration is cut to fewer groups and fewer steps, for baseline and candidate alike.
 
-Contract: pure. The program says which keys make a batch smaller; whatever the candidate sets itself stays as it is.
+Contract: pure. The program says by which keys a batch becomes smaller; a key of the candidate's own stays as it is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mock_scheduler.program import Plain, ReducedBatch, RunConfig
 
 
 def reduce_batch(source: DivergedCandidate, *, num_groups: int, num_all: int, max_steps: int) -> ReducedBatch:
-    """Finds the fewest groups from ``num_groups`` on that both configurations allow, with the keys that then fit.
+    """Finds the fewest groups from ``num_groups`` on with which both configurations load.
 
     ``num_all``: groups of a recorded batch, with which batch sizes stay as they are. ``max_steps``: after the last step
-    that is kept. Raises ``ConfigError`` where not even all groups can be trained on so.
+    to keep. Raises ``ConfigError`` where not even all groups can be trained on so.
     """
     problem = ""
     for count in range(num_groups, num_all + 1):

@@ -1,7 +1,7 @@
-"""The files of a candidate's entry module that are the user's own: the module, and what it imports of theirs.
+"""The user's own files behind a candidate's entry module: the module, and the user's modules that it imports.
 
-Contract: imports are read from the source, in functions too; nothing is run. What is found by other means (a name put
-together at run time, a data file) is not found here. A package that is installed, the standard library and this
+Contract: imports are read from the source, in functions too; nothing is run. Files that are found by other means (a
+name put together at run time, a data file) are not found here. Installed packages, the standard library and the
 project's own packages are left where they are, and said.
 """
 
@@ -65,7 +65,7 @@ def find_entry_files(entry: str, own_packages: Collection[str]) -> EntryFiles:
 
 
 def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[str]) -> None:
-    """Add a file, the packages that it is in, and what it imports below the root."""
+    """Adds a file, the packages around it, and its imports below the root."""
     if path in paths:
         return
     paths.add(path)
@@ -103,7 +103,7 @@ def _imported(tree: ast.AST, *, package: str) -> Iterator[str]:
 
 
 def _find_below(root: Path, name: str) -> Path | None:
-    """The user's file of a module below the root; ``None`` for anything else."""
+    """Returns the user's file of a module below the root; ``None`` for anything else."""
     top = name.partition(".")[0]
     if not name or top in sys.stdlib_module_names:
         return None

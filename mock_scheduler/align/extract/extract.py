@@ -1,7 +1,7 @@
-"""``mock-scheduler extract``: one small folder out of a diverged candidate, which shows the divergence by one command.
+"""``mock-scheduler extract`` makes a small folder out of a diverged candidate; one command shows the divergence.
 
-As few whole groups as still diverge: those of the row with the largest difference where the divergence names one, else
-all; and where the divergence does not show with them, twice as many, until all are used.
+It keeps as few whole groups as still diverge: first those of the row with the largest difference where the divergence
+names one, else all; where the divergence does not show with them, twice as many, until all are used.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NOT_FOR_A_CHECK = ("align.proofs.localise=false", "align.proofs.consequence=fal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a reproduction gave when it was run: the verdict's word, and its first divergence or reason."""
+    """The result of a reproduction that was run: the verdict's word, and its first divergence or reason."""
 
     verdict: str
     text: str
 
     @property
     def is_diverged(self) -> bool:
-        """Whether it shows the divergence."""
+        """Says whether it shows the divergence."""
         return self.verdict == VerdictKind.DIVERGED.value
 
 
@@ -127,7 +127,7 @@ def run_reproduction(folder: Path, name: str) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Extraction:
-    """What is the same for any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
+    """The parts that are the same for any number of groups. ``batch``: all rows of the step; ``check`` None: none."""
 
     source: DivergedCandidate
     batch: RolloutBatch
@@ -161,7 +161,7 @@ class _Extraction:
     def _try(
         self, folder: Path, order: Sequence[GroupKey], wanted: int, remarks: list[str]
     ) -> tuple[int, Outcome | None]:
-        """Write the folder with at least ``wanted`` groups and run it; how many these are, and what it gave."""
+        """Writes the folder with at least ``wanted`` groups and runs it; returns how many they are, and the outcome."""
         source, weights = self.source, self.weights
         reduction = reduce_batch(source, num_groups=wanted, num_all=len(order), max_steps=weights.last_step + 1)
         places = self._places(order[: reduction.num_groups])
@@ -192,7 +192,7 @@ class _Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """The places of the chosen groups among those of the step: the same are kept of every step."""
+        """Returns the places of the chosen groups among those of the step; every step keeps the same places."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:
@@ -202,10 +202,10 @@ class _Extraction:
 
 
 def order_groups(batch: RolloutBatch, sample: str | None) -> list[GroupKey]:
-    """The groups of a batch, those first without which there may be no divergence.
+    """Returns the groups of a batch, the ones that the divergence may need first.
 
-    First the group of the row ``sample``, as its identity is spelled, then those whose rewards differ, from which alone
-    advantages relative to a group come, then the others; each in the batch's order.
+    First comes the group of the row ``sample``, as its identity is spelled; then groups whose rewards differ, the only
+    ones with advantages relative to their group; then the others; each in the batch's order.
     """
     of_sample = {identity.group_key for identity in batch.identities if str(identity) == sample}
     rewards: dict[GroupKey, set[float]] = {}

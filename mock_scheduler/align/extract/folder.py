@@ -58,9 +58,10 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What a reproduction begins with: ``checkpoint``, or where it is ``None`` the seed's initial weights.
+    """The weights with which a reproduction begins: ``checkpoint``, or where it is ``None`` the seed's initial ones.
 
-    first_step, last_step: the steps that are then trained, the first divergence's among them. text: in words.
+    ``first_step``, ``last_step``: the steps that are then trained, the first divergence's among them. ``text``: in
+    words.
     """
 
     checkpoint: Path | None
@@ -70,7 +71,7 @@ class Weights:
 
 
 def choose_weights(source: DivergedCandidate) -> Weights:
-    """The shortest way to the weights with which the divergent step began; raises ``ConfigError`` for a broken one."""
+    """Chooses the shortest way to the weights of the divergent step; raises ``ConfigError`` for a broken checkpoint."""
     step, resumed, reductions = source.step, source.baseline.resume_from_checkpoint, source.reductions
     last_step = max(step, *(reductions.first_trained_step(config) for config in (source.baseline, source.candidate)))
     start = 0 if resumed is None else _find_start(source, Path(resumed))
@@ -101,9 +102,9 @@ def write_reproduction(
     weights: Weights,
     entry: EntryFiles,
 ) -> RunConfig:
-    """Write everything but the README to an empty folder, and return the configuration.
+    """Writes everything but the README to an empty folder, and returns the configuration.
 
-    groups: by step, those that are kept. Raises ``RecordingError`` where a recorded step cannot be read.
+    ``groups``: the kept ones by step. Raises ``RecordingError`` where a recorded step cannot be read.
     """
     checkpoint = None
     if weights.checkpoint is not None:
@@ -153,7 +154,7 @@ def _build_config(source: DivergedCandidate, reduction: ReducedBatch, *, checkpo
 
 
 def _candidate(source: DivergedCandidate, reduction: ReducedBatch) -> CandidateConfig:
-    """The candidate, with what it needs of its own since it makes another number of updates."""
+    """Returns the candidate, with the keys that it needs beside the batch's."""
     further = source.reductions.follow_batch(source.candidate, reduction)
     added = [format_override(key, value) for key, value in further.items() if key not in source.own_keys]
     if not added:

@@ -1,4 +1,4 @@
-"""The README of a reproduction: what it shows, how to run it, what it was cut from and what it leaves open."""
+"""The README of a reproduction says how to run it, where it was cut from, and how it may differ from that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_readme(
     entry: EntryFiles,
     remarks: Sequence[str],
 ) -> None:
-    """Write ``README.md``. remarks: what the check of the reproduction found, in sentences."""
+    """Writes ``README.md``. ``remarks``: the findings of the reproduction's check, in sentences."""
     change = config.align.candidates[0]
     sections = [
         f"# {change.name} diverges from its baseline",
@@ -93,7 +93,7 @@ def _describe_files(
 
 
 def _describe_versions(source: DivergedCandidate) -> str:
-    """Of what recorded the rollouts, and of what cut them."""
+    """Returns a table of the versions that recorded the rollouts, and of those that cut them."""
     provenance = source.reader.manifest.provenance
     recorded = provenance.get("packages")
     packages = recorded if isinstance(recorded, Mapping) else {}

@@ -1,7 +1,7 @@
-"""What ``mock-scheduler extract`` starts from: a finished alignment, and the one of its candidates that diverged.
+"""``mock-scheduler extract`` starts from a finished alignment, and from one of its candidates that diverged.
 
 Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the keys that are
-needed are looked at, and what is missing or of another kind is an error that names the file and the key.
+needed are looked at; a missing or wrong one is an error with the names of file and key.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DIVERGED = "diverged"
 class DivergedCandidate:
     """A diverged candidate of a finished alignment.
 
-    program: whose runs they are; reductions: how it makes runs smaller. baseline, candidate: the runs' own
-    configurations. change: what makes the candidate one, with its entry.
-    sentence: the first divergence in words. step: where it is, or the step that was asked for; ``sample``: the row with
-    the largest difference, as recordings name it, where it is in one.
+    ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
+    own configurations. ``change``: the candidate as it was configured, with its entry. ``sentence``: the first
+    divergence in words. ``step``: where it is, or the step that was asked for; ``sample``: the row with the largest
+    difference, as recordings name it, where one row has it.
     """
 
     align_dir: Path
@@ -70,10 +70,10 @@ class DivergedCandidate:
 
 
 def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> DivergedCandidate:
-    """The candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than that of its divergence.
+    """Reads the candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than its divergence's.
 
-    Raises ``ConfigError`` where the folder is no alignment's, there is no such candidate or it has not diverged, and
-    ``StepNotFoundError`` where the recording is gone or lacks the step.
+    Raises ``ConfigError`` where the folder is no alignment's, there is no candidate of this name or it has not
+    diverged, and ``StepNotFoundError`` where the recording is gone or lacks the step.
     """
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
@@ -152,14 +152,14 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
 
 
 def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
-    """The candidate as it was configured; its overrides are those that the result has."""
+    """Returns the candidate as it was configured; its overrides are the result's."""
     configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     change = configured.get(name, CandidateConfig(name=name))
     return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
 
 
 def _load(run_dir: Path) -> tuple[Program, RunConfig]:
-    """The program and the configuration of a finished run."""
+    """Returns the program and the configuration of a finished run."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
@@ -168,7 +168,7 @@ def _load(run_dir: Path) -> tuple[Program, RunConfig]:
 
 
 def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
-    """The recording in the alignment's folder or, where it replayed another one, that."""
+    """Returns the recording in the alignment's folder or, where it replayed another one, that."""
     named = result.get("recording_dir")
     places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
     for place in places:

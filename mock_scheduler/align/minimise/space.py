@@ -1,7 +1,7 @@
-"""What of a failing candidate can be reduced, and what a reduction is in overrides.
+"""The parts of a failing candidate that can be reduced, and each reduction as overrides.
 
 Dimensions are of three kinds: the workload, which baseline and candidate share and whose parts the program lists; the
-candidate's layout, axis by axis; and what else it changes (its overrides one by one, its entry, its interpreter). With
+candidate's layout, axis by axis; and its other changes (its overrides one by one, its entry, its interpreter). With
 another workload the rollouts are others, so that the baseline records anew.
 
 Contract: pure; a reduction that cannot be run is found by loading it, not here.
@@ -29,7 +29,7 @@ _ENTRY, _PYTHON = "entry", "python"
 class Reduction:
     """A reduced case. ``shared``: overrides of baseline and candidate; ``candidate``: with its own overrides.
 
-    ``layout``: the candidate's, in one phrase. ``steps``: what was reduced, in words.
+    ``layout``: the candidate's, in one phrase. ``steps``: the reductions, in words.
     """
 
     shared: tuple[str, ...]
@@ -39,7 +39,7 @@ class Reduction:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether nothing is left that differs from the baseline."""
+        """True where nothing is left that differs from the baseline."""
         changed = self.candidate
         return not changed.overrides and changed.entry is None and changed.python is None
 
@@ -63,7 +63,7 @@ class ReductionSpace:
         return tuple(len(dimension.values) for dimension in self.dimensions)
 
     def build(self, levels: Levels) -> Reduction:
-        """The case at these levels."""
+        """Returns the case at these levels."""
         raised = [(item, level) for item, level in zip(self.dimensions, levels, strict=True) if level]
         chosen = {item.key: item.values[level - 1] for item, level in raised}
         ours, theirs = self._layouts({item.key: chosen[item.key] for item, _ in raised if item.kind == "layout"})
@@ -90,7 +90,7 @@ class ReductionSpace:
         )
 
     def _layouts(self, reduced: Mapping[str, Plain]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """The candidate's degrees and the baseline's, which follows where it would be the larger one."""
+        """Returns the candidate's degrees and the baseline's, which follows where it would be the larger one."""
         ours = {**_degrees(self.planned.parallel), **reduced}
         theirs = _degrees(self.baseline.parallel)
         for key, value in reduced.items():
@@ -102,7 +102,7 @@ class ReductionSpace:
 def build_space(
     program: Program, baseline: RunConfig, planned: RunConfig, candidate: CandidateConfig
 ) -> ReductionSpace:
-    """Everything of a candidate that can be reduced: first what makes runs shorter, then its layout, then its changes.
+    """Collects all that can be reduced of a candidate: first the workload, then its layout, then its changes.
 
     ``planned``: the configuration that the candidate runs with. Raises ``ConfigError`` where the program does not say
     how its runs become smaller.
@@ -159,7 +159,7 @@ def _num_parts(degrees: Mapping[str, Plain]) -> int:
 
 
 def _changes(overrides: Sequence[str]) -> list[str]:
-    """The overrides that are no degree of the layout."""
+    """Returns the overrides that are no degree of the layout."""
     degrees = {f"parallel.{key}" for key in _LAYOUT_KEYS}
     return [text for text, key in zip(overrides, override_keys(overrides), strict=True) if key not in degrees]
 
@@ -170,7 +170,7 @@ def _degrees(parallel: ParallelConfig) -> dict[str, Plain]:
 
 
 def _without_idle(degrees: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Without what needs another axis that is 1."""
+    """Takes degrees out that need another axis, where that is 1."""
     idle: dict[str, Plain] = {}
     if degrees[LAYOUT_AXES["tp"]] == 1:
         idle[_SEQUENCE_PARALLEL] = False

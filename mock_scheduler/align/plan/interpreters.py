@@ -1,7 +1,7 @@
-"""The Python that runs a candidate: whether it can, and which versions of the packages that matter it has.
+"""The Python that runs a candidate is read: whether it can, and the versions of the packages that matter.
 
 Contract: this process's own interpreter is read without starting anything. Another is started once, for a second or
-two, and imports neither torch nor Megatron; what is wrong with it is a ``ConfigError`` with its own words.
+two, and imports neither torch nor Megatron; an error of its own becomes a ``ConfigError`` with its words.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class InterpreterReader:
     _known: dict[str, Interpreter] = field(default_factory=dict)
 
     def read(self, python: str | None) -> Interpreter:
-        """The interpreter of a path, or of a name on the search path; ``None`` is this process's own.
+        """Returns the interpreter of a path, or of a name on the search path; ``None`` is this process's own.
 
         Raises ``ConfigError`` where it is none that can be run, cannot import the project, or has no torch or no
         megatron-core.
@@ -94,7 +94,7 @@ class InterpreterReader:
 
 
 def describe_versions(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> tuple[str, ...]:
-    """What a candidate's versions are in the place of the baseline's: ``torch 2.13.0 instead of 2.14.1``."""
+    """Lists a candidate's versions that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``."""
     names = [name for name in dict.fromkeys([*baseline, *candidate]) if baseline.get(name) != candidate.get(name)]
     return tuple(
         f"{name} {candidate.get(name, 'not installed')} instead of {baseline.get(name, 'none')}" for name in names
@@ -102,7 +102,7 @@ def describe_versions(baseline: Mapping[str, str], candidate: Mapping[str, str])
 
 
 def find_executable(python: str) -> str:
-    """The absolute path of an interpreter, links kept: a virtual environment is told by where its link lies.
+    """Returns the absolute path of an interpreter, links kept: a virtual environment is told by where its link lies.
 
     Raises ``ConfigError`` where there is none, or it cannot be run.
     """

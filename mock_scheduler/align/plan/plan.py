@@ -1,8 +1,8 @@
-"""Which runs an alignment makes, and with which overrides; everything is checked before the first one starts.
+"""A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
 The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a recording that is there
-already. Each candidate is the same plus its own overrides, in mock on the same recording. What an alignment must decide
-itself (mode, recording, trace, folders, proofs) nobody else may set: an override that would have no effect is an error.
+already. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
+recording, trace, folders and proofs itself, and nobody else may: an override without effect is an error.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def plan_alignment(
     trace_kinds: Sequence[str] = (),
     read_interpreter: ReadInterpreter | None = None,
 ) -> AlignPlan:
-    """Plan an alignment; nothing is run or written, but other interpreters are asked for their versions.
+    """Plans an alignment; nothing is run or written, but other interpreters are asked for their versions.
 
     ``load`` makes a checked configuration of ``program`` out of overrides. ``output_dir``: ``None`` means
     ``align.output_dir``, or ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well;
-    its contract is checked by the runs. ``trace_kinds``: what must be traced beside the configuration's own
-    ``trace.kinds``.
-    Raises ``ConfigError`` with all that is wrong: missing, doubled or impossible candidates, a recording that is not
-    there or has too few steps, and keys that an alignment sets itself.
+    its contract is checked by the runs. ``trace_kinds``: kinds to trace beside the configuration's own ``trace.kinds``.
+
+    Raises ``ConfigError`` with all problems: missing, doubled or impossible candidates, a recording that is not there
+    or has too few steps, and keys that an alignment sets itself.
     """
     config = load(overrides)
     problems: list[str] = []
@@ -147,7 +147,7 @@ def plan_alignment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planner:
-    """What all runs of one alignment have in common."""
+    """The parts that all runs of one alignment have in common."""
 
     load: ConfigLoader
     program: Program
@@ -213,7 +213,7 @@ def _plan_candidates(
     *,
     listed: RunConfig,
 ) -> tuple[list[PlannedRun], list[str]]:
-    """Those that can be run, and why the others cannot."""
+    """Plans the candidates that can be run, and says why the others cannot."""
     of_list = {candidate.name for candidate in listed.align.candidates}
     planned, problems = [], []
     for candidate in candidates:
@@ -236,13 +236,13 @@ def _plan_candidates(
 
 
 def _set_for_candidates(program: Program) -> tuple[str, ...]:
-    """What an alignment sets in every run, and what of a program's keys it sets beside the library's."""
+    """Lists the keys that an alignment sets in every run: the library's, and folders of the program's own."""
     return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
 
 
 @contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
-    """Add what the block raises to the problems."""
+    """Adds an error of the block to the problems."""
     try:
         yield
     except ConfigError as error:
@@ -250,7 +250,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
-    """Refuse a configuration that is part of a proof itself; alignment adds runs that are.
+    """Refuses a configuration that is part of a proof itself; an alignment adds runs for its proofs.
 
     ``told``: keys of overrides, which are refused where they stand.
     """

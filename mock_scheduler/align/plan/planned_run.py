@@ -1,4 +1,4 @@
-"""The runs of an alignment as plain data, and which of them may share one process group.
+"""The runs of an alignment as plain data, and the groups of them that may share processes.
 
 Contract: nothing is loaded, started or written here.
 """
@@ -23,13 +23,13 @@ _NO_CHANGES = Changes(neutral=(), layout=(), other=())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with.
+    """One run. ``own_overrides``: beside the baseline's; ``overrides``: all that it is started with.
 
     ``program``: whose run it is. ``entry``: the Python module that its processes run. ``python``: the interpreter that
-    runs it, ``env`` the variables that it needs over the launcher's, ``versions`` its own and those of its packages,
-    ``sources`` the folders of the project's packages that it imports. ``version_changes``: those of the versions that
-    are not the baseline's.
-    ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its candidate states.
+    runs it, ``env`` the variables that it needs over the launcher's, ``versions`` its own and its packages',
+    ``sources`` the folders of the project's packages that it imports. ``version_changes``: versions that are not the
+    baseline's. ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its
+    candidate states.
     """
 
     name: str
@@ -54,7 +54,7 @@ class PlannedRun:
 
     @property
     def has_own_code(self) -> bool:
-        """Whether its processes run another module than the program's own."""
+        """True where its processes run another module than the program's own."""
         return self.entry != self.program.entry
 
     @property
@@ -64,7 +64,7 @@ class PlannedRun:
 
     @property
     def must_be_exact(self) -> bool:
-        """Whether it must equal the baseline to the last bit, where only sums are reordered in its own order of them.
+        """True where it must equal the baseline to the last bit, but for sums in its own order.
 
         As the candidate states; else where neither code nor versions nor any key but the layout's is another.
         """
@@ -111,7 +111,7 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGroup]:
-    """The runs in groups that may share processes; groups follow their first runs, and runs their own order.
+    """Returns the runs in groups that may share processes; groups follow their first runs, runs their own order.
 
     Shared are interpreter and environment, which are read once, the number of processes, and whether all is computed in
     float64. A run with an entry module of its own, which may change anything in its process, stays alone, and with

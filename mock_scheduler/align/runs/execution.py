@@ -1,7 +1,7 @@
-"""Carrying out planned runs: their processes, their times, and their own errors where they failed.
+"""Planned runs are carried out: their processes, their times, and their own errors where they failed.
 
-Contract: of a run that fails, the exit code and the message are the run's own. Runs that share processes are carried
-out in their order; those that a failure of the processes kept from running are started anew, alone.
+Contract: exit code and message of a failed run are its own. Runs that share processes are carried out in their order; a
+run that a failure of the processes kept from starting is started anew, alone.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ MakeLaunch = Callable[[str, Path], LaunchRuns]
 
 @runtime_checkable
 class EndsRuns(Protocol):
-    """What starts runs from several threads, and can end them all: a ``LaunchRuns`` of processes."""
+    """A starter of runs from several threads that can end them all: a ``LaunchRuns`` of processes."""
 
     def end_running(self) -> None:
-        """End what other threads wait for; the main thread calls it when it is interrupted."""
+        """Ends the processes of all threads; the main thread calls it when it is interrupted."""
         ...
 
 
@@ -76,7 +76,7 @@ class _ProcessLaunch:
     running: RunningProcesses = field(default_factory=RunningProcesses)
 
     def __call__(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        """As ``LaunchRuns`` says."""
+        """Starts the processes, as a ``LaunchRuns``."""
         if len(runs) > 1:
             return self._launch_session(runs, watch)
         (run,) = runs
@@ -87,11 +87,11 @@ class _ProcessLaunch:
         return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path, running=self.running)}
 
     def end_running(self) -> None:
-        """End the processes that other threads wait for."""
+        """Ends the processes that other threads wait for."""
         self.running.end()
 
     def _launch_session(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        """Start all in one set of processes; those that it did not come to are left out."""
+        """Starts all in one set of processes; runs that it did not come to are left out."""
         session = [
             SessionRun(
                 config_name=self.config_name,
@@ -125,11 +125,11 @@ def execute_runs(
     at_once: int = 1,
     on_done: OnDone = lambda run, outcome: None,
 ) -> dict[str, Outcome]:
-    """Carry runs out, in groups that share processes; by name, the seconds that each took, or how it failed.
+    """Carries runs out, in groups that share processes; returns by name the seconds of each, or how it failed.
 
     ``at_once``: groups that go at a time. ``on_done`` is told of every run as soon as it has ended, by the thread that
-    called this and while others go on, also of those that had ended before an interrupt. ``console`` shows what is
-    going and how it ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
+    called this and while others go on, also of runs that had ended before an interrupt. ``console`` shows the runs that
+    go and how they ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
     """
     groups = group_runs(runs, share=share)
     outcomes: dict[str, Outcome] = {}
@@ -159,9 +159,9 @@ def execute_run(run: PlannedRun, *, launch: LaunchRuns, console: Console) -> Out
 
 
 def failed_run_error(what: str, run: PlannedRun, failure: RunFailure, *, consequence: str) -> AlignmentError:
-    """The error of a command that cannot go on without ``run``, with the run's own exit code.
+    """Returns the error of a command that cannot go on without ``run``, with the run's own exit code.
 
-    ``what``: the run in words; ``consequence``: what was not done, such as ``nothing was compared``.
+    ``what``: the run in words; ``consequence``: the work that was not done, as ``nothing was compared``.
     """
     error = AlignmentError(
         f"{what} failed (exit code {failure.exit_code}), so {consequence}: {failure.message}\n"
@@ -188,7 +188,7 @@ def _execute_alone(group: RunGroup, *, launch: LaunchRuns, console: Console, on_
 def _execute_at_once(
     groups: Sequence[RunGroup], *, launch: LaunchRuns, console: Console, on_done: OnDone, at_once: int
 ) -> None:
-    """Groups in threads of their own, which tell this one how runs ended."""
+    """Carries groups out in threads of their own, which tell this one how runs ended."""
     news: SimpleQueue[tuple[PlannedRun, Outcome] | Future[None]] = SimpleQueue()
     is_over = threading.Event()
     with ThreadPoolExecutor(max_workers=at_once) as executor, ending_signals_as_interrupt():
@@ -249,7 +249,7 @@ def _execute_group(
 
 
 def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns, on_done: OnDone) -> set[str]:
-    """Start processes and wait for them; the names of the runs that they came to, of each of which was told."""
+    """Starts processes and waits for them; returns the names of the runs that they came to, each told of."""
     follower = Follower(runs=runs, on_done=on_done, started_s=time.time())
     started_s = time.perf_counter()
     codes = launch(runs, follower.look)

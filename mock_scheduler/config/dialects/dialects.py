@@ -1,9 +1,9 @@
 """Other frameworks' names for recording and replay, in the configuration of any program: AReaL's and verl's.
 
-Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does
-what they asked for and says in ``origin`` what became of them. They are refused together with an enabled
-``rollout_mock``, and with one another. What a program reads of them itself is taken out first. The differences from the
-originals are in docs/dialects.md.
+Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does as
+they asked and says in ``origin`` how they became it. They are refused together with an enabled ``rollout_mock``, and
+with one another. Foreign keys that a program reads itself are taken out first. The differences from the originals are
+in docs/dialects.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunNames:
-    """What the translation of a foreign section takes from the rest of the configuration, once that is checked.
+    """The values of a checked configuration that the translation of a foreign section needs.
 
     ``num_prompts``: of one training batch; ``rows_per_prompt``: trajectories of each, which share their prompt.
     """
@@ -68,10 +68,9 @@ def _no_conflicts(config: object) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignKeys(Generic[Model]):
-    """The configuration without the foreign keys that a program reads itself, and with what they became.
+    """The configuration without the foreign keys that a program reads itself, and with their translation.
 
-    ``unread``: keys among them that are set aside. ``conflicts``: what they say that the checked configuration does
-    not.
+    ``unread``: keys among them that are set aside. ``conflicts``: their contradictions of the checked configuration.
     """
 
     values: Mapping[str, object]
@@ -87,7 +86,7 @@ class _ArealSections(ConfigSection):
     debug: TrajectoryDebug = TrajectoryDebug()
 
     def by_name(self) -> dict[str, TrajectoryDebug]:
-        """The sections by the names in ``AREAL_SECTIONS``."""
+        """Returns the sections by the names in ``AREAL_SECTIONS``."""
         return {"trajectory_debug": self.trajectory_debug, "debug": self.debug}
 
 
@@ -95,8 +94,8 @@ class _ArealSections(ConfigSection):
 class DialectReader(Generic[Model]):
     """Reads foreign sections in the configurations of one program.
 
-    ``schema``: of the rest. ``name_run``: what translations take from it. ``read_own``: takes out the foreign keys that
-    the program reads itself.
+    ``schema``: of the rest. ``name_run``: gives the values that translations need. ``read_own``: takes out the foreign
+    keys that the program reads itself.
     """
 
     schema: type[Model]
@@ -136,7 +135,7 @@ class DialectReader(Generic[Model]):
 def _translate_into(
     own: dict[str, object], run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
 ) -> Resolved:
-    """The checked configuration with the ``rollout_mock`` that its one foreign switch becomes."""
+    """Returns the checked configuration with the ``rollout_mock`` that its one foreign switch becomes."""
     try:
         mock = _translate(run, areal, verl, unread)
     except ConfigError as error:
@@ -152,18 +151,18 @@ def _translate_into(
 
 
 def _is_own(name: str, values: Mapping[str, object]) -> bool:
-    """Whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
+    """Says whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
     section = values[name]
     return name == "debug" and isinstance(section, Mapping) and not set(section) & set(TrajectoryDebug.model_fields)
 
 
 def _section(value: object) -> object:
-    """An empty section of a YAML file is null: it asks for nothing."""
+    """Reads an empty section of a YAML file, which is null, as one that asks for nothing."""
     return {} if value is None else value
 
 
 def _validated(model: type[Model], values: Mapping[str, object], problems: list[Problem]) -> Model | None:
-    """The values as this model; where they are none, their problems are added to ``problems``."""
+    """Returns the values as this model; where they are none, their problems are added to ``problems``."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -174,7 +173,7 @@ def _validated(model: type[Model], values: Mapping[str, object], problems: list[
 def _translate(
     run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
 ) -> RolloutMockConfig | None:
-    """The section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
+    """Returns the section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
     areal_on = {name: section for name, section in areal.by_name().items() if section.is_on}
     verl_on = verl_switches(verl)
     keys = [*areal_on, *(switch.key for switch in verl_on)]
@@ -189,7 +188,7 @@ def _translate(
 
 
 def _verl_names(run: RunNames, verl: VerlSections) -> VerlNames:
-    """verl's own keys where given, else ours: a group is what verl calls a prompt's ``n`` responses."""
+    """Takes verl's own keys where given, else ours: a group is a prompt's ``n`` responses in verl."""
     train_batch_size = verl.data.train_batch_size or run.num_prompts
     experiment, project = verl.trainer.experiment_name, verl.trainer.project_name
     return VerlNames(

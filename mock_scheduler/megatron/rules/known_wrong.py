@@ -1,8 +1,8 @@
-"""Layouts that Megatron-core runs without an error and computes wrongly, refused before a process starts.
+"""Layouts that Megatron-core runs without an error and computes wrongly are refused before a process starts.
 
 Contract: imports neither torch nor Megatron; the installed version is read from its metadata. The same rules are held
-against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), where what was allowed is
-warned of. ``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
+against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), which warns of allowed ones.
+``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _scales_router_losses_by_layout(setup: Setup) -> bool:
 
 
 def _has_aux_loss(setup: Setup) -> bool:
-    """Whether a load-balancing loss has a coefficient; Megatron takes one of each or a list of each."""
+    """Says whether a load-balancing loss has a coefficient; Megatron takes one of each or a list of each."""
     kinds, coefficients = setup.values.get("moe_router_load_balancing_type"), setup.values.get("moe_aux_loss_coeff")
     pairs = zip(
         kinds if isinstance(kinds, list) else [kinds],
@@ -192,7 +192,7 @@ def check_allowed_names(allowed: Collection[str]) -> None:
 def layout_values(
     parallel: ParallelConfig, model: DescribedModel, training: DescribedTraining, *, loss_values: int
 ) -> dict[str, object]:
-    """The configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
+    """Returns the configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
 
     ``loss_values``: how many values the program's loss function returns to Megatron's schedule, 2 or 3.
     """
@@ -221,12 +221,12 @@ def layout_values(
 
 
 def installed_megatron() -> str | None:
-    """The version of megatron-core that a run here would use; ``None`` where it is not installed."""
+    """Returns the version of megatron-core that a run here would use; ``None`` where it is not installed."""
     return read_package_version(*DISTRIBUTIONS[MEGATRON])
 
 
 def find_known_wrong(values: Mapping[str, object], *, version: str | None) -> list[Conflict]:
-    """Every rule of ``KNOWN_WRONG`` that applies to a configuration, by the names of Megatron's fields.
+    """Returns every rule of ``KNOWN_WRONG`` that applies to a configuration, by the names of Megatron's fields.
 
     ``version``: of megatron-core; with ``None`` the rules that are bound to versions are left out.
     """

@@ -206,7 +206,7 @@ def test_both_sides_are_in_the_configuration(alignment: Alignment) -> None:
     alignment.write()
     config = load_config("config", config_path=extract(alignment))
     assert [(item.name, item.overrides, item.entry) for item in config.align.candidates] == [
-        ("change", ["pg_clip=0.1"], "pipelines.agentic")
+        ("change", ["pg_clip=0.1"], None)
     ]
     assert (config.align.baseline, config.exp_name, config.output_dir) == ([], "lake-reproduction", "output")
     assert config.align.tolerance is not None
