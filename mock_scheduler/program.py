@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from mock_scheduler.config.align import AlignConfig
+from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import PROGRAM_KEY, ConfigSource
@@ -203,14 +204,16 @@ class Reductions(Protocol):
 class Program(Protocol):
     """A training program.
 
-    ``entry``: the Python module that every process of a run executes; ``session_entry``: the one that makes several
-    runs in one process group, ``None`` where each run has processes of its own; ``replay_entry``: the one that plays
-    recorded actions again, ``None`` where there is none. ``packages``: their sources decide the bits of a run, beside
-    the library's. ``quiet_keys``: keys with values that leave out work and change no training: validation, checkpoints,
-    trackers. ``folder_keys``: keys with values that put all files of a run into its ``output_dir``. ``reductions``:
-    ``None`` where runs cannot be made smaller.
+    ``schema``: the model of its configurations. ``entry``: the Python module that every process of a run executes;
+    ``session_entry``: the one that makes several runs in one process group, ``None`` where each run has processes of
+    its own; ``replay_entry``: the one that plays recorded actions again, ``None`` where there is none. ``packages``:
+    their sources decide the bits of a run, beside the library's. ``quiet_keys``: keys with values that leave out work
+    and change no training: validation, checkpoints, trackers. ``folder_keys``: keys with values that put all files of a
+    run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
     """
 
+    @property
+    def schema(self) -> type[ConfigSection]: ...
     @property
     def entry(self) -> str: ...
     @property

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.megatron.order_plan import OrderPlan, limits, plan_order
 from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
 from pipelines.config.clip_rule import load_clip_rule
 from pipelines.config.loading import build_loader
+from pipelines.config.schema import PipelineConfig
 from pipelines.reductions import PipelineReductions, own_config
 
 
@@ -21,6 +23,7 @@ from pipelines.reductions import PipelineReductions, own_config
 class PipelineProgram:
     """The pipeline as a ``mock_scheduler.program.Program``."""
 
+    schema: type[ConfigSection] = PipelineConfig
     entry: str = "pipelines.agentic"
     session_entry: str | None = "pipelines.session"
     replay_entry: str | None = "pipelines.replay_actions"

@@ -49,6 +49,7 @@ FORM = ConfigForm(schema=OtherConfig)
 class OtherProgram:
     """What cannot be offered is left out: no sessions, nothing that becomes smaller, no order of sums, no clip."""
 
+    schema: type[ConfigSection] = OtherConfig
     entry: str = "tests.other_program"
     session_entry: str | None = None
     replay_entry: str | None = None

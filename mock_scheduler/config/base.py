@@ -1,4 +1,4 @@
-"""The base of all configuration sections, and the types of their fields; importing this imports no torch."""
+"""What all configuration models share: the base of sections and the types of their fields; imports no torch."""
 
 from __future__ import annotations
 
