@@ -4,40 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mock_scheduler.config.base import Decides
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
-from mock_scheduler.support.digests import JSON, iterate_leaves
-from pipelines.config.schema import ConfigSection, Mode, PipelineConfig
+from mock_scheduler.support.digests import JSON
+from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
+from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.initial_weights import compute_initial_weights_digest
 from pipelines.rollout.scheduler import first_episode
 
-# Fields of the model that decide how it is computed or trained, and not what it computes.
-_IMPLEMENTATION = (
-    "transformer_impl",
-    "attention_backend",
-    "make_vocab_size_divisible_by",
-    "moe_router_impl",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-)
-# Keys of how episodes are played that change no token, and of log-probabilities the last bits at most.
-_ENGINE = ("use_kv_cache", "rows_per_forward")
-_WORKERS = "num_env_workers"
+# What may be the thing that is compared: layout, algorithm, optimizer, precision, kernels.
+_CHANGEABLE = Decides.TRAINING | Decides.BITS | Decides.ORDER | Decides.EXECUTION
 
-# Keys of the configuration that decide how a recorded batch is trained on: they may be what is being compared. The
-# keys that are in neither this table nor the one of what was played name files, or are in the contract as read back.
-_TRAINING = (
+# The order in which recordings list their fields; a key below none of these comes last, in the schema's order.
+_LISTED_FIRST = (
+    *("model.transformer_impl", "model.attention_backend", "model.make_vocab_size_divisible_by"),
+    *("model.moe_router_impl", "model", "sequence_length", "rollout_form", "rollout_batch_size", "val_batch_size"),
+    *("actor_infer", "train_env_manager", "val_env_manager", "custom_envs"),
     *("parallel", "training", "precision", "max_steps", "eval_steps", "order", "perturbation", "graft"),
-    *("adv_estimator", "reward_normalization", "reward_clip", "advantage_clip", "whiten_advantages"),
-    *("gamma", "lambd", "kl_in_reward", "critic", "ppo_epochs", "pg_clip", "pg_clip_high"),
-    *("dual_clip", "policy_loss", "loss_agg_mode"),
-    *("entropy_loss_coef", "entropy_loss_coef_final", "use_kl_loss", "kl_loss_coef", "kl_loss_estimator", "algorithm"),
 )
-
 
 _MODES: tuple[Mode, ...] = ("train", "val")
 _VERSION_PREFIX = "version."
@@ -45,13 +32,38 @@ _CPU_CAPABILITY = "version.cpu_capability"  # the name of an instruction set
 
 
 def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: Mapping[str, str]) -> Contract:
-    """Every field of the contract; ``settings``: the determinism settings read back in this process.
+    """Builds every field of the contract.
 
     A run that goes on from a checkpoint has the contract of the run that began: where its data stand is checked step by
     step, by the data cursor of each request.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the one that its environments share.
+        settings: the determinism settings read back in this process.
     """
     vocab_size = vocab_size_in_effect(config, tokenizer)
-    fields = [
+    derived = _derived(config, tokenizer, vocab_size=vocab_size)
+    names = {field.name for field in derived}
+    configured = [field for field in _configured(config, vocab_size=vocab_size) if field.name not in names]
+    return Contract(
+        [
+            *derived,
+            *(field for field in configured if field.rule is Rule.MUST_MATCH),
+            *(
+                _must_match(f"determinism.{name}", value, "Set system_envs as in the recording run.")
+                for name, value in settings.items()
+                if is_repeatability_setting(name)
+            ),
+            *(field for field in configured if field.rule is Rule.MAY_DIFFER),
+            *(_may_differ(name, value) for name, value in settings.items() if not is_repeatability_setting(name)),
+        ]
+    )
+
+
+def _derived(config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: int) -> list[ContractField]:
+    """Builds the fields that follow from several keys, and the one whose advice is its own."""
+    return [
         ContractField(
             name="vocabulary",
             value=tokenizer.digest(),
@@ -68,15 +80,7 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
             {mode: {"first_episode": first_episode(config, mode, 0)} for mode in _MODES},
             "The run begins at other episodes than the recorded one: start it where that began.",
         ),
-        *(_must_match(name, value) for name, value in _configured(config).items()),
-        *(
-            _must_match(f"determinism.{name}", value, "Set system_envs as in the recording run.")
-            for name, value in settings.items()
-            if is_repeatability_setting(name)
-        ),
-        *(_may_differ(name, value) for name, value in _changeable(config, settings).items()),
     ]
-    return Contract(fields)
 
 
 def _initial_weights(config: PipelineConfig, vocab_size: int) -> ContractField:
@@ -101,7 +105,7 @@ def _may_differ(name: str, value: JSON) -> ContractField:
 
 
 def _match_of(name: str) -> Match:
-    """How a field that may differ is compared: what decides here is what is said about the difference.
+    """Says how a field that may differ is compared, which decides the words about a difference.
 
     More steps than were recorded are no breach: cache and a resumed dump add them, and mock names each missing step.
     """
@@ -111,44 +115,22 @@ def _match_of(name: str) -> Match:
     return Match.VERSION if is_version else Match.EQUAL
 
 
-def _configured(config: PipelineConfig) -> dict[str, JSON]:
-    """The keys of the configuration that decide what was played, one by one, by their dotted names.
+def _configured(config: PipelineConfig, *, vocab_size: int) -> list[ContractField]:
+    """Puts each key under its rule: rollouts were played as it says, or it is part of how they are trained on.
 
-    Sampling of training is that of ``actor_infer``, which the schema sees to; validation has what is in effect for it.
+    Keys that decide neither name files, or are compared as they are read back.
     """
-    model = _without(_dump(config.model), *_IMPLEMENTATION, "vocab_size")
-    train_manager = _without(_dump(config.train_env_manager), "generating_args", _WORKERS)
-    val_manager = _without(_dump(config.val_env_manager), _WORKERS)
-    sections: dict[str, JSON] = {
-        "model": model,
-        "sequence_length": config.sequence_length,
-        "rollout_form": config.rollout_form,
-        "rollout_batch_size": config.rollout_batch_size,
-        "val_batch_size": config.val_batch_size,
-        "actor_infer": _without(_dump(config.actor_infer), *_ENGINE),
-        "train_env_manager": train_manager,
-        "val_env_manager": {**val_manager, "generating_args": _dump(config.sampling("val"))},
-        "custom_envs": {tag: _dump(config.custom_envs[tag]) for tag in config.tags_in_use},
-    }
-    return dict(iterate_leaves(sections))
+    values = keys_in_effect(config, vocab_size=vocab_size)
+    fields = []
+    for key in sorted(values, key=_place_in_list):
+        facts = effect_of(key)
+        if Decides.ROLLOUTS in facts:
+            fields.append(_must_match(key, values[key]))
+        elif facts & _CHANGEABLE:
+            fields.append(_may_differ(key, values[key]))
+    return fields
 
 
-def _changeable(config: PipelineConfig, settings: Mapping[str, str]) -> dict[str, JSON]:
-    """What may be what is being compared: layout, algorithm, optimizer, precision, kernels, versions."""
-    model, values = _dump(config.model), _dump(config)
-    sections: dict[str, JSON] = {
-        "model": {key: model[key] for key in _IMPLEMENTATION},
-        "actor_infer": {key: values["actor_infer"][key] for key in _ENGINE},
-        **{name: {_WORKERS: values[name][_WORKERS]} for name in ("train_env_manager", "val_env_manager")},
-        **{key: values[key] for key in _TRAINING},
-    }
-    kernels = {name: value for name, value in settings.items() if not is_repeatability_setting(name)}
-    return {**dict(iterate_leaves(sections)), **kernels}
-
-
-def _without(values: Mapping[str, JSON], *names: str) -> dict[str, JSON]:
-    return {key: value for key, value in values.items() if key not in names}
-
-
-def _dump(section: ConfigSection) -> dict[str, JSON]:
-    return section.model_dump(mode="json")
+def _place_in_list(key: str) -> int:
+    places = (place for place, name in enumerate(_LISTED_FIRST) if key == name or key.startswith(f"{name}."))
+    return next(places, len(_LISTED_FIRST))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +34,108 @@ __all__ = [
     "build_step_plan",
     "check_plan",
     "compute_loss_weights",
+    "fill_step",
+    "place_step",
     "response_values",
     "with_values",
 ]
+
+
+def place_step(batch: RolloutBatch, training: TrainingConfig, *, count_multiple: int, dtype: torch.dtype) -> StepPlan:
+    """Cut a step's batch into updates of micro-batches, whose values are still to be filled in.
+
+    Update u has trajectories [u·G, (u + 1)·G), with G ``training.global_batch_size``, in micro-batches
+
+    - ``batching: fixed``: of ``micro_batch_size`` rows in the batch's order, all of the step padded to its longest row,
+      rounded up to ``sequence_multiple_of``; the last one of an update may have empty lines;
+    - ``batching: dynamic``: of the longest rows first, as many as ``max_tokens_per_micro_batch`` has room for with
+      their padding, each padded to its own longest row, rounded up;
+    - ``sequence_packing``: of one line of ``max_tokens_per_micro_batch`` tokens, packed first-fit decreasing.
+
+    Empty micro-batches of the last one's shape follow until their number is a multiple of ``count_multiple``; their
+    indices come after all others in the step. Advantages and returns are 0, weights 1, and every response token is
+    kept, until ``fill_step`` says more.
+
+    Args:
+        dtype: of advantages, returns and weights in the micro-batches: float32 or float64.
+
+    Raises:
+        BatchError: the batch has no rows, or a row that starts with a response token or is longer than a micro-batch.
+    """
+    _check_rows(batch, dtype)
+    if count_multiple < 1:
+        raise BatchError(f"count_multiple is {count_multiple}; expected 1 or more")
+    placements = place_rows(batch, training)
+    ones, zeros = _constant(batch, 1, dtype), _constant(batch, 0, dtype)
+    by_token = {
+        "advantages": zeros,
+        "returns": zeros,
+        "rollout_logprobs": batch.rollout_logprobs,
+        "weights": ones,
+        "kept_mask": ones.bool(),
+        "loss_weights": ones,
+    }
+    filled = _fill(batch, [placement for update in placements for placement in update], by_token)
+    index = count(len(filled))
+    updates = []
+    position = 0
+    for update in placements:
+        real = filled[position : position + len(update)]
+        position += len(update)
+        empty = [_empty_like(real[-1], next(index)) for _ in range(-len(real) % count_multiple)]
+        updates.append(Update(micro_batches=(*real, *empty)))
+    plan = StepPlan(updates=tuple(updates), row_weights=batch.response_lengths.double())
+    check_plan(plan, batch)
+    return plan
+
+
+def fill_step(
+    plan: StepPlan,
+    batch: RolloutBatch,
+    *,
+    token_advantages: torch.Tensor,
+    token_returns: torch.Tensor,
+    token_weights: torch.Tensor | None = None,
+    token_kept: torch.Tensor | None = None,
+    loss_agg_mode: LossAggMode = "token-mean",
+    rs_denominator: Denominator = "original",
+    global_batch_size: int,
+) -> StepPlan:
+    """Give a placed step the values that it is trained with; which row is where stays as it is.
+
+    Args:
+        batch: the step's; its rollout log-probabilities are filled in too.
+        token_advantages, token_returns, token_weights: floating 1-D, one per response token of the batch, in row order.
+        token_kept: bool, likewise; False where rollout correction rejects.
+        loss_agg_mode, rs_denominator: as in ``compute_loss_weights``.
+
+    Raises:
+        BatchError: there is not one value per response token.
+    """
+    values = {"token_advantages": token_advantages, "token_returns": token_returns}
+    if token_weights is not None:
+        values["token_weights"] = token_weights
+    _check_values(batch, values, token_kept)
+    by_token = {
+        "advantages": token_advantages.detach(),
+        "returns": token_returns.detach(),
+        "rollout_logprobs": batch.rollout_logprobs,
+        "loss_weights": compute_loss_weights(
+            batch,
+            token_kept,
+            loss_agg_mode=loss_agg_mode,
+            rs_denominator=rs_denominator,
+            global_batch_size=global_batch_size,
+        ),
+    }
+    by_token |= {} if token_weights is None else {"weights": token_weights.detach()}
+    by_token |= {} if token_kept is None else {"kept_mask": token_kept}
+    updates = tuple(
+        Update(micro_batches=tuple(with_values(one.micro_batches, batch, by_token))) for one in plan.updates
+    )
+    filled = replace(plan, updates=updates)
+    check_plan(filled, batch)
+    return filled
 
 
 def build_step_plan(
@@ -51,58 +151,18 @@ def build_step_plan(
     loss_agg_mode: LossAggMode = "token-mean",
     rs_denominator: Denominator = "original",
 ) -> StepPlan:
-    """The updates of a step, checked with ``check_plan``.
-
-    token_advantages, token_returns, token_weights: floating 1-D, one per response token of the batch, in row order;
-    ``dtype`` (float32 or float64) is theirs in the micro-batches. token_kept: bool, likewise, False where rollout
-    correction rejects. Without them every weight is 1, and every token is kept. loss_agg_mode, rs_denominator: as
-    ``compute_loss_weights``. Update u has trajectories [u·G, (u + 1)·G), with G ``training.global_batch_size``, in
-    micro-batches
-
-    - ``batching: fixed``: of ``micro_batch_size`` rows in the batch's order, all of the step padded to its longest row,
-      rounded up to ``sequence_multiple_of``; what the last one of an update lacks are empty lines;
-    - ``batching: dynamic``: of the longest rows first, as many as ``max_tokens_per_micro_batch`` has room for with
-      their padding, each padded to its own longest row, rounded up;
-    - ``sequence_packing``: of one line of ``max_tokens_per_micro_batch`` tokens, packed first-fit decreasing.
-
-    Empty micro-batches of the last one's shape follow until their number is a multiple of ``count_multiple``; their
-    indices come after those of all others in the step.
-    Raises ``BatchError``: no rows, a row that starts with a response token, or is longer than a micro-batch, values
-    that are not one per response token.
-    """
-    values = {"token_advantages": token_advantages, "token_returns": token_returns}
-    if token_weights is not None:
-        values["token_weights"] = token_weights
-    _check_arguments(batch, values, token_kept, dtype)
-    if count_multiple < 1:
-        raise BatchError(f"count_multiple is {count_multiple}; expected 1 or more")
-    placements = place_rows(batch, training)
-    by_token = {
-        "advantages": token_advantages.detach().cpu().to(dtype),
-        "returns": token_returns.detach().cpu().to(dtype),
-        "rollout_logprobs": batch.rollout_logprobs,
-        "weights": _ones(batch, dtype) if token_weights is None else token_weights.detach().cpu().to(dtype),
-        "kept_mask": _ones(batch, torch.bool) if token_kept is None else token_kept.cpu(),
-        "loss_weights": compute_loss_weights(
-            batch,
-            token_kept,
-            loss_agg_mode=loss_agg_mode,
-            rs_denominator=rs_denominator,
-            global_batch_size=training.global_batch_size,
-        ).to(dtype),
-    }
-    filled = _fill(batch, [placement for update in placements for placement in update], by_token)
-    index = count(len(filled))
-    updates = []
-    position = 0
-    for update in placements:
-        real = filled[position : position + len(update)]
-        position += len(update)
-        empty = [_empty_like(real[-1], next(index)) for _ in range(-len(real) % count_multiple)]
-        updates.append(Update(micro_batches=(*real, *empty)))
-    plan = StepPlan(updates=tuple(updates), row_weights=batch.response_lengths.double())
-    check_plan(plan, batch)
-    return plan
+    """Place a step and fill it at once; arguments and errors are those of ``place_step`` and ``fill_step``."""
+    return fill_step(
+        place_step(batch, training, count_multiple=count_multiple, dtype=dtype),
+        batch,
+        token_advantages=token_advantages,
+        token_returns=token_returns,
+        token_weights=token_weights,
+        token_kept=token_kept,
+        loss_agg_mode=loss_agg_mode,
+        rs_denominator=rs_denominator,
+        global_batch_size=training.global_batch_size,
+    )
 
 
 def compute_loss_weights(
@@ -151,7 +211,7 @@ def with_values(
         mask = micro_batch.response_mask
         # Column t is of the token that follows the one there.
         targets = batch.row_offsets[micro_batch.row_ids[mask]] + micro_batch.positions[mask] + 1
-        tensors = {name: torch.zeros_like(getattr(micro_batch, name)) for name in values}
+        tensors: dict[str, Any] = {name: torch.zeros_like(getattr(micro_batch, name)) for name in values}
         for name, tensor in tensors.items():
             tensor[mask] = values[name].cpu()[numbers[targets]].to(tensor.dtype)
         replaced.append(replace(micro_batch, **tensors))
@@ -188,18 +248,27 @@ def response_values(
     return torch.from_numpy(gathered[np.lexsort((positions, rows))])
 
 
-def _ones(batch: RolloutBatch, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(len(batch.rollout_logprobs), dtype=dtype)
+def _constant(batch: RolloutBatch, value: int, dtype: torch.dtype) -> torch.Tensor:
+    """One value for every response token."""
+    return torch.full((len(batch.rollout_logprobs),), value, dtype=dtype)
 
 
-def _check_arguments(
-    batch: RolloutBatch, values: Mapping[str, torch.Tensor], token_kept: torch.Tensor | None, dtype: torch.dtype
-) -> None:
+def _check_rows(batch: RolloutBatch, dtype: torch.dtype) -> None:
     if len(batch) == 0:
         raise BatchError("the batch of this step has no rows: there is nothing to train on")
     problems = []
     if dtype not in (torch.float32, torch.float64):
         problems.append(f"dtype is {dtype}; expected torch.float32 or torch.float64")
+    for row in torch.nonzero(batch.response_mask[batch.row_offsets[:-1]]).flatten().tolist():
+        problems.append(
+            f"row {row} ({batch.identities[row]}) starts with a response token, which no token predicts; give the row "
+            "a prompt of at least one token"
+        )
+    _raise_listed(problems)
+
+
+def _check_values(batch: RolloutBatch, values: Mapping[str, torch.Tensor], token_kept: torch.Tensor | None) -> None:
+    problems = []
     num_response = len(batch.rollout_logprobs)
     for name, tensor in values.items():
         if tensor.shape != (num_response,) or not tensor.is_floating_point():
@@ -209,11 +278,10 @@ def _check_arguments(
     if token_kept is not None and (token_kept.shape != (num_response,) or token_kept.dtype != torch.bool):
         found = shape_text(token_kept)
         problems.append(f"token_kept is {found}; expected torch.bool [{num_response}], one per response token")
-    for row in torch.nonzero(batch.response_mask[batch.row_offsets[:-1]]).flatten().tolist():
-        problems.append(
-            f"row {row} ({batch.identities[row]}) starts with a response token, which no token predicts; give the row "
-            "a prompt of at least one token"
-        )
+    _raise_listed(problems)
+
+
+def _raise_listed(problems: Sequence[str]) -> None:
     if problems:
         raise BatchError(f"micro-batches cannot be made of this step's batch:{bullet_list(problems)}")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.loading import dump_config
-from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import (
@@ -206,7 +206,7 @@ class AgenticPipeline:
         """One batch of the scheduler, checked to be the same on every rank."""
         self._scheduler.update_weights(request.policy_version)
         self._scheduler.resume()
-        batch = self._scheduler.get_batch(request)
+        batch: RolloutBatch = self._scheduler.get_batch(request)
         self._scheduler.suspend()
         digest = batch.digest()
         check_agreement({f"{request.mode} batch of step {request.global_step}": digest}, self._ranks)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from mock_scheduler.config.align import AlignConfig
-from mock_scheduler.config.base import ConfigSection, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, PositiveInt
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigForm, ConfigSource, build_loader
@@ -25,11 +25,13 @@ from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reduc
 class OtherConfig(ConfigSection):
     """The sections of the library, and one key of its own."""
 
-    program: str
-    exp_name: str = "other"
-    output_dir: str = "out"
-    max_steps: PositiveInt = 3
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    decides: ClassVar = Decides.NOTHING
+
+    program: Annotated[str, Decides.TRAINING]
+    exp_name: Annotated[str, Decides.LABEL] = "other"
+    output_dir: Annotated[str, Decides.LABEL] = "out"
+    max_steps: Annotated[PositiveInt, Decides.TRAINING] = 3
+    precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS] = "float32"
     resume_from_checkpoint: str | None = None
     system_envs: dict[str, str] = Field(default={})
     parallel: ParallelConfig = ParallelConfig()
@@ -39,7 +41,7 @@ class OtherConfig(ConfigSection):
     order: OrderConfig = OrderConfig()
     perturbation: PerturbationConfig = PerturbationConfig()
     graft: GraftConfig = GraftConfig()
-    sequence_length: PositiveInt = 4096
+    sequence_length: Annotated[PositiveInt, Decides.TRAINING] = 4096
 
 
 FORM = ConfigForm(schema=OtherConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -81,3 +82,13 @@ def test_multi_node_names_what_is_missing() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr.startswith("usage: launch/multi_node.sh CONFIG_NAME --nnodes N")
+
+
+def test_what_is_built_has_every_template_of_a_page(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    for folder in ("display", "report", "correction/report"):
+        source, built = (parent / "mock_scheduler" / folder / "templates" for parent in (ROOT, tmp_path))
+        names = sorted(path.name for path in source.iterdir())
+        assert names
+        assert sorted(path.name for path in built.iterdir()) == names

@@ -240,6 +240,10 @@ class RolloutBatch:
         """Number of different (scheduler, group, episode)."""
         return len(self.group_sizes)
 
+    def __repr__(self) -> str:
+        counts = f"{len(self):,} rows, {self.num_trajectories:,} trajectories, {len(self.tokens):,} tokens"
+        return f"RolloutBatch({counts}, {len(self.rollout_logprobs):,} of them sampled)"
+
     @property
     def num_trajectories(self) -> int:
         """Number of trajectories; fewer than rows where a row is a turn."""

@@ -1,4 +1,4 @@
-"""``mock-scheduler correction``: the health of rollout correction over a recording, and what each preset would do.
+"""``mock-scheduler correction``: the health of rollout correction over a recording, and the effect of each preset.
 
 Contract: nothing is trained, and nothing is written but the files that were asked for.
 """
@@ -16,10 +16,10 @@ from rich.console import Console
 from mock_scheduler.commands.recordings import parse_steps, recorded_vocabulary
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.page import write_correction_page
 from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.sources import (
     TrainingConfig,
     TrainingScores,
@@ -47,9 +47,12 @@ _STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionOptions:
-    """run: a traced run that replayed the recording, ``None`` for what the recording alone says. source: a
-    configuration whose ``rollout_correction`` is shown first, in the place of the run's or the recording's own.
-    presets: names; all where empty. num_worst: tokens and trajectories to name."""
+    """The choices of one call.
+
+    run: a traced run that replayed the recording; without it the recording alone is described. source: a configuration
+    whose ``rollout_correction`` is shown first, in the place of the run's or the recording's own. presets: names; all
+    where empty. num_worst: tokens and trajectories to name.
+    """
 
     run: Path | None = None
     steps: str | None = None
@@ -61,7 +64,7 @@ class CorrectionOptions:
 
 
 def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Console | None = None) -> int:
-    """Print the report, and write what was asked for; always 0. ``console``: ``None`` is this terminal.
+    """Prints the report and writes the files that were asked for; always 0. ``console``: ``None`` is this terminal.
 
     Raises ``ConfigError``, ``RecordingError`` or ``TraceError`` for what cannot be read or does not belong together.
     """
@@ -90,7 +93,7 @@ def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Consol
             step = open_place(reader, place)
             batch = step.load()
             logprobs = None if scores is None else scores.load(batch, step=place.step)
-            builder.add(ScoredBatch(info=step.info, batch=batch, train_logprobs=logprobs))
+            builder.add(ScoredStep(info=step.info, batch=batch, train_logprobs=logprobs))
             on_step(number, len(places))
         is_missing = scores is None or any(place.step not in scores.steps for place in places)
     report = builder.build(next_command=_next_command(dump_dir) if is_missing else "")
@@ -121,7 +124,7 @@ def _save(content: Mapping[str, JSON], path: Path) -> None:
 
 
 def _find_training(reader: RecordingReader, options: CorrectionOptions) -> TrainingConfig:
-    """The configuration that was given, or else the run's, or else the recording's."""
+    """Reads the given configuration, or else the run's, or else the recording's."""
     if options.source is not None:
         return training_of_source(options.source)
     of_run = None if options.run is None else training_of_run(options.run)
@@ -129,7 +132,7 @@ def _find_training(reader: RecordingReader, options: CorrectionOptions) -> Train
 
 
 def _find_places(reader: RecordingReader, chosen: StepRanges | None) -> list[StepPlace]:
-    """The training steps to look at; raises ``ConfigError`` where there is none."""
+    """Finds the training steps to look at; raises ``ConfigError`` where there is none."""
     listings = {listing.folder: listing for listing in list_recording(reader.storage)}
     listing = listings.get(step_folder("train", DEFAULT_SCHEDULER_ID))
     places = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
@@ -81,6 +81,9 @@ class AlignConfig(ConfigSection):
     world size run one after another in one process group. ``at_once``: groups of processes that may run at a time.
     """
 
+    # What is done with runs: no run reads it.
+    decides: ClassVar = Decides.LABEL
+
     output_dir: str | None = None
     baseline: list[str] = Field(default=[])
     candidates: list[CandidateConfig] = Field(default=[])
@@ -93,5 +96,7 @@ class AlignConfig(ConfigSection):
 
 class CheckpointConfig(ConfigSection):
     """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
+
+    decides: ClassVar = Decides.LABEL
 
     output_dir: str | None = None

@@ -1,8 +1,12 @@
-"""What all configuration models share: the base of sections and the types of their fields; imports no torch."""
+"""What all configuration models share: the base of sections, the types of their fields, the facts that these state.
+
+Contract: importing this imports no torch.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from enum import Flag, auto
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -40,10 +44,43 @@ Steps = Annotated[StepRanges, BeforeValidator(_read_steps), PlainSerializer(str,
 """A set of steps that is not empty, as ``StepRanges.parse`` reads it."""
 
 
+class Decides(Flag):
+    """Facts about a key: what follows from its value; each field states them, as ``Annotated[int, Decides.BITS]``.
+
+    Every rule about keys is made of these facts, at the place that needs the rule: the contract of a recording, that of
+    a training service, the settings of a checkpoint, the kind of a candidate's change, the fingerprint of a run.
+    """
+
+    NOTHING = 0
+    """No bit of a training on given rollouts: what is traced, recorded, saved or shown."""
+    ROLLOUTS = auto()
+    """The rollouts that are played: their tokens, rewards, number and order."""
+    TRAINING = auto()
+    """The mathematics of training: policy, algorithm, optimizer and schedule, whatever computes them."""
+    BITS = auto()
+    """How the same mathematics is computed: precision, kernels, batches, faults; anything may round."""
+    ORDER = auto()
+    """The order of sums alone."""
+    EXECUTION = auto()
+    """How training is executed: what is computed twice, elsewhere or at another time. No bit of it moves."""
+    STATE = auto()
+    """The tensors, seeded parts and counters that a checkpoint hands on: a run that goes on needs the same value."""
+    VALIDATION = auto()
+    """Validation alone; stated beside the other facts. Of a section it holds for every key inside."""
+    OUTSIDE = auto()
+    """Something that lies outside the configuration, anything at all, and is compared as it is found there."""
+    LABEL = auto()
+    """Only a name, or where something lies: neither a value nor a file's content follows from the text."""
+
+
 class ConfigSection(BaseModel):
-    """Base of all sections: unknown keys are errors, values are immutable once loaded."""
+    """Base of all sections: unknown keys are errors, values are immutable once loaded.
+
+    ``decides``: the facts about each field that states none itself.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+    decides: ClassVar[Decides | None] = None
 
 
 def union_tag(name: str) -> str:

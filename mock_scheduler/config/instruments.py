@@ -5,11 +5,11 @@ Contract: importing this imports no torch. All three are off by default, and ali
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeInt
 from mock_scheduler.config.layout import ParallelConfig
 
 #: u by precision: half the distance from 1 to the next larger number.
@@ -24,6 +24,8 @@ class OrderConfig(ConfigSection):
     parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
     """
 
+    decides: ClassVar = Decides.ORDER
+
     emulate: ParallelConfig | None = None
     ordered_reductions: bool = False
 
@@ -37,6 +39,8 @@ class PerturbationConfig(ConfigSection):
     nothing.
     """
 
+    decides: ClassVar = Decides.BITS
+
     seed: NonNegativeInt | None = None
     unit_roundoffs: float = Field(default=1.0, gt=0.0)
 
@@ -49,7 +53,10 @@ class GraftConfig(ConfigSection):
     ``step``, ``update``: the only update in which it is done.
     """
 
-    trace_dir: str | None = None
+    # What is put in is the same mathematics, computed elsewhere.
+    decides: ClassVar = Decides.BITS
+
+    trace_dir: Annotated[str | None, Decides.BITS | Decides.LABEL] = None
     kind: Literal["activation", "activation_gradient"] = "activation"
     names: list[str] = Field(default=[])
     step: NonNegativeInt = 0

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from mock_scheduler.config.base import ConfigSection, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, PositiveInt
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.support.text import count_of
 
@@ -35,6 +36,8 @@ class ParallelConfig(ConfigSection):
     a run that breaks one of these goes on with a warning, to show or to study it.
     """
 
+    decides: ClassVar = Decides.ORDER
+
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
@@ -43,8 +46,8 @@ class ParallelConfig(ConfigSection):
     expert_tensor_parallel_size: PositiveInt = 1
     data_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
-    overlap_p2p_comm: bool = True
-    allow_known_wrong: list[str] = Field(default=[])
+    overlap_p2p_comm: Annotated[bool, Decides.EXECUTION] = True
+    allow_known_wrong: Annotated[list[str], Decides.EXECUTION] = Field(default=[])
 
     @property
     def num_chunks(self) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mock_scheduler.config.base import ConfigSection, Mode, PositiveInt, RolloutMode, Steps
+from mock_scheduler.config.base import ConfigSection, Decides, Mode, PositiveInt, RolloutMode, Steps
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.support.text import bullet_list
 
@@ -71,9 +71,12 @@ class RolloutMockConfig(ConfigSection):
     section this was made from, if any.
     """
 
+    # It says where rollouts come from; the recording's contract sees to it that they are the same.
+    decides: ClassVar = Decides.NOTHING
+
     enable: bool = False
     mode: RolloutMode = "dump"
-    dump_dir: str = "./rollout_mock_dumps"
+    dump_dir: Annotated[str, Decides.LABEL] = "./rollout_mock_dumps"
     schedule: list[ScheduleEntry] = Field(default=[])
     steps: Steps | None = None
     every: PositiveInt = 1

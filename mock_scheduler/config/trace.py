@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt, Steps
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeInt, PositiveInt, Steps
 
 TraceKind = Literal[
     "initial",
@@ -62,6 +62,8 @@ class TraceConfig(ConfigSection):
     ``part_bytes``: a rank's file of a step is ended, and another begun, when it has reached this size. ``operations``:
     write digests of every torch operation of a step, for ``mock-scheduler doctor``.
     """
+
+    decides: ClassVar = Decides.NOTHING
 
     level: TraceLevel = "off"
     kinds: Annotated[list[TraceKind | LedgerKind], BeforeValidator(_parse_kinds)] = Field(default=[*DEFAULT_KINDS])

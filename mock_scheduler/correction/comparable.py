@@ -1,7 +1,7 @@
-"""Whether recorded log-probabilities can be compared with those that training computes, and if not, why.
+"""Checks that recorded log-probabilities can be compared with training's.
 
-Training computes log softmax(logits / temperature) over the tokens that may be chosen. An engine that reports another
-distribution's log-probabilities puts a bias into every ratio, which no weight corrects.
+Training computes log softmax(logits / temperature) over the tokens that may be chosen. An engine that reports the
+log-probabilities of another distribution puts a bias into every ratio, and no weight corrects a bias.
 
 Contract: pure functions; a problem is one sentence that names the values found.
 """
@@ -23,10 +23,12 @@ _HAVE_THEM = "have the engine return them (verl: actor_rollout_ref.rollout.calcu
 
 
 def comparison_problems(sampling: SamplingParams, *, temperature: float, restricts_vocabulary: bool) -> list[str]:
-    """Why log-probabilities sampled so are not those that training computes; empty where they are.
+    """Finds reasons why the engine's log-probabilities are of another distribution than training's.
 
-    temperature: what training divides logits by. restricts_vocabulary: whether it takes the softmax over some of the
-    vocabulary alone, as the engine then samples.
+    Args:
+        sampling: The engine's settings.
+        temperature: Training divides logits by it.
+        restricts_vocabulary: Whether training takes the softmax over a part of the vocabulary.
     """
     problems = []
     if sampling.temperature != temperature:
@@ -61,11 +63,11 @@ def comparison_problems(sampling: SamplingParams, *, temperature: float, restric
 
 
 def logprob_problems(batch: RolloutBatch) -> list[str]:
-    """What is missing or malformed in a batch's log-probabilities; empty where nothing is.
+    """Finds missing and malformed log-probabilities of a batch.
 
-    Exactly 0.0 says that a token was certain, and is what others fill in for a log-probability that is missing. So a
-    batch of nothing else, and rows as ``zero_only_rows`` gives them, are problems. Where there is a column
-    ``rollout_logprobs_valid``, it says what is missing, and rows are not looked at.
+    Exactly 0.0 says that a token was certain, and frameworks fill it in for a missing log-probability. So a batch of
+    nothing else, and the rows of ``zero_only_rows``, are problems. A column ``rollout_logprobs_valid`` says which are
+    missing; rows are then not looked at.
     """
     problems = valid_column_problems(batch)
     if problems:
@@ -88,8 +90,10 @@ def logprob_problems(batch: RolloutBatch) -> list[str]:
 
 
 def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
-    """bool ``[M]`` of the M response tokens, False where the engine gave no log-probability; ``None`` where the batch
-    does not say. The column must be sound, as ``valid_column_problems`` says."""
+    """Reads bool ``[M]`` of the M response tokens, False where the engine gave no log-probability.
+
+    ``None`` where the batch does not say. ``valid_column_problems`` must have found the column sound.
+    """
     column = batch.extras.get(VALID_COLUMN)
     if column is None:
         return None
@@ -98,10 +102,10 @@ def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
 
 
 def zero_only_rows(batch: RolloutBatch) -> list[int]:
-    """Rows whose log-probabilities are all exactly 0.0 and which chance does not explain.
+    """Finds rows whose log-probabilities are all exactly 0.0, where chance does not explain it.
 
-    A certain token has exactly 0.0 too. With q the share of 0.0 among the tokens of all other rows, n such tokens in
-    a row are taken for chance from q^n = 1e-6 on; a single one always is.
+    A certain token has exactly 0.0 too. With q the share of 0.0 among the tokens of all other rows, chance explains n
+    such tokens in a row where q^n ≥ 1e-6; it always explains a single one.
     """
     is_zero, lengths = batch.rollout_logprobs == 0, batch.response_lengths
     counts = torch.cat((torch.zeros(1, dtype=torch.int64), is_zero.cumsum(0)))
@@ -114,7 +118,7 @@ def zero_only_rows(batch: RolloutBatch) -> list[int]:
 
 
 def valid_column_problems(batch: RolloutBatch) -> list[str]:
-    """Why the column ``rollout_logprobs_valid`` does not say what is valid; empty where it does, and without one."""
+    """Finds faults of the column ``rollout_logprobs_valid``; empty without one."""
     column = batch.extras.get(VALID_COLUMN)
     if column is None:
         return []

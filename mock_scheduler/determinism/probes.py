@@ -57,7 +57,7 @@ def gpu_capability(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 def _cudnn_version() -> str | None:
     """``9.18.1`` of cuDNN's 91801 (since version 9: major 10000, minor 100)."""
-    number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    number: int | None = torch.backends.cudnn.version()
     if number is None:
         return None
     major_unit = 10_000 if number >= 90_000 else 1_000
@@ -179,7 +179,7 @@ def _gpu_capability(environ: Mapping[str, str]) -> object:
 def _nccl_version(environ: Mapping[str, str]) -> object:
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def _driver_version(environ: Mapping[str, str]) -> object:

@@ -312,7 +312,7 @@ def main(arguments: Sequence[str]) -> int:
 
     output_dir, *torchrun_arguments = arguments
     try:
-        run(parse_args(torchrun_arguments))  # type: ignore[no-untyped-call]
+        run(parse_args(torchrun_arguments))
     except ChildFailedError as error:
         failures = [
             RankExit(global_rank=global_rank, code=failure.exitcode, noticed_s=failure.timestamp)

@@ -23,7 +23,7 @@ from mock_scheduler.recording import (
 )
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.writing.info_differences import info_differences
+from mock_scheduler.recording.step.step_info import info_differences
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 

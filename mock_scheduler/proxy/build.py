@@ -20,7 +20,7 @@ from mock_scheduler.proxy.routing import modes_to_prepare
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording import Contract
-from mock_scheduler.recording.patience import Patience
+from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON
 

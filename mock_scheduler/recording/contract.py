@@ -107,38 +107,6 @@ class Contract:
         found = [_compare_field(self._by_name.get(name), recorded._by_name.get(name)) for name in names]
         return [difference for difference in found if difference is not None]
 
-    def as_json(self) -> list[JSON]:
-        """The fields as JSON; ``Contract.from_json`` is the inverse."""
-        return [
-            {
-                "name": field.name,
-                "value": field.value,
-                "rule": field.rule.value,
-                "advice": field.advice,
-                "match": field.match.value,
-            }
-            for field in self.fields
-        ]
-
-    @classmethod
-    def from_json(cls, value: Sequence[dict[str, JSON]]) -> Contract:
-        """The contract from ``as_json``; raises ``KeyError`` or ``ValueError`` where it is none.
-
-        Recordings of before there were matches have none: their values are compared as ``EQUAL``.
-        """
-        return cls(
-            [
-                ContractField(
-                    name=str(item["name"]),
-                    value=item["value"],
-                    rule=Rule(str(item["rule"])),
-                    advice=str(item["advice"]),
-                    match=Match(str(item.get("match", Match.EQUAL))),
-                )
-                for item in value
-            ]
-        )
-
 
 def check_contract(
     recorded: Contract, current: Contract, on_mismatch: Literal["error", "warn"], *, source: str = "the recording"

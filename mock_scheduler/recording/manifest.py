@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
-from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.recording.contract import Contract
+from mock_scheduler.errors import ContractError, RecordingError, StepNotFoundError
+from mock_scheduler.recording.contract import Contract, ContractField
 from mock_scheduler.recording.paths import MANIFEST_NAME
-from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
+from mock_scheduler.recording.sealed import SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
 from mock_scheduler.support.packages import read_package_versions
@@ -38,6 +37,20 @@ class Manifest:
     run_id: str
     contract: Contract
     provenance: Mapping[str, JSON]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredManifest:
+    """A ``Manifest`` as the file has it; recordings of before there were matches have none in their contract."""
+
+    run_id: str
+    contract: tuple[ContractField, ...]
+    provenance: dict[str, JSON]
+
+
+_FILE = SealedFile[_StoredManifest](
+    _StoredManifest, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION, noun="recording"
+)
 
 
 def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -62,16 +75,14 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``recording.json``; raises ``RecordingError`` where the provenance is no JSON."""
-    document: dict[str, JSON] = {
-        "run_id": manifest.run_id,
-        "contract": manifest.contract.as_json(),
-        "provenance": dict(manifest.provenance),
-    }
+    provenance = dict(manifest.provenance)
     try:
-        check_json(document["provenance"], "provenance", is_exact=False)
+        check_json(provenance, "provenance", is_exact=False)
     except ValueError as error:
         raise RecordingError(f"{MANIFEST_NAME}: {error}") from error
-    return encode_sealed(document, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
+    return _FILE.encode(
+        _StoredManifest(run_id=manifest.run_id, contract=manifest.contract.fields, provenance=provenance)
+    )
 
 
 def decode_manifest(data: bytes, *, source: str) -> Manifest:
@@ -79,16 +90,14 @@ def decode_manifest(data: bytes, *, source: str) -> Manifest:
 
     Raises ``CorruptRecordingError`` where any bit changed, ``RecordingError`` where another version wrote it.
     """
-    document = decode_sealed(data, source=source, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
-    return _read_manifest(document, source=source)
+    return _read_manifest(_FILE.decode(data, source=source), source=source)
 
 
-def _read_manifest(document: dict[str, Any], *, source: str) -> Manifest:
+def _read_manifest(stored: _StoredManifest, *, source: str) -> Manifest:
     try:
-        contract = Contract.from_json(document["contract"])
-        return Manifest(run_id=document["run_id"], contract=contract, provenance=document["provenance"])
-    except (KeyError, TypeError, ValueError, ContractError) as error:
-        raise CorruptRecordingError(f"{source}: content is no recording: {error!r}") from error
+        return Manifest(run_id=stored.run_id, contract=Contract(stored.contract), provenance=stored.provenance)
+    except ContractError as error:
+        raise _FILE.corrupt(error, source=source) from error
 
 
 def save_manifest(storage: Storage, manifest: Manifest) -> None:
@@ -114,10 +123,10 @@ def load_manifest(storage: Storage) -> Manifest:
             "give the folder as dump_dir"
         )
     try:
-        document = load_sealed(storage, MANIFEST_NAME, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
+        stored = _FILE.load(storage, MANIFEST_NAME)
     except FileNotFoundError as error:
         raise StepNotFoundError(_missing_text(storage.location, path)) from error
-    return _read_manifest(document, source=path)
+    return _read_manifest(stored, source=path)
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:

@@ -13,11 +13,10 @@ from itertools import pairwise
 
 from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
-from mock_scheduler.recording.sealed import encode_sealed, load_sealed
+from mock_scheduler.recording.sealed import SealedFile
 from mock_scheduler.recording.storage import Storage, locked
-from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import Count
 
 RETENTION_FORMAT = "rollout-retention"
 RETENTION_VERSION = 1
@@ -35,41 +34,36 @@ class RetentionRecord:
     removed: Mapping[str, StepRanges] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredRetention:
+    """A ``RetentionRecord`` as the file has it; removed steps as text such as ``0-3, 7``."""
+
+    start_points: tuple[Count, ...]
+    removed: dict[str, str]
+
+
+_FILE = SealedFile[_StoredRetention](
+    _StoredRetention, format_name=RETENTION_FORMAT, version=RETENTION_VERSION, noun="retention record"
+)
+
+
 def load_retention(storage: Storage) -> RetentionRecord:
     """Read ``retention.json``; where there is none, nothing was removed. Raises ``CorruptRecordingError``."""
     try:
-        document = load_sealed(storage, RETENTION_NAME, format_name=RETENTION_FORMAT, version=RETENTION_VERSION)
+        stored = _FILE.load(storage, RETENTION_NAME)
     except FileNotFoundError:
         return RetentionRecord()
-    source = storage.path(RETENTION_NAME)
     try:
-        return RetentionRecord(
-            start_points=_read_start_points(document["start_points"]),
-            removed={folder: _read_ranges(steps) for folder, steps in document["removed"].items()},
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptRecordingError(f"{source}: content is no retention record: {error!r}") from error
-
-
-def _read_start_points(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(step) is int and step >= 0 for step in value):
-        raise TypeError(f"start_points is {value!r}; expected a list of steps")
-    return tuple(sorted(set(value)))
-
-
-def _read_ranges(value: object) -> StepRanges:
-    if not isinstance(value, str):
-        raise TypeError(f"removed steps are {value!r}; expected a text such as '0-3, 7'")
-    return StepRanges.parse(value)
+        removed = {folder: StepRanges.parse(steps) for folder, steps in stored.removed.items()}
+    except ValueError as error:
+        raise _FILE.corrupt(error, source=storage.path(RETENTION_NAME)) from error
+    return RetentionRecord(start_points=tuple(sorted(set(stored.start_points))), removed=removed)
 
 
 def save_retention(storage: Storage, record: RetentionRecord) -> None:
     """Write ``retention.json`` in place of the older one, whole or not at all."""
-    document: dict[str, JSON] = {
-        "start_points": list(record.start_points),
-        "removed": {folder: str(steps) for folder, steps in record.removed.items()},
-    }
-    storage.replace(RETENTION_NAME, encode_sealed(document, format_name=RETENTION_FORMAT, version=RETENTION_VERSION))
+    removed = {folder: str(steps) for folder, steps in record.removed.items()}
+    storage.replace(RETENTION_NAME, _FILE.encode(_StoredRetention(start_points=record.start_points, removed=removed)))
 
 
 def find_removable(

@@ -7,36 +7,65 @@ gives the very same bytes, so that no bit of it can change unnoticed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.errors import CorruptRecordingError, MockSchedulerError, RecordingError
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import encode_json
+
+T = TypeVar("T")
 
 MAX_SEALED_BYTES = 16 * 2**20
 
 
-def encode_sealed(document: Mapping[str, JSON], *, format_name: str, version: int) -> bytes:
-    """The bytes of the file, in which ``format`` and ``version`` stand beside the document's own keys.
+class SealedFile(Generic[T]):
+    """One kind of sealed file: ``kind`` is the data class of its content, ``noun`` names the content in messages.
 
-    Raises ``TypeError`` or ``ValueError`` where the document is no JSON.
+    ``format`` and ``version`` stand in the file beside the content's own keys.
     """
+
+    def __init__(self, kind: type[T], *, format_name: str, version: int, noun: str) -> None:
+        self._document = Document[T](kind)
+        self._format_name = format_name
+        self._version = version
+        self._noun = noun
+
+    def encode(self, content: T) -> bytes:
+        """Gives the bytes of the file; raises ``TypeError`` or ``ValueError`` where the content is no JSON."""
+        return encode_sealed(self._document.dump(content), format_name=self._format_name, version=self._version)
+
+    def decode(self, data: bytes, *, source: str) -> T:
+        """Gives the content of the file ``source``.
+
+        Raises:
+            CorruptRecordingError: any bit changed, or it is another kind of file.
+            RecordingError: another version of the format wrote it.
+        """
+        document = decode_sealed(data, source=source, format_name=self._format_name, version=self._version)
+        try:
+            return self._document.load(document)
+        except ValueError as error:
+            raise self.corrupt(error, source=source) from error
+
+    def load(self, storage: Storage, name: str) -> T:
+        """Reads a file of a recording; raises as ``decode`` and as ``Storage.read_bytes``."""
+        return self.decode(storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES), source=storage.path(name))
+
+    def corrupt(self, error: Exception, *, source: str) -> CorruptRecordingError:
+        """Makes the error for content with a right digest that makes no sense."""
+        reason = str(error) if isinstance(error, ValueError | MockSchedulerError) else repr(error)
+        return CorruptRecordingError(f"{source}: content is no {self._noun}: {reason}")
+
+
+def encode_sealed(document: Mapping[str, JSON], *, format_name: str, version: int) -> bytes:
+    """Gives the bytes of a file; raises ``TypeError`` or ``ValueError`` where the document is no JSON."""
     return _encode({**document, "format": format_name, "version": version})
 
 
-def load_sealed(storage: Storage, name: str, *, format_name: str, version: int) -> dict[str, Any]:
-    """The document of a file of a recording, as ``decode_sealed``; raises as that and ``Storage.read_bytes`` do."""
-    data = storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES)
-    return decode_sealed(data, source=storage.path(name), format_name=format_name, version=version)
-
-
 def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -> dict[str, Any]:
-    """The document, whose keys ``format`` and ``version`` are checked and left out.
-
-    Raises ``CorruptRecordingError`` naming ``source`` where any bit changed or it is another kind of file, and
-    ``RecordingError`` where another version of the format wrote it.
-    """
+    """Gives the document without ``format`` and ``version``, which are checked; raises as ``SealedFile.decode``."""
     try:
         document = open_sealed(data.decode("ascii"))
         if _encode(document) != data:
@@ -57,7 +86,7 @@ def _encode(document: Mapping[str, JSON]) -> bytes:
 
 
 def check_version(found: int, supported: int, *, source: str, kind: str) -> None:
-    """Raise ``RecordingError`` where a file is of another version than the one that this release reads."""
+    """Raises ``RecordingError`` where a file is of another version than this release reads."""
     if found > supported:
         raise RecordingError(
             f"{source}: {kind} format version {found} is newer than {supported}, the newest that this release reads. "

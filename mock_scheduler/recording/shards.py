@@ -8,10 +8,10 @@ sampling, meta and extras, with disjoint rows. A shard whose digest it does not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from mock_scheduler.batch.trajectory import RowKey, SampleIdentity, count_groups, partial_group_problems
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
 from mock_scheduler.recording.paths import (
@@ -22,16 +22,19 @@ from mock_scheduler.recording.paths import (
     find_file,
     list_shard_files,
 )
-from mock_scheduler.recording.sealed import decode_sealed, encode_sealed, load_sealed
-from mock_scheduler.recording.step.row_keys import count_trajectories, group_problems, overlap_problems
+from mock_scheduler.recording.sealed import SealedFile
+from mock_scheduler.recording.step.layout import RowKeys
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import RowShard
 from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.documents import Count
 
 COMMIT_FORMAT = "rollout-commit"
 COMMIT_VERSION = 1
+
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +43,8 @@ class ShardEntry:
 
     name: str
     digest: str
-    num_rows: int
-    num_trajectories: int
+    num_rows: Count
+    num_trajectories: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,20 @@ class Commit:
     num_rows: int
     num_trajectories: int
     shards: tuple[ShardEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredCommit:
+    """A ``Commit`` as the file has it."""
+
+    info: dict[str, JSON]
+    group_size: int | None
+    num_rows: Count
+    num_trajectories: Count
+    shards: tuple[ShardEntry, ...]
+
+
+_FILE = SealedFile[_StoredCommit](_StoredCommit, format_name=COMMIT_FORMAT, version=COMMIT_VERSION, noun="commit")
 
 
 def missing_shards(storage: Storage, step_name: str, count: int) -> list[int]:
@@ -80,8 +97,8 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     all_keys = [key for rows in keys.values() for key in rows.keys]
     strangers = [name for name in list_shard_files(storage, step_name) if name not in keys]
     problems = [f"{name} is of another number of shards" for name in strangers]
-    problems += _difference_problems(files) + overlap_problems(keys)
-    problems += [] if group_size is None else group_problems(all_keys, group_size)
+    problems += _difference_problems(files) + _overlap_problems(keys)
+    problems += [] if group_size is None else _group_problems(all_keys, group_size)
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise RecordingError(f"[Rollout Mock] {where} cannot be committed: its shards do not fit together:{lines}")
@@ -105,8 +122,7 @@ def load_commit(storage: Storage, step_name: str) -> Commit:
     Raises ``CorruptRecordingError`` where any bit of it changed, ``RecordingError`` where another version wrote it.
     """
     name = commit_name(step_name)
-    document = load_sealed(storage, name, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
-    return _read_commit(document, source=storage.path(name))
+    return _read_commit(_FILE.load(storage, name), source=storage.path(name))
 
 
 def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
@@ -131,43 +147,37 @@ def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) 
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """The bytes of ``commit.json``."""
-    shards: list[JSON] = [
-        {
-            "name": shard.name,
-            "digest": shard.digest,
-            "num_rows": shard.num_rows,
-            "num_trajectories": shard.num_trajectories,
-        }
-        for shard in commit.shards
-    ]
-    document: dict[str, JSON] = {
-        "info": commit.info.as_json(),
-        "group_size": commit.group_size,
-        "num_rows": commit.num_rows,
-        "num_trajectories": commit.num_trajectories,
-        "shards": shards,
-    }
-    return encode_sealed(document, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
+    """Gives the bytes of ``commit.json``."""
+    return _FILE.encode(
+        _StoredCommit(
+            info=commit.info.as_json(),
+            group_size=commit.group_size,
+            num_rows=commit.num_rows,
+            num_trajectories=commit.num_trajectories,
+            shards=commit.shards,
+        )
+    )
 
 
 def decode_commit(data: bytes, *, source: str) -> Commit:
-    """The inverse of ``encode_commit``; raises as ``load_commit``, naming ``source``."""
-    document = decode_sealed(data, source=source, format_name=COMMIT_FORMAT, version=COMMIT_VERSION)
-    return _read_commit(document, source=source)
+    """Gives the commit of these bytes; raises as ``load_commit``, naming ``source``."""
+    return _read_commit(_FILE.decode(data, source=source), source=source)
 
 
-def _read_commit(document: dict[str, Any], *, source: str) -> Commit:
+def _read_commit(stored: _StoredCommit, *, source: str) -> Commit:
     try:
-        shards = tuple([ShardEntry(**shard) for shard in document.pop("shards")])
-        commit = Commit(**{**document, "info": StepInfo.from_json(document["info"])}, shards=shards)
-        counts = [commit.num_rows, commit.num_trajectories, *(shard.num_rows for shard in shards)]
-        names_are_plain = all(SHARD_NAME.fullmatch(shard.name) for shard in shards)
-        if not shards or not names_are_plain or not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("names or counts of its shards")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptRecordingError(f"{source}: content is no commit: {error!r}") from error
-    return commit
+        if not stored.shards or not all(SHARD_NAME.fullmatch(shard.name) for shard in stored.shards):
+            raise ValueError(f"shards are named {[shard.name for shard in stored.shards]}")
+        info = StepInfo.from_json(stored.info)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _FILE.corrupt(error, source=source) from error
+    return Commit(
+        info=info,
+        group_size=stored.group_size,
+        num_rows=stored.num_rows,
+        num_trajectories=stored.num_trajectories,
+        shards=stored.shards,
+    )
 
 
 def _publish(storage: Storage, step_name: str, commit: Commit) -> None:
@@ -235,3 +245,35 @@ def _whole_group_size(files: Sequence[StepFile]) -> int | None:
         return files[0].info.group_size
     sizes = {file.group_size for file in files if file.num_rows} or {files[0].group_size}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def count_trajectories(keys: Iterable[RowKey]) -> int:
+    """Number of different trajectories."""
+    return count_groups(key[:4] for key in keys).total()
+
+
+def _overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
+    """Rows that more than one file holds, each with the files' names; the first 20 of them where there are more."""
+    holders: dict[RowKey, list[str]] = {}
+    for name, rows in files.items():
+        for key in rows.keys:
+            holders.setdefault(key, []).append(name)
+    twice = [(key, names) for key, names in sorted(holders.items()) if len(names) > 1]
+    return _some([f"{_name_row(key)} is in {' and in '.join(names)}" for key, names in twice])
+
+
+def _group_problems(keys: Iterable[RowKey], group_size: int) -> list[str]:
+    """Groups that have another number of trajectories; the first 20 of them where there are more."""
+    return _some(partial_group_problems(count_groups(key[:4] for key in sorted(keys)), group_size))
+
+
+def _name_row(key: RowKey) -> str:
+    scheduler_id, group_id, episode_id, env_id, turn = key
+    return str(
+        SampleIdentity(scheduler_id=scheduler_id, group_id=group_id, episode_id=episode_id, env_id=env_id, turn=turn)
+    )
+
+
+def _some(problems: list[str]) -> list[str]:
+    hidden = len(problems) - _MAX_LISTED
+    return problems if hidden <= 0 else [*problems[:_MAX_LISTED], f"and {hidden} more"]

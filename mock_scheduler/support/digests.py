@@ -11,13 +11,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
 
-JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+if TYPE_CHECKING:
+    JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+else:
+    # A document (``documents``) gives a field of this type back as it is; pydantic cannot follow a recursive alias.
+    JSON = Any
 
 #: How deep lists and objects may lie in each other; Python's encoder and decoder end at about ten times as much.
 MAX_JSON_DEPTH = 100

@@ -29,6 +29,14 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
+_BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width and shape: equal where, and only where, the bits are equal."""
+    return tensor.view(_BIT_DTYPES[tensor.element_size()])
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a CPU tensor's values, uint8 ``[num_bytes]``, as a view where it is contiguous."""
     if tensor.numel() == 0:  # which torch cannot always view as another dtype

@@ -80,6 +80,10 @@ class RankPlace:
         axes = " ".join(f"{axis}{place}" for axis, place in self.coordinates.items())
         return f"global rank {self.global_rank}" + (f" ({axes})" if axes else "")
 
+    def axes_apart(self, other: RankPlace) -> tuple[str, ...]:
+        """The axes on which the two ranks stand at different places."""
+        return tuple(axis for axis, place in self.coordinates.items() if place != other.coordinates.get(axis))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTable:

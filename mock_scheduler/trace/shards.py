@@ -54,6 +54,11 @@ class ShardSpec:
         """Whether this rank holds every element."""
         return not self.splits and self.flat_range is None
 
+    @property
+    def elements(self) -> tuple[object, ...]:
+        """Equal for two shards of one tensor exactly where they store the same elements at the same places."""
+        return self.splits, self.local_shape, self.flat_range
+
 
 def whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
     """The spec of a tensor that this rank holds entirely."""
@@ -119,16 +124,20 @@ def owned_mask(spec: ShardSpec) -> torch.Tensor:
     return mask
 
 
+def blocks_along(spec: ShardSpec, dim: int) -> tuple[Block, ...]:
+    """The blocks of one dimension; a dimension that is not split is one block."""
+    for split in spec.splits:
+        if split.dim == dim:
+            return split.blocks
+    return (Block(local_start=0, global_start=0, length=spec.global_shape[dim]),)
+
+
 Region = tuple[slice, ...]
 
 
 def _regions(spec: ShardSpec) -> Iterator[tuple[Region, Region]]:
     """Every rectangle of canonical elements: where it lies in the local tensor, and where in the whole."""
-    ranges: list[tuple[Block, ...]] = []
-    by_dim = {split.dim: split.blocks for split in spec.splits}
-    for dim, length in enumerate(spec.global_shape):
-        ranges.append(by_dim.get(dim, (Block(local_start=0, global_start=0, length=length),)))
-    for blocks in product(*ranges):
+    for blocks in product(*(blocks_along(spec, dim) for dim in range(len(spec.global_shape)))):
         yield (
             tuple(slice(block.local_start, block.local_start + block.length) for block in blocks),
             tuple(slice(block.global_start, block.global_start + block.length) for block in blocks),

@@ -62,14 +62,8 @@ def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
     first: dict[tuple[object, ...], RankPlace] = {}
     copies: Counter[str] = Counter()
     for piece in pieces:
-        spec = piece.spec
-        place = (spec.splits, spec.local_shape, spec.flat_range)
+        place = piece.spec.elements
         if place in first and piece.record.size_bytes:
-            copies[_axes(first[place], piece.place)] += 1
+            copies[" ".join(first[place].axes_apart(piece.place)) or "ranks"] += 1
         first.setdefault(place, piece.place)
     return copies
-
-
-def _axes(first: RankPlace, second: RankPlace) -> str:
-    apart = [axis for axis, place in first.coordinates.items() if place != second.coordinates.get(axis)]
-    return " ".join(apart) or "ranks"

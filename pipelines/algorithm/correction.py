@@ -1,4 +1,4 @@
-"""Rollout correction of a step's batch, on the host and on the whole batch, so that no layout changes a bit of it.
+"""Rollout correction of a step's batch; the host corrects the whole batch, so that no layout changes a bit of it.
 
 A sequence is a trajectory here, of one row or of several (``rollout_form: step``), and a segment one of its turns.
 """
@@ -17,13 +17,13 @@ from mock_scheduler.correction import (
     compute_correction,
     correction_metrics,
 )
-from mock_scheduler.correction.batches import BatchTokens
+from mock_scheduler.correction.batch_tokens import BatchTokens
 from mock_scheduler.correction.comparable import comparison_problems, logprob_problems, valid_logprobs
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.schema import PipelineConfig
 
-#: What no release of verl says of a batch, and a run with ``verl_compat`` says beside that release's metrics.
+#: Counts that no release of verl has; a run with ``verl_compat`` logs them beside that release's metrics.
 _OWN_COUNTS = tuple(
     f"rollout_corr/{name}"
     for name in ("num_tokens", "num_sequences", "kept_fraction", "all_rejected", "rollout_nan_fraction")
@@ -31,13 +31,13 @@ _OWN_COUNTS = tuple(
 
 
 def correction_spec(config: PipelineConfig) -> CorrectionSpec | None:
-    """What ``algorithm.rollout_correction`` asks for; ``None`` where it is off."""
+    """The computation that ``algorithm.rollout_correction`` asks for; ``None`` where it is off."""
     section = config.algorithm.rollout_correction
     return None if section is None else section.spec
 
 
 def check_correctable(batch: RolloutBatch, config: PipelineConfig) -> None:
-    """Raise ``CorrectionError`` where log-probabilities are missing, or not of what training computes."""
+    """Raises ``CorrectionError`` where log-probabilities are missing, or of another distribution than training's."""
     problems = comparison_problems(
         batch.sampling,
         temperature=config.actor_infer.generating_args.temperature,
@@ -51,7 +51,7 @@ def check_correctable(batch: RolloutBatch, config: PipelineConfig) -> None:
 
 
 def with_known_logprobs(batch: RolloutBatch, logprobs: torch.Tensor, tokens: slice | None = None) -> RolloutBatch:
-    """The batch with ``logprobs`` where the engine gave none, so that its fillers are in no ratio and in no loss.
+    """Replaces log-probabilities that the engine did not give, so that no filler is in a ratio or in the loss.
 
     logprobs: floating, of the policy under training, one per response token, or per token of ``tokens``.
     """
@@ -68,13 +68,13 @@ class BatchCorrector:
     """Corrects the trajectories of one batch, all at once or some after others."""
 
     def __init__(self, batch: RolloutBatch, spec: CorrectionSpec, *, policy_version: int) -> None:
-        """``policy_version``: that of the policy under training."""
+        """``policy_version``: the version of the policy under training."""
         self._spec = spec
         self._tokens = BatchTokens(batch=batch, policy_version=policy_version)
 
     @property
     def batch(self) -> RolloutBatch:
-        """What is corrected, as recorded."""
+        """The recorded batch."""
         return self._tokens.batch
 
     def token_range(self, first: int, last: int) -> slice:
@@ -89,11 +89,13 @@ class BatchCorrector:
         advantages: torch.Tensor | None = None,
         rules_with_advantages: bool = True,
     ) -> CorrectionResult:
-        """The correction of trajectories ``[first, last)``, of all where none are given.
+        """Corrects trajectories, as ``compute_correction`` does.
 
-        train_logprobs: floating, one per response token of theirs. advantages: of all response tokens of the batch,
-        for rules that ask for their sign; ``rules_with_advantages`` False leaves such rules out.
-        Raises ``CorrectionError`` as ``compute_correction`` does.
+        Args:
+            train_logprobs: Floating, one per response token of the trajectories.
+            trajectories: ``[first, last)``; all where ``None``.
+            advantages: Floating, of all response tokens of the batch, for rules that ask for their sign.
+            rules_with_advantages: False leaves these rules out.
         """
         spec = self._spec
         if not rules_with_advantages:
@@ -103,7 +105,7 @@ class BatchCorrector:
 
 
 def corrected_step_metrics(results: list[CorrectionResult], spec: CorrectionSpec) -> dict[str, float]:
-    """Metrics of all of these together; with ``verl_compat`` the release's own, as means, as it makes them."""
+    """Computes the metrics of all results together; with ``verl_compat`` means of the release's own, as verl does."""
     merged = correction_metrics(CorrectionStates.merge([result.states for result in results]), spec)
     released = [result.release_metrics for result in results if result.release_metrics is not None]
     if not released:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mock_scheduler.config.base import ConfigSection, Fraction, NonNegativeInt, PositiveInt, union_tag
+from mock_scheduler.config.base import ConfigSection, Decides, Fraction, NonNegativeInt, PositiveInt, union_tag
 
 
 class GeneratingArgs(ConfigSection):
     """How actions are sampled: softmax(logits / temperature), then top-k, then top-p; 0 and 1.0 switch them off."""
 
-    temperature: float = Field(default=1.0, gt=0.0)
+    decides: ClassVar = Decides.ROLLOUTS
+
+    # The trainer's log-probabilities are those at this temperature.
+    temperature: Annotated[float, Decides.ROLLOUTS | Decides.TRAINING] = Field(default=1.0, gt=0.0)
     top_k: NonNegativeInt = 0
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
 
@@ -30,10 +33,13 @@ class ActorInferConfig(ConfigSection):
     inference engine of that precision has them; ``None`` plays with the trainer's own.
     """
 
-    only_action_tokens: bool = False
+    decides: ClassVar = Decides.ROLLOUTS
+
+    only_action_tokens: Annotated[bool, Decides.ROLLOUTS | Decides.TRAINING] = False
     max_new_tokens: PositiveInt = 1
-    use_kv_cache: bool = True
-    rows_per_forward: PositiveInt = 64
+    # These two change no token, and of log-probabilities the last bits at most.
+    use_kv_cache: Annotated[bool, Decides.EXECUTION] = True
+    rows_per_forward: Annotated[PositiveInt, Decides.EXECUTION] = 64
     weights_precision: Literal["bfloat16"] | None = None
     generating_args: GeneratingArgs = GeneratingArgs()
 
@@ -67,10 +73,13 @@ class EnvManagerConfig(ConfigSection):
     ``num_env_workers``: processes in which a replica's environments are stepped; 0 steps them in its own.
     """
 
-    num_env_groups: PositiveInt = 16
-    group_size: PositiveInt = 8
+    decides: ClassVar = Decides.ROLLOUTS
+
+    # A checkpoint has each group's episodes so far, and their seeds follow from the number of groups.
+    num_env_groups: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.STATE] = 16
+    group_size: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.STATE] = 8
     tags: list[str] = Field(default=["FrozenLake"], min_length=1)
-    num_env_workers: NonNegativeInt = 0
+    num_env_workers: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
     generating_args: GeneratingArgs | None = None
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mock_scheduler.config import loading
 from mock_scheduler.config.dialects.dialects import DialectReader, ForeignKeys, RunNames
-from mock_scheduler.config.dialects.verl_correction import read_verl_correction
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigForm, ConfigSource
 from mock_scheduler.config.number_traps import NumberTraps
+from mock_scheduler.correction.config.verl_dialect import read_verl_correction
 from pipelines.config.schema import PipelineConfig
 
 

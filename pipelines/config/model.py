@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, PositiveInt
 from mock_scheduler.support.text import bullet_list
 
 
@@ -21,6 +21,9 @@ class ModelConfig(ConfigSection):
     ``moe_router_impl``: ``layout_invariant`` is Megatron's router with padding left out of losses and counters and
     with losses weighted by response tokens, in any layout; ``megatron`` is Megatron's own, faults included.
     """
+
+    # The policy samples the rollouts, is trained, and its tensors are a checkpoint's.
+    decides: ClassVar = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 
     num_layers: PositiveInt = 2
     hidden_size: PositiveInt = 64
@@ -38,9 +41,10 @@ class ModelConfig(ConfigSection):
     untie_embeddings_and_output_weights: bool = True
     init_method_std: float = Field(default=0.02, gt=0.0)
     vocab_size: PositiveInt | None = None
-    make_vocab_size_divisible_by: PositiveInt = 1
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
-    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    make_vocab_size_divisible_by: Annotated[PositiveInt, Decides.BITS] = 1
+    # The two name a layer's parameters differently, and a checkpoint has the names.
+    transformer_impl: Annotated[Literal["local", "transformer_engine"], Decides.BITS | Decides.STATE] = "local"
+    attention_backend: Annotated[Literal["auto", "flash", "fused", "unfused"], Decides.BITS] = "auto"
 
     num_moe_experts: PositiveInt | None = None
     moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
@@ -50,12 +54,13 @@ class ModelConfig(ConfigSection):
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_pre_softmax: bool = False
     moe_router_topk_scaling_factor: float | None = Field(default=None, gt=0.0)
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
-    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    # The router's losses and the rate of its biases are part of training alone: no sample follows from them.
+    moe_router_load_balancing_type: Annotated[Literal["none", "aux_loss", "seq_aux_loss"], Decides.TRAINING] = "none"
+    moe_aux_loss_coeff: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
+    moe_z_loss_coeff: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
     moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    moe_router_impl: Literal["layout_invariant", "megatron"] = "layout_invariant"
+    moe_router_bias_update_rate: Annotated[NonNegativeFloat, Decides.TRAINING] = 1e-3
+    moe_router_impl: Annotated[Literal["layout_invariant", "megatron"], Decides.BITS] = "layout_invariant"
 
     @property
     def query_groups(self) -> int:

@@ -7,7 +7,7 @@ v0.2). Everything that can be known to be wrong before a process starts is refus
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,6 +20,7 @@ from mock_scheduler.config.align import (
 )
 from mock_scheduler.config.base import (
     ConfigSection,
+    Decides,
     Fraction,
     Mode,
     NonNegativeFloat,
@@ -32,8 +33,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
-from mock_scheduler.correction.config.algorithm import AlgorithmConfig
-from mock_scheduler.correction.config.combinations import combination_problems
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
 from mock_scheduler.megatron.layout import Workload, describe_layout_problems, layout_problems
 from mock_scheduler.megatron.order_plan import limits as emulation_limits
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
@@ -99,56 +99,62 @@ __all__ = [
 ]
 
 
-class PipelineConfig(ConfigSection):
-    """One run of the agentic pipeline."""
+# What is played for training, in which batches, and the counters by which a run goes on with it.
+_BATCHES = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 
-    exp_name: str
-    seed: NonNegativeInt = 42
-    output_dir: str = "./output"
-    track_with: Literal["tensorboard", "none"] = "tensorboard"
-    max_steps: PositiveInt = 40
-    save_steps: NonNegativeInt = 0
-    eval_steps: NonNegativeInt = 0
-    resume_from_checkpoint: str | None = None
+
+class PipelineConfig(ConfigSection):
+    """One run of the agentic pipeline; each key, or the section that it is in, states what it decides."""
+
+    exp_name: Annotated[str, Decides.LABEL]
+    seed: Annotated[NonNegativeInt, _BATCHES] = 42
+    output_dir: Annotated[str, Decides.LABEL] = "./output"
+    track_with: Annotated[Literal["tensorboard", "none"], Decides.NOTHING] = "tensorboard"
+    max_steps: Annotated[PositiveInt, Decides.TRAINING] = 40
+    save_steps: Annotated[NonNegativeInt, Decides.NOTHING] = 0
+    eval_steps: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
+    resume_from_checkpoint: Annotated[str | None, Decides.OUTSIDE | Decides.LABEL] = None
     checkpoint_config: CheckpointConfig = CheckpointConfig()
 
-    rollout_batch_size: PositiveInt = 128
-    val_batch_size: PositiveInt = 128
-    sequence_length: PositiveInt = 256
-    rollout_form: Literal["trajectory", "step"] = "trajectory"
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    rollout_batch_size: Annotated[PositiveInt, _BATCHES] = 128
+    val_batch_size: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.VALIDATION] = 128
+    sequence_length: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.TRAINING] = 256
+    rollout_form: Annotated[Literal["trajectory", "step"], _BATCHES] = "trajectory"
+    precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS | Decides.STATE] = "float32"
 
-    adv_estimator: AdvantageEstimator = "grpo"
-    reward_normalization: RewardNormalizationConfig = RewardNormalizationConfig()
-    reward_clip: float | None = Field(default=None, gt=0.0)
-    advantage_clip: float | None = Field(default=None, gt=0.0)
-    whiten_advantages: bool = False
-    gamma: Fraction = 1.0
-    lambd: Fraction = 0.95
-    kl_in_reward: KlInRewardConfig = KlInRewardConfig()
-    critic: CriticConfig = CriticConfig()
-    ppo_epochs: PositiveInt = 1
-    pg_clip: float = Field(default=0.2, gt=0.0)
-    pg_clip_high: float | None = Field(default=None, gt=0.0)
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    policy_loss: Literal["ppo", "gmpo"] = "ppo"
-    loss_agg_mode: LossAggMode = "token-mean"
-    entropy_loss_coef: NonNegativeFloat = 0.0
-    entropy_loss_coef_final: NonNegativeFloat | None = None
-    use_kl_loss: bool = False
-    kl_loss_coef: NonNegativeFloat = 0.001
-    kl_loss_estimator: KlEstimator = "k3"
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    adv_estimator: Annotated[AdvantageEstimator, Decides.TRAINING] = "grpo"
+    reward_normalization: Annotated[RewardNormalizationConfig, Decides.TRAINING] = RewardNormalizationConfig()
+    reward_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    advantage_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    whiten_advantages: Annotated[bool, Decides.TRAINING] = False
+    gamma: Annotated[Fraction, Decides.TRAINING] = 1.0
+    lambd: Annotated[Fraction, Decides.TRAINING] = 0.95
+    kl_in_reward: Annotated[KlInRewardConfig, Decides.TRAINING] = KlInRewardConfig()
+    critic: Annotated[CriticConfig, Decides.TRAINING] = CriticConfig()
+    ppo_epochs: Annotated[PositiveInt, Decides.TRAINING] = 1
+    pg_clip: Annotated[float, Decides.TRAINING] = Field(default=0.2, gt=0.0)
+    pg_clip_high: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    dual_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=1.0)
+    policy_loss: Annotated[Literal["ppo", "gmpo"], Decides.TRAINING] = "ppo"
+    loss_agg_mode: Annotated[LossAggMode, Decides.TRAINING] = "token-mean"
+    entropy_loss_coef: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
+    entropy_loss_coef_final: Annotated[NonNegativeFloat | None, Decides.TRAINING] = None
+    use_kl_loss: Annotated[bool, Decides.TRAINING] = False
+    kl_loss_coef: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.001
+    kl_loss_estimator: Annotated[KlEstimator, Decides.TRAINING] = "k3"
+    algorithm: Annotated[AlgorithmConfig, Decides.TRAINING] = AlgorithmConfig()
 
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
-    system_envs: dict[str, str] = Field(default={})
+    system_envs: Annotated[dict[str, str], Decides.OUTSIDE] = Field(default={})
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
     actor_infer: ActorInferConfig = ActorInferConfig()
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
-    val_env_manager: EnvManagerConfig = EnvManagerConfig()
-    custom_envs: dict[str, CustomEnvConfig] = Field(default={"FrozenLake": CustomEnvConfig()})
+    val_env_manager: Annotated[EnvManagerConfig, Decides.VALIDATION] = EnvManagerConfig()
+    custom_envs: Annotated[dict[str, CustomEnvConfig], Decides.ROLLOUTS] = Field(
+        default={"FrozenLake": CustomEnvConfig()}
+    )
     trace: TraceConfig = TraceConfig()
     debug: DebugConfig = DebugConfig()
     rollout_worker: RolloutWorkerConfig = RolloutWorkerConfig()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mock_scheduler.config.base import ConfigSection, NonNegativeFloat, NonNegativeInt, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 #: The policy's loss function returns a sum, its number of tokens and metrics (``pipelines.megatron.trainer``).
 LOSS_VALUES = 3
@@ -23,20 +23,22 @@ class TrainingConfig(ConfigSection):
     ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; a decay that is not given ends with the run's last one.
     """
 
-    micro_batch_size: PositiveInt = 32
+    decides: ClassVar = Decides.TRAINING
+
+    micro_batch_size: Annotated[PositiveInt, Decides.BITS] = 32
     global_batch_size: PositiveInt = 128
-    sequence_multiple_of: PositiveInt = 8
-    batching: Literal["fixed", "dynamic"] = "fixed"
-    sequence_packing: bool = False
-    max_tokens_per_micro_batch: PositiveInt | None = None
+    sequence_multiple_of: Annotated[PositiveInt, Decides.BITS] = 8
+    batching: Annotated[Literal["fixed", "dynamic"], Decides.BITS] = "fixed"
+    sequence_packing: Annotated[bool, Decides.BITS] = False
+    max_tokens_per_micro_batch: Annotated[PositiveInt | None, Decides.BITS] = None
     calculate_per_token_loss: bool = True
-    recompute_granularity: Literal["none", "selective", "full"] = "none"
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    recompute_num_layers: PositiveInt = 1
-    accumulate_allreduce_grads_in_fp32: bool = True
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    use_distributed_optimizer: bool = True
+    recompute_granularity: Annotated[Literal["none", "selective", "full"], Decides.EXECUTION] = "none"
+    recompute_method: Annotated[Literal["uniform", "block"], Decides.EXECUTION] = "uniform"
+    recompute_num_layers: Annotated[PositiveInt, Decides.EXECUTION] = 1
+    accumulate_allreduce_grads_in_fp32: Annotated[bool, Decides.BITS] = True
+    overlap_grad_reduce: Annotated[bool, Decides.EXECUTION] = False
+    overlap_param_gather: Annotated[bool, Decides.EXECUTION] = False
+    use_distributed_optimizer: Annotated[bool, Decides.ORDER] = True
     lr: float = Field(default=1e-3, gt=0.0)
     min_lr: NonNegativeFloat = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
-from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.base import ConfigSection, Decides
 
 
 class TrainingServiceConfig(ConfigSection):
@@ -18,7 +19,10 @@ class TrainingServiceConfig(ConfigSection):
     the client's next request before it ends.
     """
 
-    url: str | None = None
+    decides: ClassVar = Decides.NOTHING
+
+    # The service trains, in a layout of its own; client and service compare their contracts when they meet.
+    url: Annotated[str | None, Decides.OUTSIDE] = None
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     timeout_s: float = Field(default=600.0, gt=0.0)

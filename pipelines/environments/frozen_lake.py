@@ -8,9 +8,11 @@ a hole and on the goal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as GymnasiumFrozenLake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from numpy.typing import NDArray
 
 from mock_scheduler.errors import ConfigError
 from pipelines.config.environments import FrozenLakeEnvConfig
@@ -19,6 +21,18 @@ from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS, PLAIN, 
 from pipelines.environments.grid_env import GridEnv, Move
 from pipelines.environments.held_out import check_split, is_in_split, max_draws
 from pipelines.seeds import derive_seed
+
+
+class _Lake(Protocol):
+    """Gymnasium's FrozenLake with the annotations that it lacks; ``desc``: the map, a letter per cell."""
+
+    desc: NDArray[Any]
+
+    def reset(self, *, seed: int) -> tuple[int, dict[str, float]]: ...
+
+    def step(self, a: int) -> tuple[int, float, bool, bool, dict[str, float]]: ...
+
+    def close(self) -> None: ...
 
 
 class FrozenLakeEnv(GridEnv):
@@ -39,7 +53,7 @@ class FrozenLakeEnv(GridEnv):
         check_split(split, self._settings.held_out_fraction)
         num_cells = board_size(self._settings) ** 2
         super().__init__(num_cells=num_cells, glyphs=GLYPHS, num_actions=len(ACTIONS), max_steps=max_steps)
-        self._lake: GymnasiumFrozenLake | None = None
+        self._lake: _Lake | None = None
         self._board = ""
         self._state = 0
 
@@ -58,11 +72,12 @@ class FrozenLakeEnv(GridEnv):
         settings = self._settings
         if self._lake is None or settings.map_name is None:
             self.close()
-            self._lake = GymnasiumFrozenLake(
+            lake = GymnasiumFrozenLake(
                 desc=None if settings.map_name else draw_map(settings, split=self._split, seed=seed),
-                map_name=settings.map_name,
+                map_name=settings.map_name or "4x4",  # not looked at where there is a map
                 is_slippery=settings.is_slippery,
             )
+            self._lake = cast("_Lake", lake)
         self._state, _ = self._lake.reset(seed=seed)
         rows = [b"".join(row).decode() for row in self._lake.desc]
         self._board = "".join(rows)

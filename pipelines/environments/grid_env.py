@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium import spaces
@@ -29,7 +29,8 @@ class GridEnv(gymnasium.Env[str, int]):
 
     def __init__(self, *, num_cells: int, glyphs: str, num_actions: int, max_steps: int) -> None:
         self.observation_space = spaces.Text(min_length=num_cells, max_length=num_cells, charset=glyphs)
-        self.action_space = spaces.Discrete(num_actions + 1)
+        # Gymnasium annotates what the space samples, numpy's integers; a step takes any integer.
+        self.action_space = cast("spaces.Space[int]", spaces.Discrete(num_actions + 1))
         self._num_actions = num_actions
         self._max_steps = max_steps
         self._turn = 0

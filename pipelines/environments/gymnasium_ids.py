@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gymnasium
 
-from pipelines.environments.registry import ENVIRONMENT_KINDS
+from pipelines.environments.kinds import ENVIRONMENT_KINDS
 
 for _kind in ENVIRONMENT_KINDS.values():
     gymnasium.register(id=_kind.gymnasium_id, entry_point=_kind.entry_point)

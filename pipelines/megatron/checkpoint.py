@@ -25,11 +25,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mock_scheduler.config.base import Decides
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.schema import PipelineConfig
+from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.optimizer_state import (
@@ -49,20 +51,8 @@ RUN_STATE_FILE = "run_state.json"
 _RANDOM_STATES = "random_states"
 _FILES = "files"
 
-_Sharded = ShardedTensor | ShardedTensorFactory
-
-# What only the loss asks for, or how memory is laid out: no tensor and no sample follows from it.
-_FREE_MODEL_KEYS = frozenset(
-    {
-        "attention_backend",
-        "make_vocab_size_divisible_by",
-        "moe_aux_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_router_impl",
-        "moe_router_load_balancing_type",
-        "moe_z_loss_coeff",
-    }
-)
+_SHARDED = (ShardedTensor, ShardedTensorFactory)
+_Sharded = Any  # one of these, of Megatron's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +74,16 @@ def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON
 
     ``vocab_size``: the one in effect, which follows from the environments where the model section has none.
     """
-    model = {**config.model.model_dump(mode="json"), "vocab_size": vocab_size}
+    values = keys_in_effect(config, vocab_size=vocab_size)
     return {
-        "seed": config.seed,
-        "precision": config.precision,
-        "rollout_form": config.rollout_form,
-        "rollout_batch_size": config.rollout_batch_size,
-        "train_env_manager.num_env_groups": config.train_env_manager.num_env_groups,
-        "train_env_manager.group_size": config.train_env_manager.group_size,
+        **{key: value for key, value in values.items() if _is_handed_on(effect_of(key))},
         "models": ["policy", "critic"] if config.adv_estimator == "gae" else ["policy"],
-        **{f"model.{name}": value for name, value in model.items() if name not in _FREE_MODEL_KEYS},
     }
+
+
+def _is_handed_on(facts: Decides) -> bool:
+    # The state is that of training: validation may be another after it.
+    return Decides.STATE in facts and Decides.VALIDATION not in facts
 
 
 def check_same_settings(folder: Path, state: RunState, current: Mapping[str, JSON]) -> None:
@@ -130,7 +119,7 @@ def _sharded_states(
     chunks: Mapping[str, Any], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> dict[str, dict[str, _Sharded]]:
     """Adam's tensors, named and cut as the parameters that they belong to (``fully_reshardable`` in Megatron)."""
-    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _Sharded)}
+    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _SHARDED)}
     return {
         str(index): {name: _like(sharded[id(parameter)], name, tensor) for name, tensor in state.items()}
         for index, (parameter, state) in enumerate(states.items())

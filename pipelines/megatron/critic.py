@@ -16,8 +16,8 @@ from pipelines.algorithm.value_loss import (
 )
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
+from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch, cut_shares
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe

@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pipelines.megatron.attention import RowRotaryEmbedding
-from pipelines.megatron.experts import padding_mask_argument
+from pipelines.megatron.layers.attention import RowRotaryEmbedding
+from pipelines.megatron.layers.experts import padding_mask_argument
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.process.runtime import Runtime
@@ -151,6 +151,7 @@ def _forward_in_sequence(
         if not gpt.pre_process:
             hidden = _received(gpt, inputs, runtime) if runtime.pp_size > 1 else output
             if runtime.pp_size > 1:
+                assert hidden is not None
                 dist.recv(hidden, src=dist.get_global_rank(group, preceding), group=group)
             gpt.set_input_tensor([hidden])
         output = run_chunk(chunk, inputs)

@@ -27,7 +27,7 @@ from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import MicroBatch, StepPlan, build_step_plan, response_values
+from pipelines.micro_batches import MicroBatch, StepPlan, fill_step, place_step, response_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Learner:
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
         """The first half of a step: what the models say of its tokens."""
-        plan = self._plan(batch, None)
+        plan = self._place(batch)
         batches = self._owned_of_step(plan)
         probe.start_step(batch, batches, list(self.models.values()))
         scores = self._score(batches)
@@ -117,7 +117,7 @@ class Learner:
     ) -> dict[str, float]:
         """The second half of a step: all its updates, with these values."""
         differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
-        plan = self._plan(self._known_batch(scored), values)
+        plan = self._fill(scored.plan, self._known_batch(scored), values)
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
@@ -148,20 +148,27 @@ class Learner:
             trajectories_per_update=self.config.training.global_batch_size,
         )
 
-    def _plan(self, batch: RolloutBatch, values: TrainingValues | None) -> StepPlan:
-        """The step's micro-batches; without advantages where these are still to be made of what the models say."""
-        nothing = torch.zeros(int(batch.response_mask.sum()), dtype=torch.float64)
-        return build_step_plan(
+    def _place(self, batch: RolloutBatch) -> StepPlan:
+        """The step's micro-batches, without what the models are still to say."""
+        return place_step(
             batch,
-            nothing if values is None else values.advantages,
-            nothing if values is None else values.returns,
             self.config.training,
-            token_weights=None if values is None else values.weights,
-            token_kept=None if values is None else values.kept,
-            loss_agg_mode=self.config.loss_agg_mode,
-            rs_denominator="original" if self._spec is None else self._spec.rs_denominator,
             count_multiple=self._micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
+        )
+
+    def _fill(self, plan: StepPlan, batch: RolloutBatch, values: TrainingValues) -> StepPlan:
+        """The same micro-batches with the values that they are trained with."""
+        return fill_step(
+            plan,
+            batch,
+            token_advantages=values.advantages,
+            token_returns=values.returns,
+            token_weights=values.weights,
+            token_kept=values.kept,
+            loss_agg_mode=self.config.loss_agg_mode,
+            rs_denominator="original" if self._spec is None else self._spec.rs_denominator,
+            global_batch_size=self.config.training.global_batch_size,
         )
 
     def _owned(self, micro_batches: Sequence[MicroBatch]) -> list[OwnBatch]:
@@ -197,10 +204,10 @@ class Learner:
         probe: TrainingProbe,
     ) -> list[dict[str, float]]:
         updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
-        for own in (own for _, batches in updates for own in batches):
-            probe.tokens("advantage", own, {"advantages": own.batch.advantages, "returns": own.batch.returns})
+        for share in (share for _, batches in updates for share in batches):
+            probe.tokens("advantage", share, {"advantages": share.batch.advantages, "returns": share.batch.returns})
             if self._spec is not None and not self._spec.bypass:
-                probe.tokens("advantage", own, correction_of(own.batch))
+                probe.tokens("advantage", share, correction_of(share.batch))
         self._start_router_step(plan)
         results: list[dict[str, float]] = []
         for _ in range(self.config.ppo_epochs):

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
-from pipelines.megatron.emulation.parts import cut_graph
+from pipelines.megatron.emulation.parts import Context, cut_graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +108,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, targets: torch.Tensor, shards: tuple[VocabShard, ...], *logits: torch.Tensor
+        ctx: Context, targets: torch.Tensor, shards: tuple[VocabShard, ...], *logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         group = shards[0].group
         masked = [_masked(one, shard) for one, shard in zip(logits, shards, strict=True)]
@@ -125,7 +124,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: FunctionCtx, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: Context, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         total, log_total, entropy, *saved = ctx.saved_tensors
         size = len(_Exponentials._fields)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import ModelConfig, PipelineConfig, TrainingConfig
-from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
-from pipelines.megatron.experts import expert_mlp_spec, moe_config_fields
-from pipelines.megatron.norm import TorchNorm
+from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
+from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields
+from pipelines.megatron.layers.norm import TorchNorm
+from pipelines.megatron.layers.repairs import repair_layers
+from pipelines.megatron.layers.value_head import ValueHead
 from pipelines.megatron.perturbation import perturb_embedding
 from pipelines.megatron.process.full_precision import finalize_wide, widen_rotary
 from pipelines.megatron.process.host_device import has_cuda
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.repairs import repair_layers
-from pipelines.megatron.value_head import ValueHead
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -298,6 +298,7 @@ def _let_communication_overlap(
 
 def unwrapped(model: torch.nn.Module) -> GPTModel:
     """The ``GPTModel`` inside its wrappers."""
-    while not isinstance(model, GPTModel):
-        model = model.module
-    return model
+    inner: Any = model
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from pipelines.megatron.parameter_marks import main_param
 from pipelines.megatron.trained_model import TrainedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -95,8 +96,7 @@ def _parameters(optimizer: MegatronOptimizer, model: TrainedModel) -> list[torch
 def _wide_copy(parameter: torch.nn.Parameter) -> torch.Tensor:
     """What the optimizer updates in a parameter's place (``Float16OptimizerWithFloat16Params``), or itself."""
     is_wide = state_dtype(parameter) is parameter.dtype
-    wide: torch.Tensor = parameter if is_wide else parameter.main_param
-    return wide
+    return parameter if is_wide else main_param(parameter)
 
 
 def _state_of(optimizer: MegatronOptimizer, inner: torch.Tensor, name: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ Context parallelism splits a line of T tokens into 2 · cp pieces, of which rank
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -95,7 +96,8 @@ def cut_shares(own: OwnBatch, num_shares: int) -> list[MicroBatch]:
 
 
 def _of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:
-    return replace(batch, **{name: value[:, columns] for name, value in batch.tensors().items()})
+    cut: dict[str, Any] = {name: value[:, columns] for name, value in batch.tensors().items()}
+    return replace(batch, **cut)
 
 
 def _inputs(batch: MicroBatch, mask: torch.Tensor | None) -> ModelInputs:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -26,8 +27,8 @@ from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.emulation.lanes import cut_lanes
 from pipelines.megatron.emulation.parts import cut_graph, join_graph
 from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.expert_router import attach_router_ledger
 from pipelines.megatron.forward import forward_only
+from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.merging import exchange_rows
 from pipelines.megatron.places import OwnBatch, cut_shares
@@ -176,7 +177,7 @@ class PolicyTrainer:
             outputs = [
                 compute(
                     PolicyLossInputs(
-                        **{"ref_logprobs": None, **values},
+                        **cast(dict[str, Any], {"ref_logprobs": None, **values}),
                         advantages=batch.advantages,
                         response_mask=batch.response_mask,
                         weights=batch.weights,

@@ -18,6 +18,7 @@ from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
 from pipelines.config.schema import ModelConfig
 from pipelines.megatron.model import layers_of_chunk, unwrapped
+from pipelines.megatron.parameter_marks import partition_dim
 from pipelines.megatron.perturbation import Perturbation
 from pipelines.megatron.process.runtime import Runtime
 
@@ -111,7 +112,7 @@ def _parameter_spec(name: str, parameter: torch.nn.Parameter, shape: ModelShape,
     rank, size = (runtime.etp_rank, runtime.etp_size) if _EXPERTS in name else (runtime.tp_rank, runtime.tp_size)
     if not getattr(parameter, "tensor_model_parallel", False) and not (_EXPERTS in name and size > 1):
         return whole(name, local_shape)
-    dim = parameter.partition_dim
+    dim = partition_dim(parameter)
     if dim < 0 or size == 1:
         return whole(name, local_shape)
     global_shape = tuple(length * size if index == dim else length for index, length in enumerate(local_shape))

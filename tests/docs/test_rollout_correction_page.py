@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
-from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.config.verl_keys import DIVERGENCE_OPTIONS, RATIO_OPTIONS
-from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, bucket_names
+from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, bucket_names
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig

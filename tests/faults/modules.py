@@ -17,9 +17,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-from pipelines.megatron import attention, logprobs
-from pipelines.megatron.attention import RowAttention, RowRotaryEmbedding
-from pipelines.megatron.expert_router import LayoutInvariantRouter
+from pipelines.megatron import logprobs
+from pipelines.megatron.layers import attention
+from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults.counting import Fired
 from tests.faults.patching import (
     cp_size,

@@ -17,9 +17,10 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 
 from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG
-from pipelines.megatron import attention, learner, logprobs, places, trained_model, trainer, weights
-from pipelines.megatron.attention import RowAttention
-from pipelines.megatron.expert_router import LayoutInvariantRouter
+from pipelines.megatron import learner, logprobs, places, trained_model, trainer, weights
+from pipelines.megatron.layers import attention
+from pipelines.megatron.layers.attention import RowAttention
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults import gradients
 from tests.faults.cases import build_config, reference_of, world_size
 from tests.faults.catalogue import FAULTS, MEASURED, find_fault

@@ -15,7 +15,7 @@ from pipelines.config.model import ModelConfig
 from pipelines.config.schema import ParallelConfig, PipelineConfig, TrainingConfig
 from pipelines.megatron.emulation.buffers import OwnedRange, owned_ranges
 from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
-from pipelines.megatron.expert_router import RouterLedger
+from pipelines.megatron.layers.expert_router import RouterLedger
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.micro_batches import MicroBatch
 

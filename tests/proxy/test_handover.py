@@ -14,7 +14,7 @@ from mock_scheduler.errors import ContractError, RecordingError, SchedulerError,
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader
-from mock_scheduler.recording.patience import Patience
+from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, digests, dump, never, play, request, requests

@@ -1,3 +1,6 @@
+"""The contract: every difference is told with both values, and what is stored comes back."""
+
+import json
 import logging
 
 import pytest
@@ -6,12 +9,29 @@ from hypothesis import strategies as st
 
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule, check_contract
+from mock_scheduler.recording.manifest import (
+    MANIFEST_FORMAT,
+    MANIFEST_VERSION,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from mock_scheduler.recording.sealed import encode_sealed
 from mock_scheduler.support.digests import JSON, canonical_json
 from tests.recording.builders import make_contract
 
 
 def one_field(value: JSON, rule: Rule, name: str = "exp_name", *, match: Match = Match.EQUAL) -> Contract:
     return Contract([ContractField(name=name, value=value, rule=rule, advice="Do this.", match=match)])
+
+
+def manifest_of(contract: Contract) -> Manifest:
+    return Manifest(run_id="run-1", contract=contract, provenance={})
+
+
+def stored_and_read(contract: Contract) -> Contract:
+    """The contract out of the file that it was stored in."""
+    return decode_manifest(encode_manifest(manifest_of(contract)), source="x").contract
 
 
 def line_of(recorded: JSON, current: JSON, match: Match = Match.EQUAL, *, rule: Rule = Rule.MUST_MATCH) -> str:
@@ -83,7 +103,7 @@ def test_values_are_equal_only_as_json_text(recorded: object, current: object) -
 
 def test_equal_contracts_have_no_differences() -> None:
     assert make_contract().differences(make_contract()) == []
-    assert make_contract().differences(Contract.from_json(make_contract().as_json())) == []
+    assert make_contract().differences(stored_and_read(make_contract())) == []
 
 
 def test_the_order_of_the_keys_of_a_value_does_not_matter() -> None:
@@ -114,13 +134,16 @@ def test_a_contract_of_plain_values_must_match_in_all_of_them() -> None:
 def test_a_contract_of_any_match_survives_as_json(match: Match) -> None:
     values: dict[Match, JSON] = {Match.AT_MOST: 3, Match.SUBSET: [1], Match.VERSION: "1.2", Match.DIGEST: "ab" * 32}
     contract = one_field(values.get(match, {"x": 1}), Rule.MUST_MATCH, match=match)
-    assert Contract.from_json(contract.as_json()).fields == contract.fields  # type: ignore[arg-type]
-    assert contract.as_json()[0]["match"] == match.value  # type: ignore[index,call-overload]
+    assert stored_and_read(contract).fields == contract.fields
+    (stored,) = json.loads(encode_manifest(manifest_of(contract)))["contract"]
+    assert stored["match"] == match.value
 
 
 def test_a_field_recorded_before_there_were_matches_is_compared_as_equal() -> None:
     old = {"name": "seed", "value": 1, "rule": "must_match", "advice": "Set seed."}
-    (field,) = Contract.from_json([old]).fields
+    document = {"run_id": "run-1", "contract": [old], "provenance": {}}
+    data = encode_sealed(document, format_name=MANIFEST_FORMAT, version=MANIFEST_VERSION)
+    (field,) = decode_manifest(data, source="x").contract.fields
     assert field == ContractField(name="seed", value=1, rule=Rule.MUST_MATCH, advice="Set seed.", match=Match.EQUAL)
 
 

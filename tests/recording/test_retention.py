@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
-from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import (
     RetentionRecord,
     find_removable,
@@ -23,6 +22,7 @@ from mock_scheduler.recording.retention import (
 )
 from mock_scheduler.recording.sealed import encode_sealed
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from pipelines.config.schema import RetentionConfig
 from tests.recording.builders import make_batch, make_contract, make_info
@@ -318,13 +318,24 @@ def write_record(folder: Path, document: dict[str, object]) -> None:
     (folder / "retention.json").write_bytes(encode_sealed(document, format_name="rollout-retention", version=1))
 
 
-@pytest.mark.parametrize("starts", [["x"], [None, 3], "ab", [-5], [1.5], [True], 5])
-def test_start_points_that_are_no_steps_are_corrupt(tmp_path: Path, starts: object) -> None:
+@pytest.mark.parametrize(
+    ("starts", "problem"),
+    [
+        (["x"], "start_points[0] is 'x': expected a whole number"),
+        ([None, 3], "start_points[0] is None: expected a whole number"),
+        ("ab", "start_points is 'ab': expected a list"),
+        ([-5], "start_points[0] is -5: expected at least 0"),
+        ([1.5], "start_points[0] is 1.5: expected a whole number"),
+        ([True], "start_points[0] is True: expected a whole number"),
+        (5, "start_points is 5: expected a list"),
+    ],
+)
+def test_start_points_that_are_no_steps_are_corrupt(tmp_path: Path, starts: object, problem: str) -> None:
     """They were a TypeError out of the next checkpoint."""
     write_record(tmp_path, {"start_points": starts, "removed": {}})
     with pytest.raises(CorruptRecordingError) as caught:
         note_checkpoint(open_storage(str(tmp_path)), 4, keep(1))
-    assert f"start_points is {starts!r}; expected a list of steps" in str(caught.value)
+    assert str(caught.value) == f"{tmp_path}/retention.json: content is no retention record: {problem}"
 
 
 @pytest.mark.parametrize("removed", [{"train": 3}, {"train": ["0-3"]}, {"train": "x"}, ["train"]])

@@ -300,7 +300,7 @@ def test_a_commit_with_a_name_that_leads_elsewhere_is_refused(storage: Storage, 
     name = record_shards(tmp_path, cut(make_batch(), [0, 1, 0, 1], 2))
     commit = load_commit(storage, name)
     shards = (replace(commit.shards[0], name="../../../etc/shard_00000-of-00002.safetensors"), commit.shards[1])
-    with pytest.raises(CorruptRecordingError, match="content is no commit: ValueError"):
+    with pytest.raises(CorruptRecordingError, match=r"^x: content is no commit: shards are named \["):
         decode_commit(encode_commit(replace(commit, shards=shards)), source="x")
-    with pytest.raises(CorruptRecordingError, match="content is no commit: ValueError"):
+    with pytest.raises(CorruptRecordingError, match=r"^x: content is no commit: shards are named \["):
         decode_commit(encode_commit(replace(commit, shards=())), source="x")

@@ -29,8 +29,8 @@ new PerformanceObserver(list => list.getEntries().forEach(entry => seen.requests
 #: Writes what ``measures`` give into the document, when it has been laid out.
 _REPORT = """<script>
 window.addEventListener("load", () => {
-  const measures = %s;
-  const values = Object.fromEntries(Object.entries(measures).map(([name, text]) => [name, eval(text)]));
+  const measures = {%s};
+  const values = Object.fromEntries(Object.entries(measures).map(([name, measure]) => [name, measure()]));
   const place = document.createElement("div");
   place.id = "measured";
   place.textContent = JSON.stringify({...values, ...seen});
@@ -58,8 +58,9 @@ def need_chromium() -> str:
 def look_at(page: Path, measures: dict[str, str], *, is_dark: bool, width: int = 1280, anchor: str = "") -> Seen:
     """Open a page and evaluate ``measures``, JavaScript expressions by name, in it."""
     watched = page.with_name(f"watched-{'dark' if is_dark else 'light'}{anchor}.html")
+    functions = ", ".join(f"{json.dumps(name)}: () => {expression}" for name, expression in measures.items())
     text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{_WATCH}", 1)
-    watched.write_text(text.replace("</body>", f"{_REPORT % json.dumps(measures)}</body>", 1), encoding="utf-8")
+    watched.write_text(text.replace("</body>", f"{_REPORT % functions}</body>", 1), encoding="utf-8")
     address = f"{watched.as_uri()}{f'#{anchor}' if anchor else ''}"
     scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"
     done = _run(page.parent, scheme, f"--window-size={width},900", "--dump-dom", address)

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import field_validator, model_validator
 
-from mock_scheduler.config.base import ConfigSection, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, PositiveInt
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
 
@@ -58,6 +58,8 @@ class DebugConfig(ConfigSection):
     (``model.layers.0.…``); needed for ``param`` and ``gradient``. ``enable_data_dump`` false turns all of it off,
     whatever the options are.
     """
+
+    decides: ClassVar = Decides.NOTHING
 
     enable_data_dump: bool = False
     dump_dir: str = "./debug_dump"
@@ -141,6 +143,9 @@ class RolloutWorkerConfig(ConfigSection):
     ``missing_logprobs``: what to do with trajectories that hold no log-probabilities, as NexRL's own: refuse them, or
     take ``zero`` for each.
     """
+
+    # It says where rollouts come from. A replay never has it, and so no contract may ask for it.
+    decides: ClassVar = Decides.NOTHING
 
     type: Literal["real", "mock"] = "real"
     need_llm_inference: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from mock_scheduler.adapters.nexrl.parameters import NamedRows
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.trace.shards import Block, ShardSpec, owned_mask
+from mock_scheduler.trace.geometry import places_along
+from mock_scheduler.trace.shards import ShardSpec, owned_mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,11 +38,10 @@ def cut_piece(named: NamedRows, spec: ShardSpec, local: torch.Tensor) -> Piece |
     """
     whole_local = _unflatten(local, spec)
     owned = None if spec.flat_range is None else owned_mask(spec)
-    places = [_places(spec, dim) for dim in range(len(spec.global_shape))]
     num_rows = spec.global_shape[0] if named.rows is None else len(named.rows)
     indices: list[torch.Tensor | None] = []
-    for dim, held in enumerate(places):
-        local_places, global_places = held
+    for dim in range(len(spec.global_shape)):
+        local_places, global_places = places_along(spec, dim)
         if dim == 0:
             local_places, global_places = _choose_rows(named.rows, local_places, global_places)
         whole_local = whole_local.index_select(dim, local_places)
@@ -69,21 +69,6 @@ def _unflatten(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     filled = torch.zeros(spec.local_shape, dtype=local.dtype)
     filled.view(-1)[start:stop] = local.detach().cpu().reshape(-1)
     return filled
-
-
-def _places(spec: ShardSpec, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local and global indices of a dimension, each int64, of what belongs to the whole tensor."""
-    size = spec.global_shape[dim]
-    blocks: Iterable[Block] = (Block(local_start=0, global_start=0, length=size),)
-    for split in spec.splits:
-        if split.dim == dim:
-            blocks = split.blocks
-    spans = [(torch.arange(block.length), block) for block in blocks]
-    none = torch.empty(0, dtype=torch.int64)
-    return (
-        torch.cat([none, *(span + block.local_start for span, block in spans)]),
-        torch.cat([none, *(span + block.global_start for span, block in spans)]),
-    )
 
 
 def _choose_rows(

@@ -1,32 +1,21 @@
 """What a candidate changes: which keys, and whether any of them may move a bit beyond the order of sums.
 
-Contract: of two checked configurations; nothing is run. A key that is not known to keep all bits is taken to change
-what is computed, so that no exactness is ever expected of it.
+Contract: of the values of two checked configurations and of what their keys decide; nothing is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.program import RunConfig
-from mock_scheduler.support.digests import iterate_leaves
+from mock_scheduler.config.base import Decides
+from mock_scheduler.support.digests import JSON
 
 ChangeKind = Literal["nothing", "layout", "other"]
 """``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""
 
-#: Sections and keys by which the order of sums follows from the layout alone.
-_LAYOUT = ("parallel.", "training.use_distributed_optimizer", "order.ordered_reductions")
-#: What changes no bit of what is computed: where files go, what is written, what is computed twice or elsewhere.
-_NEUTRAL = (
-    *("exp_name", "output_dir", "track_with", "save_steps", "eval_steps", "val_batch_size", "checkpoint_config."),
-    *("rollout_mock.", "trace.", "debug.", "align.", "order.emulate", "rollout_worker.", "val_env_manager."),
-    *("training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers"),
-    *("training.overlap_grad_reduce", "training.overlap_param_gather", "parallel.overlap_p2p_comm"),
-    *("parallel.allow_known_wrong", "train_env_manager.num_env_workers", "actor_infer.use_kv_cache"),
-    *("actor_infer.rows_per_forward",),
-)
+_MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSIDE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +34,28 @@ class Changes:
         return "layout" if self.layout else "nothing"
 
 
-def find_changes(baseline: RunConfig, candidate: RunConfig) -> Changes:
-    """The keys in which two configurations differ."""
-    sides = [dict(iterate_leaves(config.model_dump(mode="json"))) for config in (baseline, candidate)]
-    differing = [key for key in dict.fromkeys([*sides[0], *sides[1]]) if sides[0].get(key) != sides[1].get(key)]
-    neutral = [key for key in differing if _is_of(key, _NEUTRAL)]
-    layout = [key for key in differing if key not in neutral and _is_of(key, _LAYOUT)]
-    other = [key for key in differing if key not in neutral and key not in layout]
-    return Changes(neutral=tuple(neutral), layout=tuple(layout), other=tuple(other))
+def find_changes(
+    baseline: Mapping[str, JSON], candidate: Mapping[str, JSON], effect_of: Callable[[str], Decides]
+) -> Changes:
+    """Finds the keys in which two configurations differ.
+
+    Args:
+        baseline: the values by their dotted keys; a key that one side lacks counts as null there.
+        candidate: likewise.
+        effect_of: returns what a key decides.
+    """
+    differing = [key for key in dict.fromkeys([*baseline, *candidate]) if baseline.get(key) != candidate.get(key)]
+    kinds = {key: change_kind(effect_of(key)) for key in differing}
+    neutral, layout, other = (
+        tuple(key for key in differing if kinds[key] == kind) for kind in ("nothing", "layout", "other")
+    )
+    return Changes(neutral=neutral, layout=layout, other=other)
 
 
-def _is_of(key: str, names: Iterable[str]) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
+def change_kind(facts: Decides) -> ChangeKind:
+    """Judges the change of one key by what it decides."""
+    if facts & Decides.VALIDATION:
+        return "nothing"  # no bit of training follows from validation, whatever is played there
+    if facts & _MAY_ROUND:
+        return "other"
+    return "layout" if facts & Decides.ORDER else "nothing"

@@ -25,12 +25,14 @@ from mock_scheduler.align.plan.overrides import (
 )
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
+from mock_scheduler.config.effects import effects_of
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
 from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
 
 __all__ = [
@@ -228,11 +230,17 @@ def _plan_candidates(
         planned.append(
             replace(
                 run,
-                changes=find_changes(baseline.config, run.config),
+                changes=find_changes(
+                    _values_of(baseline.config), _values_of(run.config), effects_of(run.program.schema).of
+                ),
                 version_changes=describe_versions(baseline.versions, run.versions),
             )
         )
     return planned, problems
+
+
+def _values_of(config: RunConfig) -> dict[str, JSON]:
+    return dict(iterate_leaves(config.model_dump(mode="json")))
 
 
 def _set_for_candidates(program: Program) -> tuple[str, ...]:

@@ -4,11 +4,11 @@
 (``digests.seal``) with
 
 - ``format_version`` and ``elapsed_s``, the seconds that the run took;
-- ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration
-  without folders and the ``align`` section), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256
-  of every source file of the project and of the entry's package), ``machine.*`` (what decides the last bits),
-  ``environ.*``, and a digest of each folder that it reads: the ``recording`` that it replays, the ``checkpoint`` that
-  it goes on from, the trace of which tensors are put into it (``graft``);
+- ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration but
+  for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
+  project and of the entry's package), ``machine.*`` (what decides the last bits), ``environ.*``, and a digest of each
+  folder that it reads: the ``recording`` that it replays, the ``checkpoint`` that it goes on from, the trace whose
+  tensors are put into it (``graft``);
 - ``files``: what it left, by path: size and a SHA-256, of safetensors files that of the header, which has every
   tensor's own digest. A run that records has the recording among them.
 
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.config.base import Decides
+from mock_scheduler.config.effects import effects_of
 from mock_scheduler.support.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
@@ -34,10 +36,6 @@ from mock_scheduler.support.text import list_some
 FINGERPRINT_FILE = "fingerprint.json"
 FORMAT_VERSION = 3
 
-_FOLDER_KEYS = (
-    *("output_dir", "exp_name", "checkpoint_config.output_dir"),
-    *("rollout_mock.dump_dir", "resume_from_checkpoint", "graft.trace_dir"),
-)
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
@@ -85,8 +83,10 @@ def compute_fingerprint(
     ``code``: of its sources, by file where there are several; ``machine``: where it runs; ``environ``: settings that it
     is started with; ``read``: by what they are, the digests of folders that it reads.
     """
-    config = run.config.model_dump(mode="json", exclude={"align"})
-    leaves = {f"config.{key}": value for key, value in iterate_leaves(config) if key not in _FOLDER_KEYS}
+    values = iterate_leaves(run.config.model_dump(mode="json"))
+    effects = effects_of(run.program.schema)
+    # The text of a label decides nothing; the content of a folder that is read is in ``read``.
+    leaves = {f"config.{key}": value for key, value in values if Decides.LABEL not in effects.of(key)}
     versions = {f"code.{name}": version for name, version in run.versions.items()}
     keys: dict[str, JSON] = {
         **leaves,

@@ -35,9 +35,8 @@ from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.compare.measure.figures import PairSums, compute_figures, sum_pair
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.full.files import view_as_bits
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same tensor of baseline and candidate."""

@@ -24,7 +24,7 @@ from mock_scheduler.compare.measure.blocks import (
     split_blocks,
     split_chunks,
 )
-from mock_scheduler.trace.full.files import view_as_bits
+from mock_scheduler.support.tensor_bytes import view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
 

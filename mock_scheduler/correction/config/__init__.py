@@ -1,1 +1,1 @@
-"""The section ``algorithm.rollout_correction`` and the rules that it compiles to; imports no torch."""
+"""The section ``algorithm.rollout_correction``, and its compilation to rules; imports no torch."""

@@ -1,8 +1,8 @@
-"""``algorithm``: what verl keeps under that name and this project reads, ``rollout_correction`` in all its spellings.
+"""``algorithm``: verl's section of that name, of which this project reads ``rollout_correction`` in all its spellings.
 
-verl 0.6.0 had its keys flat in ``algorithm``, and before that one, ``tis_imp_ratio_cap``, with the actor: both are
-read here, and ``flat_keys`` says what they became. In 0.6.0 ``rollout_is_threshold`` switches everything on, and
-``rollout_is`` (default false) says whether the weights are applied or only measured.
+verl 0.6.0 had its keys flat in ``algorithm``; older releases had one, ``tis_imp_ratio_cap``, with the actor. Both are
+read here, and ``flat_keys`` names the section made of them. In 0.6.0 ``rollout_is_threshold`` switches everything on,
+and ``rollout_is`` (default false) decides whether the weights are applied or only measured.
 Source: verl 0.6.0, ``trainer/config/algorithm.py`` and ``compute_rollout_importance_weights_and_add_to_batch``.
 """
 
@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pydantic import ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.problems import raise_keyed, validation_problems
+from mock_scheduler.config.problems import Problem, raise_keyed, validation_problems
+from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.support.text import count_of
 
+PREFIX = "[Rollout Correction]"
 CAP_KEY = "tis_imp_ratio_cap"
+_KEY = "algorithm.rollout_correction"
 #: Flat key -> key of ``rollout_correction``; ``rollout_is`` and ``rollout_is_level`` are read together.
 _FLAT_KEYS: Mapping[str, str] = {
     "rollout_is_mode": "rollout_is_mode",
@@ -37,7 +41,7 @@ _NEWER_KEYS = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Translation:
-    """The section that flat keys are, its keys' names among them, and what is to be said; ``None`` is off."""
+    """The section made of flat keys, the flat name of each of its keys, and a remark to show; ``None`` is off."""
 
     section: dict[str, object] | None
     names: Mapping[str, str]
@@ -46,7 +50,10 @@ class _Translation:
 
 
 class AlgorithmConfig(ConfigSection):
-    """``rollout_correction``: off where it is absent; an empty section only measures. ``flat_keys``: what was read."""
+    """``rollout_correction``: off where it is absent; an empty section only measures.
+
+    ``flat_keys``: a sentence on the older keys and the section made of them.
+    """
 
     rollout_correction: RolloutCorrectionConfig | None = None
     flat_keys: str = ""
@@ -102,7 +109,7 @@ def _translate(flat: Mapping[str, object]) -> _Translation:
 
 
 def _as_values(flat: Mapping[str, object], translation: _Translation) -> dict[str, object]:
-    """The values of ``AlgorithmConfig``; raises ``ValidationError`` that names the flat keys."""
+    """Makes the values of ``AlgorithmConfig``; raises ``ValidationError`` at the flat keys."""
     read = ", ".join(f"algorithm.{name}" for name in flat)
     if translation.section is None:
         return {"flat_keys": f"{read}: rollout correction is off, as {_what_is_off(flat)}"}
@@ -127,3 +134,82 @@ def _as_values(flat: Mapping[str, object], translation: _Translation) -> dict[st
 
 def _what_is_off(flat: Mapping[str, object]) -> str:
     return f"{CAP_KEY} is {flat[CAP_KEY]}" if CAP_KEY in flat else "rollout_is_threshold is not set"
+
+
+def describe_correction(algorithm: AlgorithmConfig) -> list[str]:
+    """Makes the lines for the log of a new run, each with ``PREFIX``; none where correction is off.
+
+    The first line has every bound as understood; older keys, the preset and notes follow.
+    """
+    lines = []
+    section = algorithm.rollout_correction
+    if section is not None:
+        lines.append(f"algorithm.rollout_correction: {section.spec.describe()}")
+    if algorithm.flat_keys:
+        lines.append(algorithm.flat_keys)
+    if section is not None:
+        lines += _preset_lines(section) + list(section.notes)
+    return [f"{PREFIX} {line}" for line in lines]
+
+
+def _preset_lines(section: RolloutCorrectionConfig) -> list[str]:
+    """The source of a preset's values, the differences from it, and the keys given in its place."""
+    if section.preset is None:
+        return []
+    preset = PRESETS[section.preset]
+    plain = RolloutCorrectionConfig.model_validate({"preset": section.preset}).model_dump()
+    given_values = section.model_dump(exclude={"verl_compat"})
+    changed = [f"{key}={_short(value)}" for key, value in given_values.items() if plain[key] != value]
+    remark = f"; {preset.remark}" if preset.remark else ""
+    given = f"; given in its place: {', '.join(changed)}" if changed else ""
+    return [f"preset {section.preset} is of {preset.source}{remark}{given}"]
+
+
+def _short(value: object) -> str:
+    return count_of(len(value), "rule") if isinstance(value, list) else str(value)
+
+
+def combination_problems(
+    algorithm: AlgorithmConfig,
+    *,
+    adv_estimator: str,
+    reward_normalization: str,
+    dual_clip: float | None,
+    pg_clip_high: float | None,
+) -> list[Problem]:
+    """Finds keys of correction and of the run without effect beside one another.
+
+    Args:
+        algorithm: The checked section.
+        adv_estimator: The run's advantage estimator; ``rloo`` compares rewards.
+        reward_normalization: ``reward_normalization.method``; all but ``none`` compare rewards.
+        dual_clip: The run's second clip of the ratio, ``None`` without one.
+        pg_clip_high: The run's upper clip, ``None`` without one of its own.
+
+    Returns:
+        Each problem with its dotted key; none where correction is off.
+    """
+    section = algorithm.rollout_correction
+    if section is None:
+        return []
+    problems: list[Problem] = []
+    loss_type = section.loss_type
+    problems += [
+        (name, f"is {value:g} and has no effect: {_KEY}.loss_type {loss_type} has no clip; leave it out")
+        for name, value in {"dual_clip": dual_clip, "pg_clip_high": pg_clip_high}.items()
+        if value is not None and loss_type != "ppo_clip"
+    ]
+    has_baseline = adv_estimator == "rloo" or reward_normalization != "none"
+    about_baseline = {
+        "exclude_rejected_from_baseline": (section.exclude_rejected_from_baseline, True),
+        "lone_survivor": (section.lone_survivor, "reward"),
+    }
+    problems += [
+        (
+            f"{_KEY}.{name}",
+            f"has no effect: adv_estimator {adv_estimator} with reward_normalization.method none compares no rewards",
+        )
+        for name, (value, default) in about_baseline.items()
+        if value != default and not has_baseline
+    ]
+    return problems

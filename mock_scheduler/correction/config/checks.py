@@ -1,64 +1,42 @@
-"""What keys of ``rollout_correction`` cannot mean together, or would have no effect; imports no torch.
+"""Checks of ``rollout_correction``: keys that contradict one another or have no effect, and clashing names of rules.
 
-Contract: pure functions from the section to every problem, each with its key; none raises.
+Contract: pure functions from keys and rules to every problem, each with its key; none raises. A rejecting rule has the
+metrics ``rollout_rs_{name}_…``, among them ``…_mean`` and ``…_seq_mean``; a second rule of one label is ``{label}_2``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from mock_scheduler.config.problems import Problem
+from mock_scheduler.correction.config.keys import CorrectionKeys
 from mock_scheduler.correction.config.presets import PRESETS
-from mock_scheduler.correction.config.rules import Level, VerlRelease
+from mock_scheduler.correction.config.rules import Rule, numbered_label
 from mock_scheduler.correction.config.thresholds import UNLIMITED
-
-if TYPE_CHECKING:
-    from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.correction.config.verl_keys import VETO, WEIGHTS
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, IN_PLACE_OF, VerlRelease
 
 _DEFAULT_THRESHOLD = 2.0
-_NEWEST_KEYS = (
-    *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold"),
-    *("bypass_mode", "loss_type"),
-)
-_SEED_KEYS = (
-    *("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"),
-    "rollout_token_veto_threshold",
-)
-_RELEASE_KEYS: Mapping[VerlRelease, tuple[str, ...]] = {
-    "0.6.0": (
-        *("rollout_is", "rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode"),
-        "rollout_token_veto_threshold",
-    ),
-    "e7cdce1c": _SEED_KEYS,
-    # loss_type is of 0.7.0, which has the helper of 0.6.1.
-    "0.6.1": (*_SEED_KEYS, "rollout_is_batch_normalize", "bypass_mode", "use_policy_gradient", "loss_type"),
-    "0.7.1": _NEWEST_KEYS,
-    "0.9.1": _NEWEST_KEYS,
-}
-#: Keys that act outside of what a release computes, and so stand beside ``verl_compat``.
+#: Keys that act outside of a release's computation, and so may stand beside ``verl_compat``.
 _BESIDE_RELEASES = (
     *("preset", "verl_compat", "rs_denominator", "exclude_rejected_from_baseline", "lone_survivor"),
     "max_rejected_fraction",
 )
-_IN_PLACE: Mapping[str, str] = {
-    "rollout_token_veto_threshold": "nearest: rollout_rs seq_max_k2, which is two-sided",
-    "rollout_is_mode": "it only truncates, and 0.9.1 has rollout_is_threshold 'lo_hi'",
-    "rollout_is_threshold_lower": "only 0.6.0 has one; in 0.9.1 rollout_is_threshold 'lo_hi'",
-    "rollout_rs_threshold_lower": "give rollout_rs_threshold 'lo_hi'",
-    "rollout_rs": "use rollout_is_mode mask",
-    "rollout_rs_threshold": "use rollout_is_mode mask",
-    "use_policy_gradient": "since 0.7.0 it is loss_type reinforce",
+#: Reserved name of a rule -> the rule, or the metric, that has it already.
+_RESERVED = {
+    VETO: "the rule of rollout_token_veto_threshold",
+    WEIGHTS: "the rule of rollout_is_threshold",
+    "seq": "rollout_rs_seq_masked_fraction, which is of all rules together",
 }
 
 
-def section_problems(section: RolloutCorrectionConfig) -> list[Problem]:
-    """Every problem of the keys together; thresholds by themselves are checked where rules are made of them."""
+def section_problems(section: CorrectionKeys) -> list[Problem]:
+    """Finds every problem of the keys together; a threshold by itself is checked by the rule made of it."""
     problems = _loss_problems(section) + _idle_key_problems(section) + _rejection_problems(section)
     return problems if section.verl_compat is None else problems + _release_problems(section, section.verl_compat)
 
 
-def _loss_problems(section: RolloutCorrectionConfig) -> list[Problem]:
+def _loss_problems(section: CorrectionKeys) -> list[Problem]:
     problems: list[Problem] = []
     meant = {True: "reinforce", False: "ppo_clip", None: section.loss_type}[section.use_policy_gradient]
     if section.loss_type != meant:
@@ -79,7 +57,7 @@ def _loss_problems(section: RolloutCorrectionConfig) -> list[Problem]:
     return problems
 
 
-def _idle_key_problems(section: RolloutCorrectionConfig) -> list[Problem]:
+def _idle_key_problems(section: CorrectionKeys) -> list[Problem]:
     idle: dict[str, str] = {}
     if section.rollout_is is None:
         given = {
@@ -101,8 +79,8 @@ def _idle_key_problems(section: RolloutCorrectionConfig) -> list[Problem]:
     ]
 
 
-def _rejection_problems(section: RolloutCorrectionConfig) -> list[Problem]:
-    """Keys about what is rejected, where nothing is, or where nothing of theirs is left to decide."""
+def _rejection_problems(section: CorrectionKeys) -> list[Problem]:
+    """Finds keys on the treatment of rejected tokens where nothing can be rejected, or where they decide nothing."""
     problems: list[Problem] = []
     about = {
         "rs_denominator": section.rs_denominator != "original",
@@ -140,23 +118,26 @@ def _rejection_problems(section: RolloutCorrectionConfig) -> list[Problem]:
     return problems
 
 
-def _release_problems(section: RolloutCorrectionConfig, release: VerlRelease) -> list[Problem]:
+def _release_problems(section: CorrectionKeys, release: VerlRelease) -> list[Problem]:
+    """Finds keys missing from the release, and values foreign to it."""
+    behaviour = BEHAVIOURS[release]
     problems = [
         (key, _describe_absent(section, key, release))
         for key, field in type(section).model_fields.items()
-        if key not in (*_RELEASE_KEYS[release], *_BESIDE_RELEASES)
+        if key not in (*behaviour.keys, *_BESIDE_RELEASES)
         and not (key == "loss_type" and section.use_policy_gradient)  # which is named instead
         and _value_of(section, key) != field.get_default(call_default_factory=True)
     ]
-    levels: tuple[Level, ...] = ("token", "sequence", "geometric") if release == "0.6.0" else ("token", "sequence")
-    if section.rollout_is not in (None, *levels):
-        problems.append(("rollout_is", f"is {section.rollout_is}; verl_compat {release} has {', '.join(levels)}"))
-    if section.loss_type == "ratio" and "loss_type" in _RELEASE_KEYS[release]:
+    if section.rollout_is not in (None, *behaviour.levels):
+        text = f"is {section.rollout_is}; verl_compat {release} has {', '.join(behaviour.levels)}"
+        problems.append(("rollout_is", text))
+    if section.loss_type == "ratio" and "loss_type" in behaviour.keys:
         problems.append(("loss_type", f"is ratio; verl_compat {release} has ppo_clip, reinforce"))
     threshold = section.rollout_is_threshold
-    if release != "0.9.1" and isinstance(threshold, str) and threshold != UNLIMITED and section.rollout_is is not None:
+    is_text = isinstance(threshold, str) and threshold != UNLIMITED
+    if is_text and not behaviour.text_bounds and section.rollout_is is not None:
         problems.append(("rollout_is_threshold", f"is {threshold!r}; verl_compat {release} takes one number"))
-    if release in ("e7cdce1c", "0.6.1"):
+    if behaviour.rejects_by == "ratio":
         if isinstance(section.rollout_rs_threshold, str):
             text = f"is {section.rollout_rs_threshold!r}; verl_compat {release} takes one number, and a lower one"
             problems.append(("rollout_rs_threshold", f"{text} as rollout_rs_threshold_lower"))
@@ -165,18 +146,45 @@ def _release_problems(section: RolloutCorrectionConfig, release: VerlRelease) ->
     return problems
 
 
-def _describe_absent(section: RolloutCorrectionConfig, key: str, release: VerlRelease) -> str:
-    hint = f"; {_IN_PLACE[key]}" if key in _IN_PLACE else "; leave it out"
+def _describe_absent(section: CorrectionKeys, key: str, release: VerlRelease) -> str:
+    hint = f"; {IN_PLACE_OF[key]}" if key in IN_PLACE_OF else "; leave it out"
     is_of_preset = section.preset is not None and key in PRESETS[section.preset].values
     origin = f" by preset {section.preset}" if is_of_preset else ""
     shown = "is given" if key == "rules" else f"is {_value(section, key)}"
     return f"{shown}{origin}, and verl_compat {release} reproduces a release that has no such key{hint}"
 
 
-def _value_of(section: RolloutCorrectionConfig, key: str) -> object:
+def _value_of(section: CorrectionKeys, key: str) -> object:
     return dict(section)[key]
 
 
-def _value(section: RolloutCorrectionConfig, key: str) -> str:
+def _value(section: CorrectionKeys, key: str) -> str:
     value = _value_of(section, key)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def name_problems(of_keys: Sequence[Rule], rules: Sequence[Rule]) -> list[Problem]:
+    """Finds rules with a reserved name or with another rule's metrics; ``of_keys``: the rules of other keys, first."""
+    problems: list[Problem] = [
+        (f"rules.{index}.name", f"is {rule.name}, which is reserved for {_RESERVED[rule.name]}; give another name")
+        for index, rule in enumerate(rules)
+        if rule.name in _RESERVED
+    ]
+    places = [(f"option {rule.label}", rule) for rule in of_keys]
+    places += [(f"rules.{index}", rule) for index, rule in enumerate(rules)]
+    labels: list[str] = []
+    taken: dict[str, str] = {}
+    for place, rule in places:
+        if not rule.rejects or rule.name in _RESERVED:
+            continue
+        name = numbered_label(rule, labels)
+        labels.append(rule.label)
+        clash = next((other for other in taken if other in (name, f"{name}_seq") or name == f"{other}_seq"), None)
+        if clash is None:
+            taken[name] = place
+        else:
+            text = (
+                f"is {name} in metrics, and {clash} of {taken[clash]} has metrics of the same names; give another name"
+            )
+            problems.append((f"{place}.name", text))
+    return problems

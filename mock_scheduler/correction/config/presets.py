@@ -1,7 +1,7 @@
 """Rollout correction as other systems have it, by name: the values of ``rollout_correction`` and their source.
 
-Contract: a preset is nothing but values; any key given beside ``preset`` counts in its place. What a system does that
-values cannot say is in ``remark``.
+Contract: a preset is nothing but values; any key given beside ``preset`` counts in its place. ``remark`` has the parts
+of a system's behaviour that values cannot express.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Values of ``rollout_correction``, where they come from, and what differs from there."""
+    """Values of ``rollout_correction``, their source, and differences from it."""
 
     values: Values
     source: str
@@ -248,7 +248,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset_values(name: str) -> dict[str, object]:
-    """The values of a preset; raises ``ValueError`` with the nearest name for one that is not there."""
+    """Looks up the values of a preset; raises ``ValueError`` with the nearest name for an unknown one."""
     preset = PRESETS.get(name)
     if preset is not None:
         return dict(preset.values)

@@ -1,8 +1,7 @@
 """The one model of rollout correction: a level of importance weights, and a list of rules.
 
 Contract: plain values, checked when they are made; imports no torch. Every configuration of ``rollout_correction``,
-whatever its keys, and every preset compiles to a ``CorrectionSpec``; ``mock_scheduler.correction`` computes from it and
-knows no other form.
+whatever its keys, and every preset compiles to a ``CorrectionSpec``, the only form known to the engine.
 
 With ℓ = log π_train − log π_rollout of a token and ρ = exp(ℓ), a rule *measures* each unit of its level (the token, the
 segment, which is one turn, or the sequence) by an estimator that is aggregated over the unit's response tokens, and
@@ -21,6 +20,7 @@ from pydantic import model_validator
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.problems import Problem, raise_keyed
 from mock_scheduler.correction.config.thresholds import Number
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
@@ -31,15 +31,9 @@ LossType = Literal["ppo_clip", "reinforce", "ratio"]
 NanPolicy = Literal["error", "reject", "ratio_one"]
 Denominator = Literal["original", "kept"]
 LoneSurvivor = Literal["reward", "zero"]
-VerlRelease = Literal["0.9.1", "0.7.1", "0.6.1", "e7cdce1c", "0.6.0"]
 
 #: Log ratios are clamped to ± this before a weight is made of them, and where a rule says ``clamps_tokens``.
 LOG_RATIO_BOUND = 20.0
-
-#: Releases whose options with k1 keep [1/hi, 1/lo] where [lo, hi] is asked for (verl#6377).
-INVERTED_RELEASES: tuple[VerlRelease, ...] = ("0.7.1", "0.9.1")
-#: What 0.6.0 vetoes below where no threshold is given.
-DEFAULT_VETO = 1e-4
 
 _ON_WEIGHTS = ("truncate", "clip")
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -50,15 +44,14 @@ class Rule(ConfigSection):
     """One rule of ``rollout_correction.rules``.
 
     level: the unit. ``geometric`` is the sequence by its mean, whatever ``aggregation`` says.
-    estimator: ``ratio`` ρ, whose sum is that of log ratios (their product) and whose mean is the geometric one; ``k1``
-    −ℓ, ``k2`` ½ℓ², ``k3`` e^ℓ − 1 − ℓ, which estimate KL(rollout‖train) (joschu.net/blog/kl-approx); ``prob_diff``
-    π_train − π_rollout.
+    estimator: ``ratio`` ρ, with products for sums and the geometric mean for means; ``k1`` −ℓ, ``k2`` ½ℓ² and ``k3``
+    e^ℓ − 1 − ℓ, three estimates of KL(rollout‖train) (joschu.net/blog/kl-approx); ``prob_diff`` π_train − π_rollout.
     aggregation: over the tokens of a unit; none is needed at level ``token``.
     action: ``truncate`` cuts weights at ``upper``, ``clip`` at both bounds; ``zero_weight`` makes the unit's weights 0
     and leaves the mask; ``reject_token`` takes the unit's tokens out of the mask, ``reject_sequence`` all tokens of
-    the sequence that the unit is in.
+    the unit's sequence.
     lower, upper: in the estimator's units, so ratios for ``ratio``; ``None`` does not limit.
-    when: only tokens with such an advantage, or units whose tokens' advantages sum to such.
+    when: only tokens with an advantage of this sign, or units by the sign of their sum of advantages.
     reverse: measure with −ℓ in the place of ℓ, as AReaL does.
     clamps_tokens: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
     name: in metrics, of letters, digits, ``_``, ``.`` and ``-``; made of the fields where empty.
@@ -84,7 +77,7 @@ class Rule(ConfigSection):
 
     @property
     def effective_aggregation(self) -> Aggregation:
-        """The aggregation that the level leaves: that of ``geometric`` is the mean, and a token has nothing to add."""
+        """The aggregation at this level: always the mean at ``geometric``, and none but the sum at ``token``."""
         return "mean" if self.level == "geometric" else "sum" if self.level == "token" else self.aggregation
 
     @property
@@ -127,14 +120,14 @@ class Rule(ConfigSection):
 
 
 def _inverted(rule: Rule) -> Rule:
-    """A rule of an option with k1, as releases keep it that compare −log ρ with the logarithms of its bounds."""
+    """A k1 option's rule in releases that compare −log ρ with the logarithms of its bounds."""
     if not rule.rejects or rule.estimator != "ratio" or rule.lower is None or rule.upper is None:
         return rule
     return rule.model_copy(update={"lower": 1.0 / rule.upper, "upper": 1.0 / rule.lower})
 
 
 def numbered_label(rule: Rule, earlier: Sequence[str]) -> str:
-    """The rule's name in metrics after rules with these labels: its label, and of a second one ``{label}_2``."""
+    """The rule's name in metrics after rules with ``earlier`` labels: its label, or ``{label}_2`` for a second one."""
     number = 1 + sum(label == rule.label for label in earlier)
     return rule.label if number == 1 else f"{rule.label}_{number}"
 
@@ -188,19 +181,19 @@ def _bound_problem(rule: Rule, name: str, bound: float) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSpec:
-    """What ``rollout_correction`` compiles to.
+    """The compiled form of ``rollout_correction``.
 
-    weight: the level of importance weights; ``None`` gives none. rules: all act; what any rejects is rejected.
-    weight_bounds: (lower, upper) that the metrics count raw weights beyond.
+    weight: the level of importance weights; ``None`` gives none. rules: all act; one rule suffices to reject.
+    weight_bounds: (lower, upper), beyond which metrics count raw weights.
     batch_normalize: divide weights by their mean, over tokens at level token, else over the means of sequences.
     bypass: two policies; π_train is the policy under training, and π_old the rollout policy. Else three: π_train is
     the policy before the step's first update.
     loss_type: ``ppo_clip``; ``reinforce``, −w·A·log π; ``ratio``, −ρ·A without clipping. The last two are of bypass.
     rollout_kl_coef: τ of τ·ℓ² per response token in the loss, with gradient. rollout_kl_in_advantage: τ of A − τ·ℓ.
-    nan_policy: what a log-probability that is absent or not finite on a response token does.
-    rs_denominator: whether rejected tokens count in the number that the loss is divided by.
-    exclude_rejected_from_baseline: rejected trajectories are in no mean or deviation of rewards. lone_survivor: what
-    the only one left of a group gets. max_rejected_fraction: of response tokens; more is an error.
+    nan_policy: the treatment of response tokens whose log-probability is absent or not finite.
+    rs_denominator: whether rejected tokens count in the divisor of the loss.
+    exclude_rejected_from_baseline: rejected trajectories are in no mean or deviation of rewards. lone_survivor: the
+    advantage of the only one left of a group. max_rejected_fraction: of response tokens; more is an error.
     release, release_arguments: reproduce this release of verl, with its own names of arguments.
     """
 
@@ -236,10 +229,18 @@ class CorrectionSpec:
         return any(rule.rejects for rule in self.rules)
 
     def _acting_rules(self) -> tuple[Rule, ...]:
-        """The rules that act, with the bounds that the release makes of theirs; the veto of 0.6.0 is none of them."""
-        if self.release == "0.6.0":
+        """The acting rules, with their bounds as the release inverts them."""
+        release = self._behaviour
+        if release is None:
+            return self.rules
+        if release.rejects_by == "weight":
+            # The veto of such a release is described with its default.
             return tuple(rule for rule in self.rules if not rule.rejects)
-        return tuple(map(_inverted, self.rules)) if self.release in INVERTED_RELEASES else self.rules
+        return tuple(map(_inverted, self.rules)) if release.inverts_k1 else self.rules
+
+    @property
+    def _behaviour(self) -> Behaviour | None:
+        return None if self.release is None else BEHAVIOURS[self.release]
 
     def describe_computation(self) -> str:
         """Weights and rules, with the bounds as they were understood; without the mode and the loss they are for."""
@@ -247,22 +248,24 @@ class CorrectionSpec:
         parts = [] if self.release is None else [f"as verl {self.release} does, with its bugs"]
         parts.append("no weights" if self.weight is None else f"weights per {units.get(self.weight, self.weight)}")
         parts += [rule.describe() for rule in self._acting_rules()]
-        if self.release == "0.6.0" and self.weight is not None:
-            veto = next((rule.lower for rule in self.rules if rule.rejects), DEFAULT_VETO)
+        release = self._behaviour
+        if release is not None and release.default_veto is not None and self.weight is not None:
+            veto = next((rule.lower for rule in self.rules if rule.rejects), release.default_veto)
             parts.append(f"weight 0 for sequences with a token whose ratio is outside [{_bound(veto, '0')}, inf]")
         parts += ["weights divided by their mean"] if self.batch_normalize else []
         return "; ".join(parts)
 
     def describe(self) -> str:
-        """Everything that it does, in one line, with the bounds as they were understood."""
+        """Describes the whole specification in one line, with the bounds as understood."""
         parts = ["bypass (two policies)" if self.bypass else "decoupled (three policies)", f"loss {self.loss_type}"]
         parts.append(self.describe_computation())
         parts += [f"loss + {self.rollout_kl_coef:g}·log(ratio)² per token"] if self.rollout_kl_coef else []
         parts += [f"advantage - {self.rollout_kl_in_advantage:g}·log(ratio)"] if self.rollout_kl_in_advantage else []
         acting = self._acting_rules()
         if self.weight is None and not acting and not self.rollout_kl_coef and not self.rollout_kl_in_advantage:
-            # Without a threshold that release returns before it measures.
-            parts.append("nothing is measured" if self.release == "0.6.0" else "only measured")
+            # A release that rejects by weights returns before it measures where it has no threshold.
+            measures = self._behaviour is None or self._behaviour.rejects_by != "weight"
+            parts.append("only measured" if measures else "nothing is measured")
         if self.release is None:
             parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
         if any(rule.rejects for rule in acting):

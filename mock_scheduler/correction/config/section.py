@@ -1,42 +1,24 @@
-"""``algorithm.rollout_correction``: the keys, what they mean together, and the rules that they become.
+"""``algorithm.rollout_correction``: keys checked together, and their rules.
 
-Contract: everything that can be known to be wrong is refused when the section is made, each problem at its key.
-``section.spec`` is what is computed; ``section.notes`` say, once, what older keys became.
+Contract: a section is refused when it is made, not when it is used, with each problem at its key. ``section.spec`` is
+the computation; ``section.notes`` are sentences for the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError, model_validator
 
-from mock_scheduler.config.base import ConfigSection, JoinedTexts
 from mock_scheduler.config.problems import KeyedError, Problem, collecting, raise_keyed
-from mock_scheduler.correction.config.checks import section_problems
-from mock_scheduler.correction.config.describe import section_notes
-from mock_scheduler.correction.config.names import name_problems
+from mock_scheduler.correction.config.checks import name_problems, section_problems
+from mock_scheduler.correction.config.keys import CorrectionKeys
+from mock_scheduler.correction.config.notes import section_notes
 from mock_scheduler.correction.config.presets import preset_values
-from mock_scheduler.correction.config.rules import (
-    CorrectionSpec,
-    Denominator,
-    Level,
-    LoneSurvivor,
-    LossType,
-    NanPolicy,
-    Rule,
-    VerlRelease,
-)
-from mock_scheduler.correction.config.thresholds import (
-    UNLIMITED,
-    NonNegativeNumber,
-    PositiveNumber,
-    Threshold,
-    read_number,
-    read_scalar,
-)
+from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.correction.config.verl_keys import rejection_rules, veto_rule, weight_rules
+from mock_scheduler.correction.verl.releases import release_arguments
 
 Bounds = tuple[float | None, float | None]
 
@@ -49,71 +31,11 @@ _DEPENDENTS: Mapping[str, tuple[str, ...]] = {
 }
 #: Key -> the key of a preset that it replaces, as both say what the loss is.
 _LOSS_KEYS: Mapping[str, str] = {"loss_type": "use_policy_gradient", "use_policy_gradient": "loss_type"}
-#: Releases with the helper of another one -> that one.
-_SAME_HELPER: Mapping[str, VerlRelease] = {"0.9.0": "0.9.1", "0.7.0": "0.6.1"}
 _BOOL = TypeAdapter(bool)
 
 
-def _read_level(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(
-            f"is {str(value).lower()}, the switch that verl 0.6.0 has flat in `algorithm`; name the level here: token, "
-            "segment, sequence or geometric, or null for no weights"
-        )
-    return value
-
-
-def _read_release(value: object) -> object:
-    if value is None or value in get_args(VerlRelease):
-        return value
-    if isinstance(value, str) and value in _SAME_HELPER:
-        return _SAME_HELPER[value]
-    known = ", ".join(
-        release + "".join(f" (also as {alias})" for alias, same in _SAME_HELPER.items() if same == release)
-        for release in get_args(VerlRelease)
-    )
-    raise ValueError(f"unknown release {value!r}; known releases: {known}")
-
-
-def _read_nan_policy(value: object) -> object:
-    return "reject" if value == "mask" else value
-
-
-ThresholdValue = Annotated[float | str | None, BeforeValidator(read_scalar)]
-
-
-class RolloutCorrectionConfig(ConfigSection):
-    """Importance weights and rejection for rollouts that another policy sampled; the keys are verl's and our own.
-
-    ``preset``: named values, over which the other keys given count. ``verl_compat``: reproduce this release of verl,
-    with its bugs. ``rollout_is``, ``rollout_rs`` and their thresholds: verl's, of every release. ``rules``: further
-    rules. ``bypass_mode`` and ``loss_type``: two policies in the place of three. The others: see ``CorrectionSpec``.
-    """
-
-    preset: str | None = None
-    verl_compat: Annotated[VerlRelease | None, BeforeValidator(_read_release)] = None
-
-    rollout_is: Annotated[Level | None, BeforeValidator(_read_level)] = None
-    rollout_is_threshold: ThresholdValue = 2.0
-    rollout_is_threshold_lower: PositiveNumber | None = None
-    rollout_is_mode: Literal["truncate", "mask"] | None = None
-    rollout_is_batch_normalize: bool = False
-    rollout_rs: JoinedTexts | None = None
-    rollout_rs_threshold: ThresholdValue = None
-    rollout_rs_threshold_lower: PositiveNumber | None = None
-    rollout_token_veto_threshold: PositiveNumber | None = None
-    bypass_mode: bool = False
-    loss_type: LossType = "ppo_clip"
-    use_policy_gradient: bool | None = None
-
-    rules: list[Rule] = Field(default=[])
-    rollout_kl_coef: NonNegativeNumber = 0.0
-    rollout_kl_in_advantage: NonNegativeNumber = 0.0
-    nan_policy: Annotated[NanPolicy, BeforeValidator(_read_nan_policy)] = "reject"
-    rs_denominator: Denominator = "original"
-    exclude_rejected_from_baseline: bool = True
-    lone_survivor: LoneSurvivor = "reward"
-    max_rejected_fraction: Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(read_number)] | None = None
+class RolloutCorrectionConfig(CorrectionKeys):
+    """Keys of importance weights and rejection; they agree with one another."""
 
     @model_validator(mode="before")
     @classmethod
@@ -138,7 +60,7 @@ class RolloutCorrectionConfig(ConfigSection):
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The rules that these keys are."""
+        """The keys as rules."""
         compiled = _compile(self)
         return CorrectionSpec(
             weight=self.rollout_is,
@@ -155,17 +77,17 @@ class RolloutCorrectionConfig(ConfigSection):
             lone_survivor=self.lone_survivor,
             max_rejected_fraction=self.max_rejected_fraction,
             release=self.verl_compat,
-            release_arguments=_release_arguments(self),
+            release_arguments={} if self.verl_compat is None else release_arguments(self.verl_compat, dict(self)),
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What older keys became, and what has no effect here that it has elsewhere."""
-        return section_notes(self)
+        """One sentence for each older key, and for each key with another effect than a reader may expect."""
+        return section_notes(self, self.spec)
 
 
 def _with_preset(values: Mapping[str, object]) -> dict[str, object]:
-    """A preset's values, with those beside it in their place; raises ``ValueError`` for a name that is none."""
+    """A preset's values, and the given keys in their place; raises ``ValueError`` for an unknown name."""
     preset = preset_values(str(values["preset"]))
     dropped = {
         key for switch, keys in _DEPENDENTS.items() if switch in values and values[switch] is None for key in keys
@@ -184,7 +106,7 @@ def _is_true(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Compiled:
-    """Rules, the bounds that raw weights are counted beyond, and what kept a key from becoming a rule."""
+    """Rules, the bounds beyond which raw weights are counted, and problems of keys without a rule."""
 
     rules: list[Rule]
     bounds: Bounds
@@ -247,36 +169,3 @@ def _check_acts_on_weights(key: str, rule: Rule, *, level: Level | None, before:
             f"action {rule.action} at {rule.upper:g} has no effect: rollout_is_threshold truncates at {min(cut):g} "
             "already; set rollout_is_threshold inf",
         )
-
-
-def _as_argument(threshold: Threshold | None) -> Threshold | None:
-    return float(UNLIMITED) if threshold == UNLIMITED else threshold
-
-
-def _release_arguments(section: RolloutCorrectionConfig) -> dict[str, object]:
-    """The arguments of that release's own function; empty without one."""
-    release = section.verl_compat
-    if release is None:
-        return {}
-    if release == "0.6.0":
-        veto = section.rollout_token_veto_threshold
-        return {
-            "rollout_is_level": section.rollout_is or "token",
-            "rollout_is_mode": section.rollout_is_mode or "truncate",
-            "rollout_is_threshold": _as_argument(section.rollout_is_threshold) if section.rollout_is else None,
-            "rollout_is_threshold_lower": section.rollout_is_threshold_lower,
-            # Absent it is that release's default, 1e-4.
-            **({} if veto is None else {"rollout_is_veto_threshold": veto}),
-        }
-    arguments: dict[str, object] = {
-        "rollout_is": section.rollout_is,
-        "rollout_is_threshold": _as_argument(section.rollout_is_threshold),
-        "rollout_rs": section.rollout_rs,
-        "rollout_rs_threshold": section.rollout_rs_threshold,
-    }
-    if release in ("e7cdce1c", "0.6.1"):
-        arguments["rollout_rs_threshold_lower"] = section.rollout_rs_threshold_lower
-        arguments["rollout_token_veto_threshold"] = section.rollout_token_veto_threshold
-    if release != "e7cdce1c":
-        arguments["rollout_is_batch_normalize"] = section.rollout_is_batch_normalize
-    return arguments

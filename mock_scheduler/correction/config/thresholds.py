@@ -1,8 +1,8 @@
-"""Thresholds of rollout correction as people write them: numbers, ``"lo_hi"`` and lists of these.
+"""Thresholds of rollout correction as people write them: numbers, pairs ``"lo_hi"``, and lists of both.
 
-Contract: pure functions; ``KeyedError`` says which key is wrong, what is wrong with it and what to write. An unquoted
-``0.5_5`` is the number 0.55 to YAML, and ``5_10`` is 510. Where a configuration is loaded from files that is found
-there (``number_traps``); here is refused what can only be such a number, wherever it comes from.
+Contract: pure functions; ``KeyedError`` names the key, the fault, and a spelling to write instead. An unquoted
+``0.5_5`` is the number 0.55 to YAML, and ``5_10`` is 510. ``number_traps`` finds them in the files of a configuration;
+here a number is refused wherever it comes from, if it can only be such a pair.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_scalar(value: object) -> object:
 
 
 def read_number(value: object) -> object:
-    """A single finite number; raises ``ValueError`` for texts that are none, bools, NaN and infinities.
+    """Reads a single finite number; raises ``ValueError`` for other texts, bools, NaN and infinities.
 
     Python and pydantic read ``"0.5_5"`` as 0.55 and ``true`` as 1; neither is meant as a number.
     """
@@ -88,10 +88,10 @@ PositiveNumber = Annotated[float, BeforeValidator(read_positive)]
 
 
 def parse_ratio_band(value: Threshold, *, key: str, lower: float | None = None) -> Band:
-    """Bounds of a ratio: ``u`` is [lower or 1/u, u], and ``"lo_hi"`` is [lo, hi].
+    """Reads the bounds of a ratio: ``u`` is [lower or 1/u, u], and ``"lo_hi"`` is [lo, hi].
 
-    Raises ``KeyedError`` for what is no finite number above 0, bounds that leave out 1, which is the ratio of a policy
-    that has not moved, or two lower bounds.
+    Raises ``KeyedError`` for a bound that is no finite number above 0, for two lower bounds, and for bounds without 1,
+    the ratio of an unmoved policy.
     """
     if isinstance(value, str) and "_" in value:
         parts = value.split("_")
@@ -118,14 +118,14 @@ def parse_ratio_band(value: Threshold, *, key: str, lower: float | None = None) 
 
 
 def parse_divergence(value: Threshold, *, key: str, option: str) -> float:
-    """The largest k2 or k3 that is kept, above 0; raises ``KeyedError`` for pairs and for what is no such number."""
+    """Reads the largest kept k2 or k3, a number above 0; raises ``KeyedError`` for pairs and other values."""
     if isinstance(value, str) and "_" in value:
         raise KeyedError(key, f"{option} is never negative and has an upper bound alone; {value!r} has two")
     return _positive(value, key=key)
 
 
 def check_veto(threshold: float, *, key: str) -> None:
-    """Raise ``KeyedError`` for a veto that is not below 1."""
+    """Raises ``KeyedError`` for a veto from 1 on."""
     if threshold >= 1.0:
         raise KeyedError(
             key,
@@ -135,7 +135,7 @@ def check_veto(threshold: float, *, key: str) -> None:
 
 
 def split_thresholds(value: Threshold, *, key: str, options: list[str]) -> list[Threshold]:
-    """One threshold for each option: as many as options, or one for all; raises ``KeyedError`` for other numbers."""
+    """Splits a text into a threshold for each option, or repeats the only one; ``KeyedError`` for other counts."""
     if not isinstance(value, str):
         return [value] * len(options)
     parts: list[Threshold] = [part.strip() for part in value.split(",") if part.strip()]
@@ -161,7 +161,7 @@ def _positive(value: Threshold, *, key: str) -> float:
 
 
 def _mistaken_pair(value: float) -> str:
-    """A hint at the pair that YAML may have read as this number: 0.55 is 0.5_5; empty where there is none."""
+    """Hints at the pair behind a number of YAML's, as 0.5_5 behind 0.55; empty where there is none."""
     text = f"{value:g}"
     is_possible = len(text) > 3 and "e" not in text
     return f" (an unquoted {text[:-1]}_{text[-1]} is this number to YAML)" if is_possible else ""

@@ -1,6 +1,6 @@
 """verl's keys of rollout correction, of every release, as rules.
 
-Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options that measure k1 compare
+Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options of k1 compare
 the log ratio itself with the logarithms of their bounds, so the kept ratios are [lo, hi], as verl documents them; its
 releases up to 0.9.1 keep [1/hi, 1/lo] (verl#6377).
 Sources: verl ``trainer/ppo/rollout_corr_helper.py`` (0.6.1 to 0.9.1), ``mismatch_helper.py`` (0.6.0, git e7cdce1c).
@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from mock_scheduler.config.problems import KeyedError
-from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule, VerlRelease
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule
 from mock_scheduler.correction.config.thresholds import (
     UNLIMITED,
     Threshold,
@@ -24,6 +24,7 @@ from mock_scheduler.correction.config.thresholds import (
     parse_ratio_band,
     split_thresholds,
 )
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, VerlRelease
 
 VETO = "veto"
 WEIGHTS = "rollout_is"
@@ -52,13 +53,11 @@ _LARGEST: Mapping[Estimator, float] = {
     "k2": 0.5 * LOG_RATIO_BOUND**2,
     "k3": math.exp(LOG_RATIO_BOUND) - 1.0 - LOG_RATIO_BOUND,
 }
-#: Releases whose options are those of ``RATIO_OPTIONS``.
-_OLD_RELEASES: tuple[VerlRelease, ...] = ("0.6.0", "e7cdce1c", "0.6.1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRule:
-    """What ``rollout_is`` and its thresholds ask for. bounds: those that the metrics count raw weights beyond."""
+    """The rules of ``rollout_is`` and its thresholds; bounds: beyond them metrics count raw weights."""
 
     rules: tuple[Rule, ...]
     bounds: tuple[float | None, float | None]
@@ -67,7 +66,7 @@ class WeightRule:
 def weight_rules(
     level: Level, threshold: Threshold | None, *, lower: float | None, mode: Literal["truncate", "mask"] | None
 ) -> WeightRule:
-    """The rules of importance weights.
+    """Makes the rules of importance weights.
 
     ``u`` truncates at u. ``"lo_hi"``, a lower bound, or mode ``mask`` make weights outside [lo, hi] 0 (IcePop); lo is
     1/u where mode is ``mask`` and no lower bound is given. ``inf`` leaves weights as they are.
@@ -99,7 +98,7 @@ def weight_rules(
 def rejection_rules(
     text: str, threshold: Threshold | None, *, lower: float | None, release: VerlRelease | None
 ) -> tuple[Rule, ...]:
-    """The rules of ``rollout_rs``: one per option of the list, in its order."""
+    """Makes the rules of ``rollout_rs``: one per option of the list, in its order."""
     key = "rollout_rs_threshold"
     options = list(dict.fromkeys(option.strip() for option in text.split(",") if option.strip()))
     if not options:
@@ -122,7 +121,7 @@ def rejection_rules(
 
 
 def veto_rule(threshold: float) -> Rule:
-    """Reject every sequence that has a token whose ratio is below ``threshold``; raises ``KeyedError`` from 1 on."""
+    """Makes the rule against sequences with a token of ratio below ``threshold``; raises ``KeyedError`` from 1 on."""
     check_veto(threshold, key="rollout_token_veto_threshold")
     return Rule(level="token", action="reject_sequence", lower=threshold, name=VETO)
 
@@ -157,7 +156,7 @@ def never_rejects(rule: Rule) -> str:
 def _known_options(release: VerlRelease | None) -> list[str]:
     if release is None:
         return [*RATIO_OPTIONS, *DIVERGENCE_OPTIONS]
-    return list(RATIO_OPTIONS if release in _OLD_RELEASES else DIVERGENCE_OPTIONS)
+    return list(DIVERGENCE_OPTIONS if BEHAVIOURS[release].rejects_by == "divergence" else RATIO_OPTIONS)
 
 
 def _rule(option: str, threshold: Threshold, *, lower: float | None) -> Rule:

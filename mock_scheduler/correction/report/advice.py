@@ -1,8 +1,8 @@
-"""What is wrong with a batch's log-probabilities or weights, and what to do about it.
+"""Advice on faults of a batch's log-probabilities or weights.
 
-Contract: a piece of advice is there exactly where its condition holds, and its condition names the values. The four of
-the guide (verl, ``examples/rollout_correction/README.md``, git e7cdce1c) have its conditions and, where its remedies do
-not do what they say, corrected ones.
+Contract: advice is given exactly where its condition holds, and the condition names the values. Four pieces are the
+guide's (verl, ``examples/rollout_correction/README.md``, git e7cdce1c), with its conditions; a remedy of the guide that
+does not do what it promises is corrected.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.correction.report.view import Advice
 from mock_scheduler.recording.reading.browse import name_steps
-
-Severity = Literal["problem", "warning", "note"]
 
 #: Standard errors from 1 beyond which the mean ratio is not that of sampling and training distributions.
 BIAS_ERRORS = 5.0
@@ -28,19 +26,8 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """severity: ``problem`` where numbers mean nothing or training would refuse, ``warning`` where the guide warns,
-    ``note`` else. condition: what was found. remedies: what to do, the likeliest first."""
-
-    severity: Severity
-    title: str
-    condition: str
-    remedies: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Check:
-    """One of the guide's: conditions are texts for those that hold."""
+    """One piece of the guide's advice; ``conditions`` yields a text for each condition that holds."""
 
     title: str
     conditions: Callable[[Metrics], Iterator[str]]
@@ -48,7 +35,7 @@ class _Check:
 
 
 def guide_advice(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> list[Advice]:
-    """The guide's advice for the metrics of a configuration, step by step, under either prefix.
+    """Gives the guide's advice on a configuration's metrics, step by step, under either prefix.
 
     watched: the configuration, for the text.
     """
@@ -66,7 +53,7 @@ def guide_advice(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> lis
 
 
 def hidden_variance(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> list[Advice]:
-    """A note where weights vary beyond the guide's bounds before they are bounded, and not after."""
+    """Gives a note where weights exceed the guide's variance before they are bounded, and not after."""
     hidden = [
         (step, metrics)
         for step, metrics in metrics_by_step.items()
@@ -88,10 +75,10 @@ def hidden_variance(metrics_by_step: Mapping[int, Metrics], *, watched: str) -> 
 
 
 def bias_advice(mean_ratio: float, standard_error: float) -> list[Advice]:
-    """Where the mean ratio is further from 1 than chance explains.
+    """Warns where the mean ratio is further from 1 than chance explains.
 
-    E[π_train/π_rollout] over tokens sampled from π_rollout is 1, however far the policies are apart and given all
-    earlier tokens, so that the differences of tokens from 1 are uncorrelated.
+    E[π_train/π_rollout] over tokens sampled from π_rollout is 1, however far the policies are apart. It is 1 given all
+    earlier tokens too, so the differences of tokens from 1 are uncorrelated, and their standard error is known.
     """
     if not (math.isfinite(mean_ratio) and standard_error > 0.0):
         return []
@@ -120,7 +107,7 @@ def bias_advice(mean_ratio: float, standard_error: float) -> list[Advice]:
 
 
 def equal_policies(num_equal: int, *, num_tokens: int) -> list[Advice]:
-    """A note where both log-probabilities of all tokens are equal."""
+    """Gives a note where both log-probabilities of every token are equal."""
     if not num_tokens or num_equal < num_tokens:
         return []
     condition = "every training log-probability is equal to the recorded one, to the last bit"
@@ -128,7 +115,7 @@ def equal_policies(num_equal: int, *, num_tokens: int) -> list[Advice]:
 
 
 def problem(title: str, conditions: Sequence[str], *remedies: str) -> list[Advice]:
-    """A problem where there is any condition."""
+    """Gives a problem where there is any condition."""
     if not conditions:
         return []
     return [Advice(severity="problem", title=title, condition="; ".join(conditions), remedies=remedies)]

@@ -1,4 +1,4 @@
-"""Adds up the report of rollout correction, one recorded step after another.
+"""Builds the report of rollout correction from one recorded step after another.
 
 Contract: of a step's tokens only log ratios (float32) and the worst few stay in memory.
 """
@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch import SamplingParams
-from mock_scheduler.correction import CorrectionStates, correction_metrics
 from mock_scheduler.correction.comparable import (
     VALID_COLUMN,
     comparison_problems,
     logprob_problems,
 )
 from mock_scheduler.correction.config.rules import CorrectionSpec
+from mock_scheduler.correction.engine.metrics import correction_metrics, result_metrics
+from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, CorrectionStates, FloatArray
 from mock_scheduler.correction.report.advice import (
-    Advice,
     Metrics,
     bias_advice,
     equal_policies,
@@ -30,33 +29,35 @@ from mock_scheduler.correction.report.advice import (
     hidden_variance,
     problem,
 )
-from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.distributions import (
+    count_bars,
+    count_middle_bars,
+    sequence_sample_size,
+    sum_buckets,
+)
 from mock_scheduler.correction.report.presets import (
     BASIC,
     CONFIGURED,
     Candidate,
     PresetTable,
-    correct,
-    effective_sample_size,
+    correct_step,
     missing_for,
     preset_candidate,
-    step_metrics,
 )
-from mock_scheduler.correction.report.steps import ROUNDING, describe_sampling, recorded_health, sum_buckets
+from mock_scheduler.correction.report.scored_step import ROUNDING, ScoredStep, describe_sampling, recorded_health
 from mock_scheduler.correction.report.view import (
+    Advice,
     CorrectionReport,
     Measured,
     StepHealth,
     TrainingSide,
 )
 from mock_scheduler.correction.report.worst import WorstFinder
-from mock_scheduler.correction.states import LAG_EDGES, POSITION_EDGES, FloatArray
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of, list_some
 
-#: Weights of the ratio of every token, without rules: what is measured of the two policies themselves.
+#: Weights of every token's ratio, without rules: a measurement of the two policies themselves.
 _MEASURE = CorrectionSpec(weight="token")
 _PREFIX = "rollout_corr/"
 _POLICIES = (
@@ -71,8 +72,11 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """recording, run: for the report's head. configured: the correction that a configuration asks for, shown first.
-    presets: what else would do what. num_worst: tokens and trajectories to name. vocabulary: texts of tokens."""
+    """Choices of the reader, and facts from outside of steps.
+
+    recording, run: for the report's head. configured: the correction that a configuration asks for, shown first.
+    presets: further configurations. num_worst: tokens and trajectories to name. vocabulary: texts of tokens.
+    """
 
     recording: str
     run: str | None
@@ -84,7 +88,7 @@ class ReportOptions:
 
 
 class ReportBuilder:
-    """Takes steps by ``add`` and makes the report of all of them."""
+    """Takes steps by ``add`` and builds the report of all."""
 
     def __init__(self, options: ReportOptions) -> None:
         self._options = options
@@ -103,8 +107,8 @@ class ReportBuilder:
         self._metrics: dict[int, Metrics] = {}
         self._not_finite = self._train_positive = 0
 
-    def add(self, step: ScoredBatch) -> None:
-        """Look at one more step."""
+    def add(self, step: ScoredStep) -> None:
+        """Adds one more step."""
         batch = step.batch
         if batch.sampling not in self._sampling:
             self._sampling.append(batch.sampling)
@@ -115,7 +119,7 @@ class ReportBuilder:
         self._steps.append(health)
 
     def build(self, *, next_command: str = "") -> CorrectionReport:
-        """The report of all steps; ``next_command`` makes the training log-probabilities that are missing."""
+        """Builds the report of all steps; ``next_command`` makes the training log-probabilities that are missing."""
         measured = self._measured()
         return CorrectionReport(
             recording=self._options.recording,
@@ -128,7 +132,7 @@ class ReportBuilder:
             next_command=next_command,
         )
 
-    def _measure(self, step: ScoredBatch, health: StepHealth) -> StepHealth:
+    def _measure(self, step: ScoredStep, health: StepHealth) -> StepHealth:
         log_ratio = step.log_ratio()
         is_known = ~log_ratio.isnan()
         sums, counts = step.sum_by_sequence(log_ratio.nan_to_num(0.0)), step.sum_by_sequence(is_known)
@@ -140,7 +144,7 @@ class ReportBuilder:
         self._sequence_sums.append(sums[counts > 0].numpy())
         self._table.add(step)
         self._watch(step)
-        result = correct(step, _MEASURE)
+        result = correct_step(step, _MEASURE)
         self._merge(result.states)
         metrics = correction_metrics(result.states, _MEASURE)
         if not bool(is_known.any()):
@@ -156,23 +160,23 @@ class ReportBuilder:
         )
 
     def _merge(self, states: CorrectionStates) -> None:
-        """Step by step, so that no more than one merged set is kept."""
+        """Merges states step by step, so that no more than one merged set is kept."""
         own = replace(states, log_weights=np.empty(0, dtype=np.float32))
         self._states = own if self._states is None else CorrectionStates.merge([self._states, own])
 
-    def _watch(self, step: ScoredBatch) -> None:
-        """Metrics of the configuration whose advice is given."""
+    def _watch(self, step: ScoredStep) -> None:
+        """Measures the watched configuration, for advice."""
         spec = self._watched.spec
         missing = missing_for(spec, step)
         if missing:
             self._refused.append(f"step {step.info.step}: the configured correction {missing}")
             return
         try:
-            result = correct(step, spec)
+            result = correct_step(step, spec)
         except CorrectionError as error:
             self._refused.append(f"step {step.info.step}: {error}")
             return
-        self._metrics[step.info.step] = step_metrics(result, spec)
+        self._metrics[step.info.step] = result_metrics(result, spec)
         limit, num_rejected = spec.max_rejected_fraction, int((~result.kept).sum())
         if limit is not None and num_rejected > limit * len(result.kept):
             self._refused.append(
@@ -187,8 +191,6 @@ class ReportBuilder:
         values, sums = np.concatenate(self._log_ratios), np.concatenate(self._sequence_sums)
         metrics = correction_metrics(states, _MEASURE)
         quantiles = np.quantile(values, [percent / 100 for percent in _QUANTILES]).tolist() if len(values) else []
-        log_sums = torch.from_numpy(sums)
-        sequence_weights = (log_sums - log_sums.max()).exp() if len(sums) else log_sums
         return Measured(
             steps=tuple(step.step for step in self._steps if step.kl is not None),
             num_tokens=len(values),
@@ -199,7 +201,7 @@ class ReportBuilder:
             mean_ratio=metrics.get(f"{_PREFIX}rollout_is_raw_mean", math.nan),
             std_ratio=metrics.get(f"{_PREFIX}rollout_is_raw_std", math.nan),
             token_ess=metrics.get(f"{_PREFIX}rollout_is_raw_eff_sample_size", math.nan),
-            sequence_ess=effective_sample_size(sequence_weights) if len(sums) else math.nan,
+            sequence_ess=sequence_sample_size(sums),
             quantiles={f"p{percent}": value for percent, value in zip(_QUANTILES, quantiles, strict=False)},
             token_bars=count_bars(values),
             middle_bars=count_middle_bars(values),
@@ -243,7 +245,7 @@ class ReportBuilder:
         return found
 
     def _comparability(self) -> list[Advice]:
-        """Where training's own values are not known, what is wrong whatever they are."""
+        """Compares sampling with training; of unknown training, only problems of any training are found."""
         training = self._options.training
         texts = [
             text

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 
 from mock_scheduler.correction.report.view import StepHealth
+from mock_scheduler.display.figures import axis_title, finite_or_none, plain_layout, soft_font, thin_out
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.comparison.page_figures import plain_layout
 from mock_scheduler.support.digests import JSON
 
-#: More steps than this are thinned out.
-MAX_STEPS = 2000
 _MAX_MARKED = 20
-_SOFT: JSON = {"size": 11, "color": "theme:soft"}
 
 
 def histogram_figure(bars: Sequence[Bar], element: str, *, x_title: str, y_title: str) -> JSON:
@@ -27,8 +24,8 @@ def histogram_figure(bars: Sequence[Bar], element: str, *, x_title: str, y_title
             "x": [(bar.low + bar.high) / 2 for bar in shown],
             "y": [bar.count for bar in shown],
             "width": 0.94 * width,
-            "customdata": [f"{bar.low:g} to {bar.high:g}: {bar.count:,}" for bar in shown],
-            "hovertemplate": "%{customdata}<extra></extra>",
+            "hovertext": [f"{bar.low:g} to {bar.high:g}: {bar.count:,}" for bar in shown],
+            "hoverinfo": "text",
             "marker": {"color": "theme:tolerance"},
         }
     ]
@@ -47,8 +44,7 @@ def histogram_figure(bars: Sequence[Bar], element: str, *, x_title: str, y_title
 
 def steps_figure(steps: Sequence[StepHealth], element: str) -> JSON:
     """k3 and the effective sample size over steps, each on its own axis."""
-    measured = [step for step in steps if step.k3_kl is not None]
-    measured = measured[:: max(-(-len(measured) // MAX_STEPS), 1)]
+    measured = thin_out([step for step in steps if step.k3_kl is not None])
     numbers: list[JSON] = [step.step for step in measured]
     mode = "lines+markers" if len(measured) <= _MAX_MARKED else "lines"
     curves = (
@@ -61,7 +57,7 @@ def steps_figure(steps: Sequence[StepHealth], element: str) -> JSON:
             "mode": mode,
             "name": name,
             "x": numbers,
-            "y": [_finite(value) for value in values],
+            "y": [finite_or_none(value) for value in values],
             "yaxis": axis,
             "line": {"color": colour, "width": 2, "dash": dash},
             "marker": {"size": 6},
@@ -72,7 +68,7 @@ def steps_figure(steps: Sequence[StepHealth], element: str) -> JSON:
     layout: dict[str, JSON] = {
         **plain_layout(height=240),
         "margin": {"l": 64, "r": 64, "t": 28, "b": 40},
-        "legend": {"orientation": "h", "x": 0, "y": 1.18, "font": _SOFT},
+        "legend": {"orientation": "h", "x": 0, "y": 1.18, "font": soft_font(11)},
         "xaxis": {**_axis("step"), **ticks, "showgrid": False},
         "yaxis": {**_axis("KL (k3)"), "rangemode": "tozero"},
         "yaxis2": {**_axis("effective sample size"), "overlaying": "y", "side": "right", "showgrid": False},
@@ -82,17 +78,13 @@ def steps_figure(steps: Sequence[StepHealth], element: str) -> JSON:
 
 def _axis(title: str) -> dict[str, JSON]:
     return {
-        "title": {"text": title, "font": {"size": 12, "color": "theme:soft"}},
+        "title": axis_title(title),
         "gridcolor": "theme:line",
         "zeroline": False,
-        "tickfont": _SOFT,
+        "tickfont": soft_font(11),
     }
 
 
 def _line_at_zero() -> JSON:
     line: JSON = {"color": "theme:candidate", "width": 1, "dash": "dot"}
     return {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": line}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

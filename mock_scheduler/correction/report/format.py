@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mock_scheduler.correction.report.presets import Outcome
-from mock_scheduler.correction.report.view import CorrectionReport, Measured, StepHealth, TrainingSide
+from mock_scheduler.correction.report.view import CorrectionReport, Measured, Outcome, StepHealth, TrainingSide
 from mock_scheduler.support.text import count_of
 
 _LABELS = {
@@ -31,7 +30,7 @@ _LABELS = {
 
 
 def number(value: float | None, *, digits: int = 4) -> str:
-    """Up to so many significant digits; ``-`` for none, and words for what is not finite."""
+    """Formats a number with up to so many significant digits; ``-`` for none, and words for NaN and infinities."""
     if value is None:
         return "-"
     return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
@@ -50,7 +49,7 @@ def percent(value: float | None) -> str:
 
 
 def policy_rows(measured: Measured) -> Iterator[tuple[str, str]]:
-    """How far the policies are apart: labels and numbers."""
+    """Labels and numbers of the distance between the policies."""
     yield (
         "response tokens",
         f"{measured.num_tokens:,} in {count_of(measured.num_sequences, 'trajectory', 'trajectories')}",
@@ -67,7 +66,7 @@ def policy_rows(measured: Measured) -> Iterator[tuple[str, str]]:
 
 
 def recording_rows(report: CorrectionReport) -> Iterator[tuple[str, str]]:
-    """What the recording alone says."""
+    """Labels and facts that the recording alone tells."""
     steps = report.steps
     tokens = sum(step.response_tokens for step in steps)
     yield "recording", report.recording
@@ -121,7 +120,7 @@ def _range(low: int, high: int) -> str:
 
 
 def outcome_cells(outcome: Outcome) -> list[str]:
-    """Mean raw, mean, deviation, largest and sample size of applied weights, kept tokens, rejected sequences."""
+    """Formats weights (raw mean; applied mean, deviation, largest, sample size), kept tokens, rejected sequences."""
     weights = outcome.weights
     return [
         number(None if weights is None else weights.raw_mean),
@@ -135,7 +134,7 @@ def outcome_cells(outcome: Outcome) -> list[str]:
 
 
 def group_outcomes(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Those that compute the same, together, in the order of the first of each."""
+    """Groups outcomes with the same computation, in the order of the first of each."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.group, []).append(outcome)
@@ -154,7 +153,7 @@ def name_outcome(outcome: Outcome) -> str:
 
 
 def headline(report: CorrectionReport) -> tuple[str, str]:
-    """A word and a sentence: what to think of these steps."""
+    """A word and a sentence that judge these steps."""
     severities = [advice.severity for advice in report.advice]
     problems, warnings = severities.count("problem"), severities.count("warning")
     measured = report.measured

@@ -1,80 +1,47 @@
-"""What a configuration of rollout correction would do to recorded steps, without training: one line for each.
+"""The effect of each configuration of rollout correction on recorded steps, without training: one line for each.
 
-Contract: every number comes from ``compute_correction``, which training uses too, step by step, and totals are of all
-steps. Where a step lacks what a rule asks for, the line says so and has no numbers.
+Contract: every number comes from training's own ``compute_correction``, step by step, and totals are of all steps. If a
+rule needs advantages or turns and a step lacks them, the line says so and has no numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-import torch
-
-from mock_scheduler.correction import CorrectionResult, CorrectionSpec, CorrectionStates, compute_correction
-from mock_scheduler.correction import correction_metrics as compute_metrics
 from mock_scheduler.correction.config.presets import PRESETS
+from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.engine.compute import compute_correction
+from mock_scheduler.correction.engine.inputs import CorrectionResult
+from mock_scheduler.correction.engine.states import CorrectionStates
+from mock_scheduler.correction.report.scored_step import ScoredStep
+from mock_scheduler.correction.report.view import AppliedWeights, Outcome
 from mock_scheduler.errors import ConfigError, CorrectionError
 
 CONFIGURED = "configured"
-#: The guide's basic configuration, which is looked at where none is configured.
+#: The guide's basic configuration, for advice where none is configured.
 BASIC = "decoupled_token_is"
 _NO_ADVANTAGES = "asks for advantages; a group of one trajectory has no mean to compare its reward with"
 _NO_TURNS = "asks for turns, and the response mask shows another number of them than the recording says"
 _WITH_ADVANTAGES = "advantages: reward less its group's mean"
-#: What a specification's numbers follow from; the rest of it is about the loss.
+#: The fields of a specification that decide the numbers; the others are about the loss.
 _COMPUTED = ("weight", "rules", "weight_bounds", "batch_normalize", "nan_policy", "release", "release_arguments")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration by name, and where it comes from."""
+    """A configuration with its name and its source."""
 
     name: str
     spec: CorrectionSpec
     source: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AppliedWeights:
-    """Weights over response tokens; raw_mean: before any bound. The others as the loss has them: 0 where a token is
-    rejected, and divided by their mean where so configured. effective_sample_size: (Σw)² / (N·Σw²)."""
-
-    raw_mean: float
-    mean: float
-    std: float
-    largest: float
-    effective_sample_size: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What a candidate does to all response tokens.
-
-    group: outcomes of one number compute the same, which ``computation`` says; they differ in mode and loss alone.
-    description: all that the configuration is. weights: ``None`` without importance weights. kept_fraction: of
-    response tokens. rejected_sequences: fraction of those with response tokens that have none left. note: what the
-    numbers rest on, or why there are none.
-    """
-
-    name: str
-    group: int
-    computation: str
-    description: str
-    source: str
-    is_bypass: bool
-    weights: AppliedWeights | None = None
-    kept_fraction: float | None = None
-    rejected_sequences: float | None = None
-    note: str = ""
-
-
 def list_presets(names: Sequence[str]) -> list[Candidate]:
-    """These presets, or all; raises ``ConfigError`` that lists the names that are none."""
+    """Lists these presets, or all; raises ``ConfigError`` that lists the unknown names."""
     wrong = [name for name in names if name not in PRESETS]
     if wrong:
         nearest = [get_close_matches(name, PRESETS, n=1) for name in wrong]
@@ -84,14 +51,14 @@ def list_presets(names: Sequence[str]) -> list[Candidate]:
 
 
 def preset_candidate(name: str) -> Candidate:
-    """A preset by its name."""
+    """Makes a candidate of a preset."""
     section = RolloutCorrectionConfig.model_validate({"preset": name})
     remark = PRESETS[name].remark
     return Candidate(name=name, spec=section.spec, source=PRESETS[name].source + (f" ({remark})" if remark else ""))
 
 
 class PresetTable:
-    """Adds up what candidates do to one step after another; candidates that compute the same are computed once."""
+    """Adds up the effects of candidates over steps; candidates with the same computation are computed once."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self._candidates = candidates
@@ -105,8 +72,8 @@ class PresetTable:
         self._totals.append(_Total(spec))
         return len(self._totals) - 1
 
-    def add(self, step: ScoredBatch) -> None:
-        """What they do to this step."""
+    def add(self, step: ScoredStep) -> None:
+        """Adds one step."""
         for total in self._totals:
             total.add(step)
 
@@ -116,13 +83,13 @@ class PresetTable:
         return [self._totals[group].outcome(candidate, group) for candidate, group in pairs]
 
 
-#: What is kept of a step: plain numbers, since a small array that outlives a step's large ones keeps the memory
-#: around it from being given back.
+#: The sums that are kept of a step. They are plain numbers: a small array that outlives a step's large ones would keep
+#: the memory around it from being given back.
 _SUMS = ("known", "every", "kept", "raw", "applied", "applied_squared", "sequences", "rejected_sequences")
 
 
 class _Total:
-    """What one computation does to all steps so far."""
+    """The effect of one computation on all steps so far."""
 
     def __init__(self, spec: CorrectionSpec) -> None:
         self.spec = spec
@@ -130,12 +97,12 @@ class _Total:
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._largest = 0.0
 
-    def add(self, step: ScoredBatch) -> None:
+    def add(self, step: ScoredStep) -> None:
         self.problem = self.problem or missing_for(self.spec, step)
         if self.problem:
             return
         try:
-            states = correct(step, self.spec).states
+            states = correct_step(step, self.spec).states
         except CorrectionError as error:
             self.problem = str(error)
             return
@@ -180,7 +147,7 @@ class _Total:
 
 
 def _step_sums(states: CorrectionStates) -> dict[str, float]:
-    """By the names of ``_SUMS``; those of weights where there are any."""
+    """Sums by the names of ``_SUMS``, without those of weights where there are none."""
     every = states.sums["tokens"] + states.sums["unknown"]
     weights = [name for name in ("raw", "applied", "applied_squared") if name in states.sums]
     return {
@@ -193,36 +160,22 @@ def _step_sums(states: CorrectionStates) -> dict[str, float]:
     }
 
 
-def missing_for(spec: CorrectionSpec, step: ScoredBatch) -> str:
-    """What a specification asks for that the step does not tell; empty where nothing."""
+def missing_for(spec: CorrectionSpec, step: ScoredStep) -> str:
+    """Says what the specification asks for and the step lacks; empty where nothing."""
     if spec.needs_advantages and step.advantages is None:
         return _NO_ADVANTAGES
     return _NO_TURNS if spec.needs_turns and step.tokens.turns is None else ""
 
 
-def correct(step: ScoredBatch, spec: CorrectionSpec) -> CorrectionResult:
-    """The correction of a step; how much it rejects is no error here. Raises ``CorrectionError``, also for what a
-    release of verl raises of its own."""
+def correct_step(step: ScoredStep, spec: CorrectionSpec) -> CorrectionResult:
+    """Corrects a step; rejecting too much is no error here.
+
+    Raises:
+        CorrectionError: As ``compute_correction`` does, and in the place of a verl release's own exceptions.
+    """
     try:
         return compute_correction(step.inputs(spec), replace(spec, max_rejected_fraction=None))
     except (ValueError, ArithmeticError) as error:
         if spec.release is None or isinstance(error, CorrectionError):
             raise
         raise CorrectionError(f"verl {spec.release} raises {type(error).__name__}: {error}") from error
-
-
-def step_metrics(result: CorrectionResult, spec: CorrectionSpec) -> Mapping[str, float]:
-    """What training would log of a step: with ``verl_compat`` what that release does."""
-    if result.release_metrics is not None:
-        return result.release_metrics
-    return compute_metrics(result.states, spec)
-
-
-def effective_sample_size(weights: Iterable[float] | torch.Tensor) -> float:
-    """(Σw)² / (N·Σw²) of weights, 0 to 1; 0 where all are 0 or there is none."""
-    values = torch.as_tensor(weights, dtype=torch.float64)
-    largest = float(values.max()) if len(values) else 0.0
-    if not largest > 0.0:
-        return 0.0
-    values = values / largest
-    return min(float(values.sum() ** 2 / (len(values) * values.square().sum())), 1.0)

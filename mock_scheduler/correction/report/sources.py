@@ -1,8 +1,8 @@
-"""What ``mock-scheduler correction`` reads beside a recording: a run's training log-probabilities, and configurations.
+"""Sources of the report beside a recording: a run's training log-probabilities, and configurations.
 
-Contract: reads; everything that cannot be used is a ``ConfigError`` that says why and what to do. A trace's
-log-probabilities are taken for those of recorded tokens only where rows, lengths and, of a completed run, the digest of
-the whole batch are the recorded ones.
+Contract: only reads; an unusable source is a ``ConfigError`` with the reason and the remedy. A trace's
+log-probabilities belong to recorded tokens only where rows, lengths and, of a completed run, the digest of the whole
+batch are the recorded ones.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """What a configuration says of training, as far as the report needs it; ``None`` where it does not say."""
+    """Facts of training for the report; section: ``None`` where correction is off."""
 
     side: TrainingSide
     section: RolloutCorrectionConfig | None
 
 
 def training_of_source(source: ConfigSource) -> TrainingConfig:
-    """Of a configuration of this project, which is loaded and checked."""
+    """Loads and checks a configuration."""
     return _training_of_keys(f"configuration {source.config_name}", load_config(source).model_dump(mode="json"))
 
 
 def training_of_run(run: Path) -> TrainingConfig | None:
-    """Of a run's ``config.yaml``, in which only what is needed is looked at; ``None`` where there is none."""
+    """Reads the needed keys of a run's ``config.yaml``; ``None`` where there is none."""
     path = _run_folder(run) / CONFIG_FILE
     if not path.is_file():
         return None
@@ -73,7 +73,7 @@ def _training_of_keys(origin: str, content: Mapping[str, Any]) -> TrainingConfig
 
 
 def training_of_contract(contract: Contract, *, dump_dir: str) -> TrainingConfig:
-    """Of the recording run, as its contract has it: its fields are values by dotted keys."""
+    """Reads the recording run's configuration from its contract, whose fields are values by dotted keys."""
     values = {field.name: field.value for field in contract.fields}
     content: dict[str, Any] = {}
     for name, value in values.items():
@@ -102,9 +102,9 @@ class TrainingScores:
         return self._reader.steps
 
     def load(self, batch: RolloutBatch, *, step: int) -> torch.Tensor | None:
-        """Of a recorded batch's M response tokens, floating ``[M]``; ``None`` where the step was not traced.
+        """Loads those of a batch's M response tokens, floating ``[M]``; ``None`` where the step was not traced.
 
-        Raises ``ConfigError`` where the trace has no scores, or those of other rollouts.
+        Raises ``ConfigError`` where the trace has no scores, or scores of other rollouts.
         """
         if step not in self._reader.steps:
             return None
@@ -152,7 +152,7 @@ class TrainingScores:
 
 @contextmanager
 def open_scores(run: Path) -> Iterator[TrainingScores]:
-    """The training log-probabilities of a run, or of a trace folder; raises ``ConfigError`` where it has none."""
+    """Opens the training log-probabilities of a run, or of a trace folder; raises ``ConfigError`` where it has none."""
     trace_dir = find_trace(run)
     if trace_level(trace_dir) != "full":
         raise ConfigError(f"{trace_dir} has sketches only, which hold no tokens; run it again with {_TRACED}")

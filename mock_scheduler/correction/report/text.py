@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.correction.report.advice import Advice
 from mock_scheduler.correction.report.format import (
     group_outcomes,
     headline,
@@ -22,8 +21,16 @@ from mock_scheduler.correction.report.format import (
     policy_rows,
     recording_rows,
 )
-from mock_scheduler.correction.report.presets import CONFIGURED, Outcome
-from mock_scheduler.correction.report.view import Bucket, CorrectionReport, Measured, StepHealth, WorstToken
+from mock_scheduler.correction.report.presets import CONFIGURED
+from mock_scheduler.correction.report.view import (
+    Advice,
+    Bucket,
+    CorrectionReport,
+    Measured,
+    Outcome,
+    StepHealth,
+    WorstToken,
+)
 from mock_scheduler.display.columns import TextColumn, lay_out
 from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.recording.inspection.histogram import Bar

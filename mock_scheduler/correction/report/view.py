@@ -1,23 +1,75 @@
-"""The health of rollout correction over recorded steps: everything that the text, the page and the JSON show.
+"""The report of rollout correction as data: everything that the text, the page and the JSON show.
 
-Contract: plain data; every number was computed from the recording and from a run's training log-probabilities, and what
-was not is ``None``. ``measured`` is ``None`` where no step has training log-probabilities.
+Contract: every number was computed from the recording and from a run's training log-probabilities; a number that could
+not be computed is ``None``. ``measured`` is ``None`` where no step has training log-probabilities.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mock_scheduler.correction.report.advice import Advice
-from mock_scheduler.correction.report.presets import Outcome
 from mock_scheduler.recording.inspection.histogram import Bar
 
 FORMAT_VERSION = 1
 
+Severity = Literal["problem", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """A finding, and remedies for it, the likeliest first.
+
+    severity: ``problem`` where numbers mean nothing or training would refuse, ``warning`` where the guide warns, else
+    ``note``. condition: the values that were found.
+    """
+
+    severity: Severity
+    title: str
+    condition: str
+    remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedWeights:
+    """Weights over response tokens.
+
+    raw_mean: before any bound. The others are of the loss's weights: 0 where a token is rejected, and divided by their
+    mean where so configured. effective_sample_size: (Σw)² / (N·Σw²).
+    """
+
+    raw_mean: float
+    mean: float
+    std: float
+    largest: float
+    effective_sample_size: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The effect of one configuration on all response tokens.
+
+    group: outcomes of one number share their ``computation``, and differ in mode and loss alone. description: the
+    whole configuration. weights: ``None`` without importance weights. kept_fraction: of response tokens.
+    rejected_sequences: the fraction of sequences that lose all of their response tokens. note: the source of
+    advantages, or the reason why numbers are missing.
+    """
+
+    name: str
+    group: int
+    computation: str
+    description: str
+    source: str
+    is_bypass: bool
+    weights: AppliedWeights | None = None
+    kept_fraction: float | None = None
+    rejected_sequences: float | None = None
+    note: str = ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSide:
-    """What is known of the training that the rollouts are compared with; ``source``: where that is from.
+    """The training with which the rollouts are compared; ``source``: the configuration that says so.
 
     temperature, restricts_vocabulary: ``None`` where no configuration says. correction: ``rollout_correction`` in
     words, ``None`` where it is off or not known.
@@ -32,10 +84,11 @@ class TrainingSide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHealth:
-    """One step. invalid, zeros, positive: response tokens whose rollout log-probability is not valid as the column
-    says, exactly 0.0, above 0. zero_rows: rows of nothing but 0.0 that chance does not explain.
+    """The health of one step.
 
-    policy_versions, lag: smallest and largest. From kl on: ``None`` without training log-probabilities.
+    invalid, zeros, positive: response tokens whose rollout log-probability is not valid by the column, exactly 0.0, or
+    above 0. zero_rows: rows of nothing but 0.0 that chance does not explain. policy_versions, lag: smallest and
+    largest. From kl on: ``None`` without training log-probabilities.
     """
 
     step: int
@@ -60,7 +113,7 @@ class StepHealth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Response tokens by position in the trajectory, or by policy lag: means over them."""
+    """Means over the response tokens of one range of positions in the trajectory, or of policy lags."""
 
     name: str
     tokens: int
@@ -72,9 +125,9 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstToken:
-    """position: which response token of its trajectory; row_position: which token of its row; both from 0.
+    """A token; position: its number among the response tokens of its trajectory; row_position: its number in its row.
 
-    text: by the recording's vocabulary, ``None`` without one.
+    Both numbers are from 0. text: by the recording's vocabulary, ``None`` without one.
     """
 
     step: int
@@ -90,7 +143,7 @@ class WorstToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstSequence:
-    """A trajectory; length: response tokens whose ratio is known."""
+    """A trajectory; length: the number of response tokens with a known ratio."""
 
     step: int
     identity: str
@@ -104,14 +157,14 @@ class WorstSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Of all steps with training log-probabilities together.
+    """Numbers of all steps with training log-probabilities together.
 
     policies: KL, chi² and perplexities by the names of metrics. quantiles: of the log ratios of tokens, by percent.
     token_ess, sequence_ess: (Σw)² / (N·Σw²) of unbounded ratios of tokens, and of whole sequences. num_unknown: tokens
-    without a finite, valid log-probability on either side, which are in no other number. token_bars, sequence_bars: of
+    without a finite, valid log-probability on either side; no other number has them. token_bars, sequence_bars: of
     log ratios, and of their sums over sequences; middle_bars: of log ratios of the 1st to the 99th percentile, empty
-    where these reach nearly as far as all. lags: ``None`` where they are not known. watched: the configuration that
-    advice is about.
+    where these reach nearly as far as all. lags: ``None`` where they are not known. watched: the configuration of
+    which advice speaks.
     """
 
     steps: tuple[int, ...]
@@ -138,8 +191,11 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionReport:
-    """recording, run: where from; run is ``None`` where none was given. sampling: every way in which steps were
-    sampled. next_command: how to make what is missing; empty where nothing is."""
+    """The whole report.
+
+    recording, run: the folders; run is ``None`` where none was given. sampling: every way in which steps were sampled.
+    next_command: makes the training log-probabilities that are missing; empty where none are.
+    """
 
     recording: str
     run: str | None

@@ -6,24 +6,32 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import WorstSequence, WorstToken
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 
 
 @dataclass(kw_only=True, slots=True)
 class WorstFinder:
-    """Keeps the worst of all steps: tokens by |log ratio|, trajectories by |sum of log ratios|; those of earlier steps
-    and places first where equal. num: of each."""
+    """Keeps the worst of all steps: tokens by |log ratio|, trajectories by |sum of log ratios|; ``num`` of each.
+
+    Among equals, earlier steps and places come first.
+    """
 
     num: int
     vocabulary: Vocabulary | None
     tokens: list[WorstToken] = field(default_factory=list)
     sequences: list[WorstSequence] = field(default_factory=list)
 
-    def add(self, step: ScoredBatch, log_ratio: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Look through a step: log_ratio float64 ``[M]``, NaN where it is not known; sums of the known ones and how
-        many they are, ``[S]``."""
+    def add(self, step: ScoredStep, log_ratio: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Looks through a step.
+
+        Args:
+            step: The step.
+            log_ratio: float64 ``[M]``, NaN where it is not known.
+            sums: The sums of known log ratios, ``[S]``.
+            counts: Their numbers, ``[S]``.
+        """
         if not self.num:
             return
         sizes = torch.where(log_ratio.isnan(), -1.0, log_ratio.abs())
@@ -37,7 +45,7 @@ class WorstFinder:
         found = [self._sequence(step, number, log_ratio, sizes, int(counts[number])) for number in chosen]
         self.sequences = sorted([*self.sequences, *found], key=lambda item: -abs(item.log_ratio_sum))[: self.num]
 
-    def _token(self, step: ScoredBatch, index: int, log_ratio: torch.Tensor) -> WorstToken:
+    def _token(self, step: ScoredStep, index: int, log_ratio: torch.Tensor) -> WorstToken:
         batch = step.batch
         row = int(torch.searchsorted(batch.response_offsets, index, right=True)) - 1
         trajectory = int(torch.searchsorted(step.offsets, index, right=True)) - 1
@@ -57,7 +65,7 @@ class WorstFinder:
         )
 
     def _sequence(
-        self, step: ScoredBatch, number: int, log_ratio: torch.Tensor, sizes: torch.Tensor, length: int
+        self, step: ScoredStep, number: int, log_ratio: torch.Tensor, sizes: torch.Tensor, length: int
     ) -> WorstSequence:
         start, stop = int(step.offsets[number]), int(step.offsets[number + 1])
         row = step.first_rows[number]
@@ -75,6 +83,6 @@ class WorstFinder:
 
 
 def _largest(values: torch.Tensor, num: int) -> list[int]:
-    """Places of the largest, the first of equal ones first."""
+    """Places of the largest values, the first of equal ones first."""
     order = torch.sort(values, descending=True, stable=True).indices
     return [int(index) for index in order[:num]]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WatchingMode(TorchDispatchMode):
     """A mode that sees each operation once, by plain tensors, and runs it. ``watch`` is its subclass's own."""
 
     supports_higher_order_operators = True

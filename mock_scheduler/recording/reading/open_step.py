@@ -14,8 +14,7 @@ from functools import cached_property
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.shards import Commit, load_commit, open_shard
-from mock_scheduler.recording.step.row_keys import count_trajectories
+from mock_scheduler.recording.shards import Commit, count_trajectories, load_commit, open_shard
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.trajectory import TrajectoryKey
 from mock_scheduler.scheduler import RolloutRequest
-
-#: Scheduler, group, episode and environment.
-TrajectoryKey: TypeAlias = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,7 @@ import torch
 
 from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
-from mock_scheduler.batch.trajectory import build_identities
-from mock_scheduler.recording.step.row_keys import RowKeys
+from mock_scheduler.batch.trajectory import RowKey, build_identities
 from mock_scheduler.support.digests import JSON, canonical_json
 
 _DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -54,6 +53,14 @@ class StepLayout:
     columns: Mapping[str, str | None]
     offsets: tuple[str, ...]
     extra_values: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowKeys:
+    """The rows of one file, in its order, each with the digest of its prompt."""
+
+    keys: tuple[RowKey, ...]
+    prompt_digests: tuple[str, ...]
 
 
 def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:

@@ -25,12 +25,12 @@ from mock_scheduler.recording.step.blocks import BlockReader, TensorRange
 from mock_scheduler.recording.step.header import StepHeader, parse_head, read_head
 from mock_scheduler.recording.step.layout import (
     IDENTITY_TENSORS,
+    RowKeys,
     StepLayout,
     read_layout,
     unpack_batch,
     unpack_keys,
 )
-from mock_scheduler.recording.step.row_keys import RowKeys
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.step.stored import view_array, view_tensor
 from mock_scheduler.recording.storage import ByteSource

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mock_scheduler.batch.columns import copy_json
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.scheduler import Mode
-from mock_scheduler.support.digests import JSON, check_json
+from mock_scheduler.support.digests import JSON, canonical_json, check_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,15 @@ class StepInfo:
             "group_size": self.group_size,
         }
 
+    def copy(self) -> StepInfo:
+        """Gives an equal info whose JSON nothing else refers to, so that it can be written while training goes on."""
+        return replace(
+            self,
+            metrics=dict(self.metrics),
+            scheduler_state={name: copy_json(value) for name, value in self.scheduler_state.items()},
+            data_cursor=copy_json(self.data_cursor),
+        )
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> StepInfo:
         """The info from ``as_json``; raises ``TypeError`` or ``ValueError`` where it is none."""
@@ -74,6 +84,18 @@ class StepInfo:
             return cls(**{**value, "shard": value["shard"] and tuple(value["shard"])})
         except RecordingError as error:
             raise ValueError(str(error)) from error
+
+
+def info_differences(recorded: StepInfo, played: StepInfo) -> list[str]:
+    """Lists the values that say from where a step was played and differ; metrics may hold times, and do not count."""
+    values: tuple[tuple[str, JSON, JSON], ...] = (
+        ("policy_version", recorded.policy_version, played.policy_version),
+        ("data_cursor", recorded.data_cursor, played.data_cursor),
+        ("scheduler_state", dict(recorded.scheduler_state), dict(played.scheduler_state)),
+        ("group_size", recorded.group_size, played.group_size),
+    )
+    texts = [(name, canonical_json(a), canonical_json(b)) for name, a, b in values]
+    return [f"{name}: recorded {a}, played {b}" for name, a, b in texts if a != b]
 
 
 def _number_problems(info: StepInfo) -> list[str]:

@@ -125,3 +125,10 @@ def check_range(start: int, stop: int, size_bytes: int, *, path: str) -> None:
             f"{path}: bytes {start} to {stop} are outside the file, which has {size_bytes}: truncated or changed. "
             "Restore it from a copy or record again."
         )
+
+
+def check_name(name: str, *, location: str) -> None:
+    """Raise ``RecordingError`` where ``name`` is no plain relative name; ``""`` is the location itself."""
+    is_plain = not name or all(part not in ("", ".", "..") for part in name.split("/"))
+    if not is_plain or "\\" in name or "\0" in name:
+        raise RecordingError(f"{name!r} cannot name a file of the recording {location}: it is not followed")

@@ -17,15 +17,15 @@ from contextlib import contextmanager
 import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_range
+from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, check_range
 from mock_scheduler.recording.storage.compressed import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
     compress,
     open_compressed,
 )
-from mock_scheduler.recording.storage.names import check_name
 from mock_scheduler.support.files import Buffer
+from mock_scheduler.support.forks import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
@@ -49,8 +49,8 @@ class FsspecStorage:
     def __init__(self, location: str) -> None:
         self._location = location.rstrip("/")
         self._protocol = location.split("://", 1)[0].lower()
-        self._process_id = os.getpid()
-        self._connected = self._connect()
+        # A client's threads do not exist in a forked child, which connects anew.
+        self._connected = PerProcess(self._connect(), remake=self._connect)
 
     @property
     def location(self) -> str:
@@ -185,10 +185,8 @@ class FsspecStorage:
 
     @property
     def _files(self) -> fsspec.AbstractFileSystem:
-        """fsspec's file system, made anew in a forked child, where a client's threads do not exist."""
-        if self._process_id != os.getpid():
-            self._process_id, self._connected = os.getpid(), self._connect()
-        return self._connected
+        """This process's own client."""
+        return self._connected.get()
 
     def _connect(self) -> fsspec.AbstractFileSystem:
         if "::" in self._location:

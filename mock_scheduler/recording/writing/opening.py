@@ -19,9 +19,8 @@ from mock_scheduler.recording.paths import (
     step_folder,
 )
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.writing.folder_locks import FolderLocks
 from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.refusals import check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
 from mock_scheduler.recording.writing.sharded import clear_uncommitted
 from mock_scheduler.recording.writing.writer import RecordingWriter as RecordingWriter
 from mock_scheduler.recording.writing.writer import WriterOptions as WriterOptions

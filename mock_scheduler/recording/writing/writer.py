@@ -8,6 +8,7 @@ removed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,22 +27,30 @@ from mock_scheduler.recording.paths import (
     step_folder,
     step_name,
 )
-from mock_scheduler.recording.patience import Patience
 from mock_scheduler.recording.retention import is_train, load_retention, note_checkpoint, num_more_kept
 from mock_scheduler.recording.step.container import encode_step
 from mock_scheduler.recording.step.step_file import StepFile
-from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.step.step_info import StepInfo, info_differences
 from mock_scheduler.recording.storage import Storage, locked
-from mock_scheduler.recording.writing.background import JobQueue
-from mock_scheduler.recording.writing.folder_locks import FolderLocks
 from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.info_differences import info_differences
-from mock_scheduler.recording.writing.refusals import check_addition, exists_text, other_run_text
-from mock_scheduler.recording.writing.sharded import commit_when_complete
-from mock_scheduler.recording.writing.snapshot import copy_batch, copy_info
+from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.sharded import Patience, commit_when_complete
 from mock_scheduler.scheduler import Mode, RowShard
+from mock_scheduler.support.background import JobQueue, QueueTexts
+
+logger = logging.getLogger("mock_scheduler.rollout_mock")
 
 _NUM_ROWS_SHOWN = 10
+
+#: Steps in memory beside the one being played: one is written, one waits.
+_MAX_HELD = 2
+
+_TEXTS = QueueTexts(
+    closed="[Rollout Mock] The writer of this recording is closed: nothing more can be recorded",
+    halted="[Rollout Mock] Nothing more is recorded, since an earlier write failed",
+    failed="[Rollout Mock] Recording failed",
+    skipped="[Rollout Mock] A step that was queued is not written",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +118,14 @@ class RecordingWriter:
         self._options = options
         self._locks = locks
         self._can_continue = can_continue
-        self._jobs = JobQueue(is_background=options.background)
+        self._jobs = JobQueue(
+            "rollout-writer",
+            texts=_TEXTS,
+            error=RecordingError,
+            logger=logger,
+            max_held=_MAX_HELD,
+            is_background=options.background,
+        )
         self._forecast = DiskForecast(
             storage,
             num_planned=options.num_planned_steps,
@@ -124,7 +140,7 @@ class RecordingWriter:
         where a call raised that already, ``RecordingError`` about it: nothing more is recorded then.
         """
         if self._options.background:
-            self._jobs.submit(lambda: partial(self._write_and_tell, copy_batch(batch), copy_info(info)))
+            self._jobs.submit(lambda: partial(self._write_and_tell, batch.copy(), info.copy()))
         else:
             self._jobs.submit(lambda: partial(self._write_and_tell, batch, info))
 

@@ -53,6 +53,11 @@ class HeatCell:
     words: str
     is_first: bool = False
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is beyond its bound, or has no number."""
+        return self.shade.startswith("out") or self.shade == NO_NUMBER
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatTable:

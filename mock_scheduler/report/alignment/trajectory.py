@@ -1,81 +1,93 @@
-"""A trajectory on an alignment's page: its turns as text, each token shaded by how far apart the two runs are at it.
+"""Shades a trajectory for the page: its turns as pieces of text, each as dark as the two runs are apart at its tokens.
 
-Contract: HTML out of a view alone. Shades are decades below the largest difference of the row; the worst token is
-outlined, and the five worst are listed with their numbers, so that nothing is said by colour alone.
+Contract: shades are decades below the largest difference of the row. The worst token has a piece of its own, and the
+five worst are listed with their numbers, so that nothing is said by colour alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from mock_scheduler.report.alignment.sample import SampleTurn, SampleView
 from mock_scheduler.report.comparison.view import format_size
-from mock_scheduler.support.text import count_of
 
 _NUM_WORST = 5
 _NEWLINE = "⏎\n"
 _SHADES = ((0.5, "m4"), (0.1, "m3"), (0.01, "m2"), (0.0, "m1"))
 
 
-def sample_html(sample: SampleView) -> str:
-    """The sample's identity, its worst tokens and its turns."""
-    of = f"; shaded: largest |a-b| of each token in {sample.tensor}" if sample.tensor else ""
-    summary = f": {sample.summary}" if sample.summary else ""
-    parts = [f"<p><b>{escape(sample.identity)}</b>, step {sample.step}{escape(summary)}{escape(of)}</p>"]
-    if sample.problem:
-        parts.append(f'<p class="note">{escape(sample.problem)}</p>')
-    if sample.num_cut:
-        parts.append(f'<p class="note">{count_of(sample.num_cut, "token")} far from the worst are left out.</p>')
-    parts.append(_worst_table(sample))
-    parts += [_turn(turn, sample) for turn in sample.turns]
-    return "".join(parts)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Consecutive tokens of one shade. before: the space that parts it from the piece before. shade: empty for none."""
+
+    before: str
+    text: str
+    shade: str
+    is_worst: bool
 
 
-def _worst_table(sample: SampleView) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnTurn:
+    """Tokens of one origin in pieces."""
+
+    title: str
+    note: str
+    is_response: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnSample:
+    """A trajectory. worst: position, turn, text and difference of its worst tokens, worst first."""
+
+    max_difference: str
+    worst: tuple[tuple[int, str, str, str], ...]
+    turns: tuple[DrawnTurn, ...]
+
+
+def draw_sample(sample: SampleView) -> DrawnSample:
+    """Shade all turns, and list the worst tokens."""
+    return DrawnSample(
+        max_difference=format_size(sample.max_difference or 0.0),
+        worst=tuple(_list_worst(sample)),
+        turns=tuple(
+            DrawnTurn(
+                title=turn.title,
+                note=turn.note,
+                is_response=turn.is_response,
+                pieces=tuple(_shade_turn(turn, sample)),
+            )
+            for turn in sample.turns
+        ),
+    )
+
+
+def _list_worst(sample: SampleView) -> list[tuple[int, str, str, str]]:
     tokens = [
         (difference, turn, number)
         for turn in sample.turns
         for number, difference in enumerate(turn.differences)
         if difference
     ]
-    if not tokens:
-        return ""
-    worst = sorted(tokens, key=lambda item: -item[0])[:_NUM_WORST]
-    rows = "".join(
-        f'<tr><td class="n">{turn.first_position + number}</td><td>{escape(turn.title)}</td>'
-        f'<td class="name">{escape(_visible(turn.texts[number]))}</td><td class="n">{format_size(difference)}</td></tr>'
-        for difference, turn, number in worst
-    )
-    return (
-        '<table style="width:auto"><thead><tr><th scope="col" class="n">token</th><th scope="col">in</th>'
-        '<th scope="col">text</th><th scope="col" class="n">largest |a-b|</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table>"
-    )
+    return [
+        (turn.first_position + number, turn.title, _show(turn.texts[number]), format_size(difference))
+        for difference, turn, number in sorted(tokens, key=lambda item: -item[0])[:_NUM_WORST]
+    ]
 
 
-def _turn(turn: SampleTurn, sample: SampleView) -> str:
-    classes = "turn resp" if turn.is_response else "turn"
-    return (
-        f'<div class="{classes}"><h5>{escape(turn.title)} <span class="note">· {escape(turn.note)}</span></h5>'
-        f"<p>{_tokens(turn, sample)}</p></div>"
-    )
-
-
-def _tokens(turn: SampleTurn, sample: SampleView) -> str:
-    """Tokens of one shade stand in one element; the worst has its own."""
+def _shade_turn(turn: SampleTurn, sample: SampleView) -> Iterator[Piece]:
     most = sample.max_difference or 0.0
     shaded = [
-        (_shade(difference, most), turn.first_position + number == sample.worst_position, _visible(text))
+        (_shade(difference, most), turn.first_position + number == sample.worst_position, _show(text))
         for number, (text, difference) in enumerate(zip(turn.texts, turn.differences, strict=True))
     ]
-    pieces = []
+    before = ""
     for (shade, is_worst), run in groupby(shaded, key=lambda item: item[:2]):
-        text = escape(_join([token for _, _, token in run]))
-        worst = f' title="largest |a-b| {format_size(most)}"' if is_worst else ""
-        pieces.append(f'<mark class="{shade}{" worst" if is_worst else ""}"{worst}>{text}</mark>' if shade else text)
-    return _join(pieces)
+        text = _join([token for _, _, token in run])
+        yield Piece(before=before, text=text, shade=shade, is_worst=is_worst)
+        before = "" if text.endswith(_NEWLINE) else " "
 
 
 def _join(texts: Sequence[str]) -> str:
@@ -86,7 +98,7 @@ def _join(texts: Sequence[str]) -> str:
     return joined
 
 
-def _visible(text: str) -> str:
+def _show(text: str) -> str:
     """A token's text, with a sign where it begins a new line."""
     return text.replace("\n", _NEWLINE) or "∅"
 

@@ -1,34 +1,30 @@
 """A comparison as one HTML page that opens offline: verdict, first divergence, the error's path, and all beside it.
 
-Contract: self-contained (plotly's script is in it, nothing is loaded), light or dark as the reader's system is, and
-printable. Bounded, and every cut is said: at most ``MAX_TENSORS`` tensors, ``MAX_LINES`` lines of each list,
-``MAX_METRICS`` metrics in the table and ``MAX_PANELS`` of them drawn; figures as in ``error_path``. Texts of a run are
-escaped, whatever they hold.
+Contract: bounded, and every cut is said: at most ``MAX_TENSORS`` tensors, ``MAX_LINES`` lines of each list,
+``MAX_METRICS`` metrics in the table and ``MAX_PANELS`` of them drawn; figures as in ``error_path``.
 """
 
 from __future__ import annotations
 
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
-from mock_scheduler.display.page_document import render_document, write_document
+from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
-from mock_scheduler.report.comparison.grid_figure import grid_figure
-from mock_scheduler.report.comparison.metric_figure import metric_figure
-from mock_scheduler.report.comparison.page_parts import (
-    bullets,
-    facts,
-    metrics_html,
-    more_line,
-    tensors_html,
-    tiers_html,
+from mock_scheduler.report.comparison.figures import grid_figure, metric_figure
+from mock_scheduler.report.comparison.page_tables import (
+    MetricTable,
+    TensorTable,
+    TierTable,
+    build_metric_table,
+    build_tensor_table,
+    build_tier_table,
 )
 from mock_scheduler.report.comparison.path_figure import path_figure
 from mock_scheduler.report.comparison.view import (
-    count_tiers,
     describe_equal_metrics,
     describe_flips,
     describe_ledgers,
@@ -47,7 +43,12 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
 
+MAX_LINES = 50
 MAX_PANELS = 8
+
+#: Where to find what a page does not show.
+MORE = "as many as 1,000 with --json"
+
 _NUM_EQUAL_PANELS = 2
 _TONES = {
     VerdictKind.IDENTICAL: "good",
@@ -57,32 +58,80 @@ _TONES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _VerdictPart:
+    """The top of the page."""
+
+    tone: str
+    word: str
+    sentence: str
+    rest: str
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorPart:
+    """All about tensors. path, layers_note, steps: what is said above a figure; ``steps`` is ``None`` of one step.
+
+    layers: the element and the caption of each grid; empty where no tensor of the update belongs to a layer.
+    """
+
+    tiers: TierTable
+    path: str
+    layers_note: str
+    layers: tuple[tuple[str, str], ...]
+    steps: str | None
+    table: TensorTable | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MetricPart(MetricTable):
+    """All about metrics. plots: elements of their curves."""
+
+    note: str
+    plots: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ListPart:
+    """Lines under a title."""
+
+    title: str
+    note: str
+    lines: tuple[str, ...]
+
+
 def write_comparison_page(result: ComparisonResult, path: Path) -> None:
     """Write the page to ``path``, whole or not at all; folders are made.
 
     Metric curves are read again from the compared runs. Raises ``AlignmentError`` where it cannot be written.
     """
-    write_document(render_comparison_page(result), path, AlignmentError)
+    write_page(render_comparison_page(result), path, AlignmentError)
 
 
 def render_comparison_page(result: ComparisonResult) -> str:
     """The page's text, of 5 MB, nearly all of which is plotly's script."""
     figures: list[JSON] = []
-    sections = [_verdict_section(result)]
-    tensors = result.alignment.tensors
-    if tensors is not None:
-        sections += _tensor_sections(result, tensors, figures)
-    if result.alignment.metrics is not None:
-        sections.append(_metrics_section(result, result.alignment.metrics, figures))
-    sections += _list_sections(result)
+    alignment = result.alignment
     baseline, candidate = name_sides(result)
-    title = f"{result.alignment.verdict.value}: {candidate} against {baseline}"
-    return render_document(
-        title, f"{candidate} against {baseline}", sections, footer=result.bounds.describe(), figures=figures
+    heading = f"{candidate} against {baseline}"
+    return render_page(
+        "mock_scheduler.report",
+        "comparison.html",
+        title=f"{alignment.verdict.value}: {heading}",
+        heading=heading,
+        footer=result.bounds.describe(),
+        verdict=_verdict_part(result),
+        tensors=None if alignment.tensors is None else _tensor_part(result, alignment.tensors, figures),
+        metrics=None if alignment.metrics is None else _metric_part(result, alignment.metrics, figures),
+        lists=_list_parts(result),
+        max_lines=MAX_LINES,
+        more=MORE,
+        figures=figures,
     )
 
 
-def _verdict_section(result: ComparisonResult) -> str:
+def _verdict_part(result: ComparisonResult) -> _VerdictPart:
     alignment = result.alignment
     tensors = alignment.tensors
     sides = zip(name_sides(result), (result.baseline, result.candidate), strict=True)
@@ -96,13 +145,12 @@ def _verdict_section(result: ComparisonResult) -> str:
             rows.append(("worst", f"{worst.key.describe()}, {describe_margin(worst)}"))
     if alignment.full_dump:
         rows.append(("next", f"run both again with {' '.join(alignment.full_dump)}"))
-    sentence = alignment.sentence or alignment.reason
-    rest = describe_rest(alignment) if alignment.sentence else ""
-    reason = f'<p class="note">{escape(rest)}</p>' if rest else ""
-    return (
-        f'<section class="verdict {_TONES.get(alignment.verdict, "warn")}">'
-        f'<div class="word">{escape(alignment.verdict.value)}</div>'
-        f'<p class="sentence">{escape(sentence)}</p>{reason}{facts(rows)}</section>'
+    return _VerdictPart(
+        tone=_TONES.get(alignment.verdict, "warn"),
+        word=alignment.verdict.value,
+        sentence=alignment.sentence or alignment.reason,
+        rest=describe_rest(alignment) if alignment.sentence else "",
+        rows=tuple(rows),
     )
 
 
@@ -111,22 +159,33 @@ def _describe_side(side: ComparedInput) -> str:
     return f"{layout}{side.kind} in {side.path}"
 
 
-def _tensor_sections(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> list[str]:
-    sections = [tiers_html(count_tiers(tensors))]
+def _tensor_part(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> _TensorPart:
     points = list_points(result.alignment)
-    if points:
-        path = find_error_path(points, result.alignment)
-        sections.append(_path_section(path, figures, is_sketch=tensors.level == "sketch"))
-        sections.append(_layers_section(path, figures))
-        if len(tensors.steps) > 1:
-            grid = step_grid(points)
-            figures.append(grid_figure(grid, "steps", x_title="step"))
-            note = f"The worst tensor of each kind. {grid.note}".strip()
-            sections.append(_section("Over steps", note, _plot("steps")))
-    return [*sections, tensors_html(tensors)]
+    path = find_error_path(points, result.alignment) if points else None
+    layers, steps = [], None
+    if path is not None:
+        figures.append(path_figure(path, "path"))
+        for number, grid in enumerate(layer_grids(path.all_points)):
+            figures.append(grid_figure(grid, f"layers{number}", x_title="layer"))
+            layers.append((f"layers{number}", f"{grid.title} ({grid.note})" if grid.note else grid.title))
+    if path is not None and len(tensors.steps) > 1:
+        grid = step_grid(points)
+        figures.append(grid_figure(grid, "steps", x_title="step"))
+        steps = f"The worst tensor of each kind. {grid.note}".strip()
+    return _TensorPart(
+        tiers=build_tier_table(tensors),
+        path="" if path is None else _describe_path(path, is_sketch=tensors.level == "sketch"),
+        layers_note=""
+        if path is None
+        else f"The worst tensor of each part, at step {path.step}, update {path.update}. Colours: how far from its "
+        "bound.",
+        layers=tuple(layers),
+        steps=steps,
+        table=build_tensor_table(tensors),
+    )
 
 
-def _path_section(path: ErrorPath, figures: list[JSON], *, is_sketch: bool) -> str:
+def _describe_path(path: ErrorPath, *, is_sketch: bool) -> str:
     which = "where all are identical"
     if any(point.is_first for point in path.points):
         which = "in which the runs first part"
@@ -136,29 +195,13 @@ def _path_section(path: ErrorPath, figures: list[JSON], *, is_sketch: bool) -> s
     if path.is_aggregated:
         counts = f"{len(path.all_points):,} tensors are {len(path.points):,} marks"
         note += f" A mark is the worst of one part of a layer or more, so that {counts}."
-    if is_sketch:
-        note += " Estimated from sketches, with error bars."
-    figures.append(path_figure(path, "path"))
-    return _section("The error's path", note, _plot("path"))
+    return f"{note} Estimated from sketches, with error bars." if is_sketch else note
 
 
-def _layers_section(path: ErrorPath, figures: list[JSON]) -> str:
-    """Empty where no tensor of the update belongs to a layer."""
-    plots = []
-    for number, grid in enumerate(layer_grids(path.all_points)):
-        figures.append(grid_figure(grid, f"layers{number}", x_title="layer"))
-        caption = f"{grid.title} ({grid.note})" if grid.note else grid.title
-        plots.append(f"<div><h3>{escape(caption)}</h3>{_plot(f'layers{number}')}</div>")
-    if not plots:
-        return ""
-    note = f"The worst tensor of each part, at step {path.step}, update {path.update}. Colours: how far from its bound."
-    return _section("Where in the model", note, f'<div class="two">{"".join(plots)}</div>')
-
-
-def _metrics_section(result: ComparisonResult, metrics: MetricComparison, figures: list[JSON]) -> str:
-    """Empty where no metric was compared."""
+def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: list[JSON]) -> _MetricPart | None:
+    """``None`` where no metric was compared."""
     if not metrics.differences:
-        return ""
+        return None
     differing = metrics_to_show(metrics)
     equal = [item for item in metrics.differences if item.bit_equal]
     drawn = list(differing[:MAX_PANELS] or equal[:_NUM_EQUAL_PANELS])
@@ -174,18 +217,14 @@ def _metrics_section(result: ComparisonResult, metrics: MetricComparison, figure
         ]
     if drawn and len(drawn) < len(differing):
         note += f" Drawn are {len(drawn)} of {len(differing)} that differ."
-    plots = "".join(_plot(f"metric{number}") for number in range(len(drawn)))
-    body = f'<div class="two">{plots}</div>{metrics_html(differing)}'
-    return _section("Metrics", note, body, is_long=True)
+    table = build_metric_table(differing)
+    plots = tuple(f"metric{number}" for number in range(len(drawn)))
+    return _MetricPart(note=note, plots=plots, rows=table.rows, num_more=table.num_more)
 
 
 def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
-    """What a relative difference is relative to at least."""
+    """The least size that a difference is divided by where it is relative."""
     return result.bounds.metric(metric.nearest_step, metric.name).floor
-
-
-def _plot(element: str) -> str:
-    return f'<div class="plot" id="{element}"></div>'
 
 
 def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
@@ -200,8 +239,8 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
     return baseline, candidate
 
 
-def _list_sections(result: ComparisonResult) -> list[str]:
-    """What is a list of lines: what has no number, replicas, choices of experts, calls, what was left out."""
+def _list_parts(result: ComparisonResult) -> list[_ListPart]:
+    """Lists of lines: findings without a number, replicas, choices of experts, calls, and what was left out."""
     alignment, tensors = result.alignment, result.alignment.tensors
     found = [item.message for item in unmatched(alignment.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
@@ -221,12 +260,7 @@ def _list_sections(result: ComparisonResult) -> list[str]:
         steps = [f"{step.folder} step {step.step}: {step.summarise()}" for step in recordings.steps]
         lists.append(("Recorded steps that differ", "", steps))
     return [
-        _section(title, note, bullets(lines) + more_line(len(lines)))
+        _ListPart(title=title, note=note, lines=tuple(lines))
         for title, note, lines in lists
         if lines or title == "Replicas"
     ]
-
-
-def _section(title: str, note: str, body: str, *, is_long: bool = False) -> str:
-    note = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section{' class=long' if is_long else ''}><h2>{escape(title)}</h2>{note}{body}</section>"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from mock_scheduler.display.figures import axis_title, end_of_name, plain_layout, soft_font
 from mock_scheduler.report.comparison.error_path import ErrorPath, PathPoint, PointTier
-from mock_scheduler.report.comparison.page_figures import describe_point, end_of_name, plain_layout
+from mock_scheduler.report.comparison.figures import describe_point
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.kinds import PHASES, Phase
 
@@ -62,8 +62,8 @@ def _layer_axis(points: Sequence[PathPoint]) -> JSON:
         "range": [-1, len(points)],
         "tickvals": [position for position, _ in ticks],
         "ticktext": [text for _, text in ticks],
-        "title": {"text": "layer, in the order of computation", "font": {"size": 12, "color": "theme:soft"}},
-        "tickfont": {"size": 11, "color": "theme:soft"},
+        "title": axis_title("layer, in the order of computation"),
+        "tickfont": soft_font(11),
         "showgrid": False,
         "zeroline": False,
     }
@@ -78,8 +78,8 @@ def _size_axis(floor: float, top: float) -> JSON:
         "range": [low - 0.4, high + 1.0],
         "tickvals": [floor, *(10.0**decade for decade in decades), top],
         "ticktext": ["identical", *(f"1e{decade:d}" for decade in decades), "no number"],
-        "title": {"text": "relative difference", "font": {"size": 12, "color": "theme:soft"}},
-        "tickfont": {"size": 11, "color": "theme:soft"},
+        "title": axis_title("relative difference"),
+        "tickfont": soft_font(11),
         "gridcolor": "theme:line",
         "zeroline": False,
     }
@@ -135,8 +135,8 @@ def _tier_markers(
             "size": [14 if point.is_first else 9 if tier in ("diverged", "missing") else 7 for _, point in chosen],
             "line": {"width": 1},
         },
-        "customdata": [describe_point(point) for _, point in chosen],
-        "hovertemplate": "%{customdata}<extra></extra>",
+        "hovertext": [describe_point(point) for _, point in chosen],
+        "hoverinfo": "text",
     }
     bars = [_error_bar(point, height, floor) for (_, point), height in zip(chosen, heights, strict=True)]
     if any(up or down for up, down in bars):
@@ -204,7 +204,7 @@ def _phase_name(text: str, middle: float, *, is_wide: bool) -> JSON:
         "text": text,
         "textangle": 0 if is_wide else -35,
         "showarrow": False,
-        "font": {"size": 11, "color": "theme:soft"},
+        "font": soft_font(11),
     }
 
 
@@ -220,7 +220,7 @@ def _first_mark(points: Sequence[PathPoint], *, floor: float, top: float) -> lis
             "yref": "y",
             "x": index,
             "y": math.log10(height),
-            "text": f"<b>first divergence</b><br>{escape(end_of_name(points[index].key.name, 48))}",
+            "text": f"first divergence\n{end_of_name(points[index].key.name, 48)}",
             "showarrow": True,
             "arrowcolor": "theme:diverged",
             "arrowwidth": 1.5,

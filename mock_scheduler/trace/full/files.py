@@ -58,15 +58,17 @@ from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import rename_away, written_aside
 from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.full.footers import footer_as_json
-from mock_scheduler.trace.full.memory import allocate_zeros
-from mock_scheduler.trace.full.pieces import (
+from mock_scheduler.trace.full.header import (
     PieceRecord,
+    RankStep,
     check_spec,
+    footer_as_json,
     pieces_as_json,
+    rank_step_as_json,
     record_entry,
     stored_name,
 )
+from mock_scheduler.trace.full.memory import allocate_zeros
 from mock_scheduler.trace.shards import ShardSpec
 
 FORMAT_VERSION = 3
@@ -89,24 +91,6 @@ STORABLE_DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     }
 )
-_BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStep:
-    """What a file is of: one step of one rank."""
-
-    step: int
-    place: RankPlace
-    world_size: int
-
-    def part_path(self, trace_dir: Path, part: int) -> Path:
-        """The file of one part."""
-        return step_folder(trace_dir, self.step) / f"rank_{self.place.global_rank:05d}.part_{part:03d}.safetensors"
-
-    def describe(self) -> str:
-        """``step 0, global rank 3``."""
-        return f"step {self.step}, global rank {self.place.global_rank}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +101,10 @@ class Ending:
     earlier_parts: tuple[str, ...] = ()
 
 
-def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width and shape: equal where, and only where, the bits are equal."""
-    return tensor.view(_BIT_DTYPES[tensor.element_size()])
+def part_path(trace_dir: Path, rank_step: RankStep, part: int) -> Path:
+    """The file of one part of a rank's step."""
+    name = f"rank_{rank_step.place.global_rank:05d}.part_{part:03d}.safetensors"
+    return step_folder(trace_dir, rank_step.step) / name
 
 
 def step_folder(trace_dir: Path, step: int) -> Path:
@@ -175,12 +160,12 @@ def save_rank_trace(
         records.append(record_entry(owned, step=step, name=name))
     ending = Ending(footer=footer or StepFooter())
     write_part(trace_dir, rank_step, part=0, tensors=tensors, records=records, ending=ending)
-    return rank_step.part_path(trace_dir, 0)
+    return part_path(trace_dir, rank_step, 0)
 
 
 def check_unwritten(trace_dir: Path, rank_step: RankStep) -> None:
     """Raise ``TraceError`` where a part, or the sketches, of this rank's step are there already."""
-    first = rank_step.part_path(trace_dir, 0)
+    first = part_path(trace_dir, rank_step, 0)
     prefix = first.name.removesuffix("part_000.safetensors")
     names = (PART_FILE, SKETCH_FILE)
     existing = sorted(
@@ -204,13 +189,10 @@ def write_part(
     tensors: on the CPU and contiguous, by stored name. ending: given for the last part. Raises ``TraceError`` where the
     file is there already or cannot be written.
     """
-    path = rank_step.part_path(trace_dir, part)
+    path = part_path(trace_dir, rank_step, part)
     content: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
-        "step": rank_step.step,
-        "global_rank": rank_step.place.global_rank,
-        "world_size": rank_step.world_size,
-        "coordinates": dict(rank_step.place.coordinates),
+        **rank_step_as_json(rank_step),
         "part": part,
         **pieces_as_json(records),
     }

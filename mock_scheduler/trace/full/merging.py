@@ -1,25 +1,29 @@
-"""Puts a tensor together from all ranks' pieces, and says which replicas disagree and what is missing.
+"""Puts a tensor together from all ranks' pieces, and says which replicas disagree and which elements are missing.
 
 Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. The others are copied
-block by block to where they belong. Only where pieces overlap in part, or flat ranges leave a part of a local tensor
-out, is every element looked at on its own.
+block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
+every element looked at on its own.
+
+Tokens that no rank holds, in a trace that is complete and undamaged, are tokens that the run did not train on: the
+reader of the trace decides whether that is an error. Any other element that is missing or superfluous is one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.coverage import count_cells, element_places, fill_local_tensor
-from mock_scheduler.trace.entries import RowTable, TraceKey
-from mock_scheduler.trace.full.files import view_as_bits
+from mock_scheduler.support.tensor_bytes import view_as_bits
+from mock_scheduler.trace.entries import DimName, RowTable, TraceKey
+from mock_scheduler.trace.full.header import Piece
 from mock_scheduler.trace.full.memory import MemoryPool
-from mock_scheduler.trace.full.merged import ConflictTally, MergedTensor
-from mock_scheduler.trace.full.pieces import Piece
-from mock_scheduler.trace.full.presence import Expectation, check_present, held_twice
+from mock_scheduler.trace.geometry import blocks_hold, count_cells, element_places, fill_local_tensor, unflatten
+from mock_scheduler.trace.replicas import ConflictTally, ReplicaConflict
 from mock_scheduler.trace.shards import place_shard
 
 Load = Callable[[Piece], torch.Tensor]
@@ -29,6 +33,38 @@ _Group = list[Piece]
 
 #: The groups of one local tensor: one, or several that hold flat ranges of it.
 _Family = list[_Group]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Expectation:
+    """The elements that a trace must hold of a tensor.
+
+    is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. tokens: bool ``[T]``, the
+    tokens of a token tensor; ``None`` where the trace does not say.
+    """
+
+    is_complete: bool
+    rows: RowTable
+    tokens: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergedTensor:
+    """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
+
+    present: bool, True where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
+    ``None`` where every element is there. missing: in words, the tokens that the run should have and no rank holds;
+    empty where there are none. dims: the name of each dimension; empty where nobody said.
+    content: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present at
+    the same elements; ``None`` where pieces overlap.
+    """
+
+    tensor: torch.Tensor
+    conflicts: tuple[ReplicaConflict, ...]
+    present: torch.Tensor | None = None
+    missing: str = ""
+    dims: tuple[DimName, ...] = ()
+    content: tuple[object, ...] | None = None
 
 
 def merge_pieces(
@@ -49,21 +85,21 @@ def merge_pieces(
         coverage = count_cells(pieces[0].spec.global_shape, [family[0][0].spec for family in families])
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
-            present, missing = check_present(key, pieces, held, expectation)
+            present, missing = _check_present(key, pieces, held, expectation)
             values = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
             content = tuple(map(_content, groups))
             return MergedTensor(
                 tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, content=content
             )
     values, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
-    present, missing = check_present(key, pieces, None if bool(held.all()) else held, expectation)
+    present, missing = _check_present(key, pieces, None if bool(held.all()) else held, expectation)
     return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims)
 
 
 def _content(group: _Group) -> tuple[object, ...]:
     """Where a group's elements lie, and the digest of those that are taken."""
     spec = group[0].spec
-    return spec.splits, spec.local_shape, spec.flat_range, group[0].record.sha256
+    return *spec.elements, group[0].record.sha256
 
 
 def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
@@ -91,11 +127,11 @@ def _group_replicas(key: TraceKey, pieces: Sequence[Piece], rows: RowTable) -> l
     groups: dict[tuple[object, ...], _Group] = {}
     for piece in pieces:
         spec = piece.spec
-        group = groups.setdefault((spec.splits, spec.local_shape, spec.flat_range), [])
+        group = groups.setdefault(spec.elements, [])
         if group and group[-1].place.global_rank == piece.place.global_rank:
             _, targets = element_places(spec)
             if len(targets):
-                raise held_twice(key, piece, _unflatten(int(targets[0]), spec.global_shape), rows)
+                raise _held_twice(key, piece, unflatten(int(targets[0]), spec.global_shape), rows)
         group.append(piece)
     filled = [group for group in groups.values() if math.prod(group[0].record.stored_shape)]
     return filled or list(groups.values())[:1]
@@ -116,7 +152,7 @@ def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Te
         replica = load(other)
         # Both are as they were written, so equal digests are equal bits.
         if other.record.sha256 != first.record.sha256:
-            conflicts.compare(first, other, (stored, replica))
+            conflicts.compare((first.place, other.place), first.spec, (stored, replica))
     return stored
 
 
@@ -160,11 +196,11 @@ def _copy_elements(
             claimed = owners == other
             if {piece.place.global_rank for piece in groups[other]} & {piece.place.global_rank for piece in group}:
                 first = int(targets[claimed][0])
-                raise held_twice(key, _common(groups[other], group), _unflatten(first, shape), rows)
+                raise _held_twice(key, _common(groups[other], group), unflatten(first, shape), rows)
             differs = claimed & (mine != bits[targets])
             if bool(differs.any()):
                 pair = bits[targets[differs]].view(dtype), mine[differs].view(dtype)
-                conflicts.add(groups[other][0].place, group[0].place, pair)
+                conflicts.add((groups[other][0].place, group[0].place), pair)
         free = owners < 0
         bits[targets[free]] = mine[free]
         owner[targets[free]] = index
@@ -177,9 +213,114 @@ def _common(first: _Group, second: _Group) -> Piece:
     return next(piece for piece in second if piece.place.global_rank in ranks)
 
 
-def _unflatten(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        position, place = divmod(position, size)
-        index.append(place)
-    return tuple(reversed(index))
+# --- Presence ---------------------------------------------------------------------------------------------------------
+
+
+def _check_present(
+    key: TraceKey, pieces: Sequence[Piece], held: torch.Tensor | None, expectation: Expectation
+) -> tuple[torch.Tensor | None, str]:
+    """What ``MergedTensor.present`` and ``missing`` are, from which elements are held: bool of the whole shape.
+
+    ``held``: ``None`` for all. Raises ``TraceError`` where elements are missing, or tokens there, against the
+    expectation.
+    """
+    record = pieces[0].record
+    if record.dims[:1] != ("token",):
+        if held is not None and expectation.is_complete:
+            raise _gap(key, pieces, ~held)
+        return held, ""
+    some, every = _by_token(held, num_tokens=record.spec.global_shape[0])
+    missing = ""
+    if expectation.tokens is not None:
+        _check_no_others(key, pieces, some, expectation)
+        if expectation.is_complete and not record.is_masked:
+            missing = _describe_missing(pieces, some, expectation)
+    if held is None:
+        return None, missing
+    is_partial = some & ~every
+    shape = [-1, *([1] * (held.dim() - 1))]
+    if not bool(is_partial.any()):
+        return every.view(shape), missing
+    if expectation.is_complete:
+        raise _gap(key, pieces, ~held & is_partial.view(shape))
+    return held, missing
+
+
+def _by_token(held: torch.Tensor | None, *, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool ``[T]`` each: tokens of which some element is held, and tokens that are held entirely."""
+    if held is None:
+        everything = torch.ones(num_tokens, dtype=torch.bool)
+        return everything, everything
+    flat = held.view(num_tokens, -1)
+    return flat.any(dim=1), flat.all(dim=1)
+
+
+def _held_twice(key: TraceKey, piece: Piece, index: Sequence[int], rows: RowTable) -> TraceError:
+    """The error for a rank that holds an element in two of its pieces, as where a micro-batch was traced twice."""
+    is_token = piece.record.dims[:1] == ("token",) and index and index[0] < rows.num_tokens
+    token = f", {_describe_token(index[0], rows)}" if is_token else ""
+    return TraceError(
+        f"{key.describe()}: {piece.place.describe()} wrote the element at index {list(index)} twice{token}"
+    )
+
+
+def _describe_token(token: int, rows: RowTable) -> str:
+    """``position 3 of row train/g0``."""
+    row, position = rows.find(token)
+    return f"position {position} of row {rows.identities[row]}"
+
+
+def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> None:
+    """No token is held that is of a row which the step or update does not have."""
+    expected, rows = expectation.tokens, expectation.rows
+    assert expected is not None
+    extra = some & ~expected
+    if bool(extra.any()):
+        token = int(extra.nonzero()[0])
+        # By blocks alone: a flat range leaves it open which rank holds a token's first element.
+        holders = [piece for piece in pieces if blocks_hold(piece.spec, 0, token)]
+        raise TraceError(
+            f"{key.describe()}: {int(extra.sum())} tokens are of rows that are not in the update, the first is "
+            f"{_describe_token(token, rows)}, held by global rank {_ranks(holders)}"
+        )
+
+
+def _describe_missing(pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> str:
+    """How many of the expected tokens nobody holds any part of, the first, and who holds the others; else empty."""
+    expected = expectation.tokens
+    assert expected is not None
+    missing = expected & ~some
+    if not bool(missing.any()):
+        return ""
+    first = _describe_token(int(missing.nonzero()[0]), expectation.rows)
+    count, total = int(missing.sum()), int(expected.sum())
+    who = _describe_same_rows(pieces) or f"pieces come from global rank {_ranks(pieces)}"
+    return f"{count} of {total} tokens are held by no rank, the first is {first}; {who}"
+
+
+def _describe_same_rows(pieces: Sequence[Piece]) -> str:
+    """Which ranks of other ``dp`` places, which share out the rows, hold the same ones, in words; else empty."""
+    tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    dp_places: dict[int, int] = {}
+    for piece in pieces:
+        blocks = [block for split in piece.spec.splits if split.dim == 0 for block in split.blocks]
+        rank = piece.place.global_rank
+        tokens[rank] |= {(block.global_start, block.length) for block in blocks}
+        dp_places[rank] = piece.place.coordinates.get("dp", 0)
+    alike: dict[frozenset[tuple[int, int]], list[int]] = {}
+    for rank, held in sorted(tokens.items()):
+        alike.setdefault(frozenset(held), []).append(rank)
+    groups = [ranks for held, ranks in alike.items() if held and len({dp_places[rank] for rank in ranks}) > 1]
+    listed = [f"global ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" for ranks in groups]
+    return f"{', and '.join(listed)} hold the same rows" if listed else ""
+
+
+def _gap(key: TraceKey, pieces: Sequence[Piece], missing: torch.Tensor) -> TraceError:
+    return TraceError(
+        f"{key.describe()}: {int(missing.sum())} of {math.prod(missing.shape)} elements are held by no rank, the first "
+        f"at index {missing.nonzero()[0].tolist()}; pieces come from global rank {_ranks(pieces)}"
+    )
+
+
+def _ranks(pieces: Sequence[Piece]) -> str:
+    return ", ".join(str(rank) for rank in sorted({piece.place.global_rank for piece in pieces}))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_json_digest, open_sealed
+from mock_scheduler.support.documents import Count, Document
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import (
     FORMAT_VERSION,
@@ -26,12 +27,36 @@ from mock_scheduler.trace.full.files import (
     Ending,
     find_steps,
 )
-from mock_scheduler.trace.full.footers import as_count, as_world_size, parse_footer, shared_statements
-from mock_scheduler.trace.full.pieces import Piece, PieceRecord, parse_pieces
+from mock_scheduler.trace.full.header import (
+    Piece,
+    PieceRecord,
+    RankStep,
+    parse_footer,
+    parse_pieces,
+    parse_rank_step,
+    shared_statements,
+)
 
 DAMAGED = "the file was changed or damaged after it was written"
 
-_METADATA_KEYS = ("step", "global_rank", "world_size", "coordinates", "part", "tensors", "blocks")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredPart:
+    """What a part's header says beside the rank's step, the pieces and the footer."""
+
+    part: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredEnding:
+    """What the last part's header says beside the footer."""
+
+    num_parts: Count
+    earlier_parts: tuple[str, ...]
+
+
+_PART = Document[_StoredPart](_StoredPart)
+_ENDING = Document[_StoredEnding](_StoredEnding)
 
 
 class Handle(Protocol):
@@ -73,17 +98,20 @@ class OpenedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """One file, with its checked header. digest: the header's own; ``num_parts``, ``ending``: of the last part."""
+    """One file with its checked header. digest: the header's own; ``num_parts``, ``ending``: in the last part only."""
 
     path: Path
-    step: int
-    place: RankPlace
-    world_size: int
+    rank_step: RankStep
     index: int
     records: tuple[PieceRecord, ...]
     digest: str
     num_parts: int
     ending: Ending | None
+
+    @property
+    def rank(self) -> int:
+        """The global rank that wrote it."""
+        return self.rank_step.place.global_rank
 
 
 def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
@@ -109,7 +137,7 @@ def _open_step(folder: Path) -> OpenedStep:
     paths = sorted(folder.iterdir())
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
-            raise TraceError(f"{path}: {_another_release('format version 2 or less')}")
+            raise TraceError(f"{path}: {_another_release('format version 2 or less', FORMAT_VERSION)}")
     parts = [_read_part(path) for path in paths if PART_FILE.fullmatch(path.name)]
     if not parts:
         if any(SKETCH_FILE.fullmatch(path.name) for path in paths):
@@ -120,12 +148,13 @@ def _open_step(folder: Path) -> OpenedStep:
         raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
     by_rank: dict[int, list[_Part]] = {}
     for part in parts:
-        by_rank.setdefault(part.place.global_rank, []).append(part)
+        by_rank.setdefault(part.rank, []).append(part)
     problems = _name_problems(folder, parts)
     for rank in sorted(by_rank):
         problems += _rank_problems(rank, by_rank[rank])
-    endings = {part.place.global_rank: part.ending for part in parts if part.ending is not None}
-    problems += _step_problems({part.place.global_rank: part.world_size for part in parts}, endings)
+    endings = {part.rank: part.ending for part in parts if part.ending is not None}
+    world_sizes = {part.rank: part.rank_step.world_size for part in parts}
+    problems += writer_problems(world_sizes, {rank: ending.footer for rank, ending in endings.items()})
     if problems:
         raise TraceError(f"{folder}: " + "; ".join(problems))
     ranks = tuple(_join_parts(by_rank[rank]) for rank in sorted(by_rank))
@@ -144,15 +173,13 @@ def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
         name = PART_FILE.fullmatch(part.path.name)
         assert name is not None
         named = (int(folder.name.removeprefix("step_")), int(name[1]), int(name[2]))
-        if named != (part.step, part.place.global_rank, part.index):
+        if named != (part.rank_step.step, part.rank, part.index):
             problems.append(
-                f"{part.path.name} holds part {part.index} of step {part.step} of global rank {part.place.global_rank}"
+                f"{part.path.name} holds part {part.index} of step {part.rank_step.step} of global rank {part.rank}"
             )
-        earlier = seen.setdefault((part.place.global_rank, part.index), part.path.name)
+        earlier = seen.setdefault((part.rank, part.index), part.path.name)
         if earlier != part.path.name:
-            problems.append(
-                f"{earlier} and {part.path.name} are both part {part.index} of global rank {part.place.global_rank}"
-            )
+            problems.append(f"{earlier} and {part.path.name} are both part {part.index} of global rank {part.rank}")
     return problems
 
 
@@ -178,13 +205,18 @@ def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
     return problems
 
 
-def _step_problems(world_sizes: Mapping[int, int], endings: Mapping[int, Ending]) -> list[str]:
-    """Ranks that are missing, that should not be there, or that do not say the same of the step."""
+def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFooter]) -> list[str]:
+    """Lists ranks that are missing, that should not be there, or that do not say the same of the step.
+
+    Args:
+        world_sizes: by global rank, of every rank that has a file.
+        footers: by global rank, of every rank that ended the step.
+    """
     problems = []
     if len(set(world_sizes.values())) > 1:
         problems.append(f"files of runs with different world sizes {sorted(set(world_sizes.values()))}")
     world_size = max(world_sizes.values())
-    writers = sorted({rank for ending in endings.values() for rank in ending.footer.ranks}) or range(world_size)
+    writers = sorted({rank for footer in footers.values() for rank in footer.ranks}) or range(world_size)
     missing = [rank for rank in writers if rank not in world_sizes]
     if missing:
         problems.append(f"no file of global rank {', '.join(map(str, missing))} of {world_size}")
@@ -192,7 +224,7 @@ def _step_problems(world_sizes: Mapping[int, int], endings: Mapping[int, Ending]
     if strangers:
         listed = ", ".join(map(str, writers)) if len(writers) < world_size else f"0 to {world_size - 1}"
         problems.append(f"a file of global rank {', '.join(map(str, strangers))}, where ranks {listed} write the trace")
-    statements = {rank: shared_statements(endings[rank].footer) for rank in sorted(endings)}
+    statements = {rank: shared_statements(footers[rank]) for rank in sorted(footers)}
     first = min(statements, default=0)
     for rank, said in statements.items():
         differing = [name for name, value in said.items() if value != statements[first][name]]
@@ -206,12 +238,15 @@ def _join_parts(parts: Sequence[_Part]) -> RankFiles:
     ordered = sorted(parts, key=lambda part: part.index)
     last = ordered[-1]
     assert last.ending is not None
+    place = last.rank_step.place
     return RankFiles(
-        place=last.place,
-        world_size=last.world_size,
+        place=place,
+        world_size=last.rank_step.world_size,
         paths=tuple(part.path for part in ordered),
         pieces=tuple(
-            Piece(place=last.place, path=part.path, record=record) for part in ordered for record in part.records
+            Piece(place=last.rank_step.place, path=part.path, record=record)
+            for part in ordered
+            for record in part.records
         ),
         footer=last.ending.footer,
     )
@@ -219,59 +254,56 @@ def _join_parts(parts: Sequence[_Part]) -> RankFiles:
 
 def _read_part(path: Path) -> _Part:
     with open_file(path) as handle:
-        metadata = handle.metadata() or {}
+        content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="trace file")
         stored_names = set(handle.keys())
-    if METADATA_KEY not in metadata:
-        raise TraceError(f"{path}: no metadata key {METADATA_KEY!r}; this is no trace file")
-    content = _open_metadata(path, metadata[METADATA_KEY])
     try:
         part = _parse_part(path, content)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path}: the metadata is not that of a trace: {error!r}") from error
+    except ValueError as error:
+        raise TraceError(f"{path}: the metadata is not that of a trace: {error}") from error
     if stored_names != {record.stored_name for record in part.records}:
         raise TraceError(f"{path}: the stored tensors are not those that the metadata lists; {DAMAGED}")
     return part
 
 
-def _open_metadata(path: Path, text: str) -> dict[str, Any]:
-    """The metadata's JSON: its digest is checked before anything in it is believed, then its version and keys."""
+def read_metadata(path: Path, handle: Handle, key: str, *, version: int, kind: str) -> dict[str, Any]:
+    """Reads the JSON in a file's header: its digest is checked before anything in it is believed, then its version.
+
+    Raises:
+        TraceError: there is no such key, the digest does not match, or another release wrote the file.
+    """
+    text = (handle.metadata() or {}).get(key)
+    if text is None:
+        raise TraceError(f"{path}: no metadata key {key!r}; this is no {kind}")
     try:
         content = open_sealed(text)
     except ValueError as error:
         raise TraceError(f"{path}: the metadata {error}; {DAMAGED}") from error
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise TraceError(f"{path}: {_another_release(f'format version {version!r}')}")
-    missing = [name for name in _METADATA_KEYS if name not in content]
-    if missing:
-        raise TraceError(f"{path}: the metadata has no {', '.join(missing)}")
+    found = content.get("format_version")
+    if found != version:
+        raise TraceError(f"{path}: {_another_release(f'format version {found!r}', version)}")
     return content
 
 
-def _another_release(version: str) -> str:
-    return f"{version}, expected {FORMAT_VERSION}; another release wrote it: run it again with this one"
+def _another_release(found: str, expected: int) -> str:
+    return f"{found}, expected {expected}; another release wrote it: run it again with this one"
 
 
 def _parse_part(path: Path, content: Mapping[str, Any]) -> _Part:
-    step, ending = as_count(content["step"]), content.get("ending")
+    rank_step, ending = parse_rank_step(content), content.get("ending")
+    stored = None if ending is None else _ENDING.load(ending, at="ending")
     return _Part(
         path=path,
-        step=step,
-        place=RankPlace(
-            global_rank=as_count(content["global_rank"]),
-            coordinates={axis: as_count(place) for axis, place in content["coordinates"].items()},
-        ),
-        world_size=as_world_size(content["world_size"]),
-        index=as_count(content["part"]),
-        records=tuple(parse_pieces(content, step=step)),
-        digest=compute_json_digest(content) if ending is None else "",
-        num_parts=0 if ending is None else as_count(ending["num_parts"]),
-        ending=None if ending is None else _parse_ending(ending),
+        rank_step=rank_step,
+        index=_PART.load(content).part,
+        records=tuple(parse_pieces(content, step=rank_step.step)),
+        # The last part lists the digests of the others: only theirs are asked for.
+        digest=compute_json_digest(content) if stored is None else "",
+        num_parts=0 if stored is None else stored.num_parts,
+        ending=None if ending is None or stored is None else _read_ending(stored, ending),
     )
 
 
-def _parse_ending(content: Mapping[str, Any]) -> Ending:
-    earlier = tuple(content["earlier_parts"])
-    if len(earlier) != as_count(content["num_parts"]) - 1:
-        raise ValueError(f"{len(earlier)} digests of {content['num_parts']} parts")
-    return Ending(footer=parse_footer(content["footer"]), earlier_parts=earlier)
+def _read_ending(stored: _StoredEnding, content: Mapping[str, Any]) -> Ending:
+    if len(stored.earlier_parts) != stored.num_parts - 1:
+        raise ValueError(f"{len(stored.earlier_parts)} digests of {stored.num_parts} parts")
+    return Ending(footer=parse_footer(content.get("footer")), earlier_parts=stored.earlier_parts)

@@ -10,17 +10,22 @@ which a rank's step does not count as complete, is missing then, and the earlier
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import logging
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.background import JobQueue, QueueTexts
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.full.files import Ending, EntryIntake, RankStep, check_unwritten, write_part
-from mock_scheduler.trace.full.pieces import PieceRecord, record_entry
+from mock_scheduler.trace.full.files import Ending, EntryIntake, check_unwritten, part_path, write_part
+from mock_scheduler.trace.full.header import PieceRecord, RankStep, record_entry
+
+logger = logging.getLogger("mock_scheduler.trace")
 
 DEFAULT_PART_BYTES = 1 << 30
 
@@ -61,37 +66,47 @@ class FullSink:
         self._intake = EntryIntake(self._rank_step)
         self._part = _Part(index=0)
         self._written: list[str] = []
-        self._writing: Future[None] | None = None
         self._is_closed = False
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace-writer")
+        where = self._rank_step.describe()
+        self._jobs = JobQueue(
+            "trace-writer",
+            texts=QueueTexts(
+                closed=f"{where}: the trace of this step is closed",
+                halted=f"{where}: nothing more is traced, since an earlier write failed",
+                failed=f"{where}: a part of the trace could not be written",
+                skipped=f"{where}: a part of the trace is not written",
+            ),
+            error=TraceError,
+            logger=logger,
+            max_held=1,
+        )
 
     def add(self, entry: TraceEntry) -> None:
         """Copy one piece; raises ``TraceError`` as ``EntryIntake`` does, and for a write that failed."""
-        self._check_open()
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
+        self._jobs.check_open()
         name, owned = self._intake.take(entry)
         part = self._part
         part.tensors[name] = owned.tensor
-        part.records.append(self._executor.submit(record_entry, owned, step=self._rank_step.step, name=name))
+        part.records.append(self._jobs.compute(partial(record_entry, owned, step=self._rank_step.step, name=name)))
         part.size_bytes += owned.tensor.nbytes
         if part.size_bytes >= self._part_bytes or len(part.tensors) >= _MAX_PIECES:
-            self._submit(None)
+            self._jobs.submit(lambda: partial(self._write, part, None))
             self._part = _Part(index=part.index + 1)
 
     def close(self, footer: StepFooter) -> None:
         """Write the last part, and return when all are on the disk; raises ``TraceError`` where one could not be."""
-        self._check_open()
+        if self._is_closed:
+            self._jobs.check_open()
         self._is_closed = True
+        part = self._part
         try:
-            self._submit(footer)
-            self._wait()
+            self._jobs.submit(lambda: partial(self._write, part, footer))
+            self._jobs.close()
         except BaseException:
             self._remove_parts()
             raise
         finally:
-            self._part = _Part(index=self._part.index)
-            self._executor.shutdown()
+            self._part = _Part(index=part.index)
 
     def abandon(self) -> None:
         """Write nothing more, and remove what was written; nothing where the step was closed."""
@@ -102,21 +117,13 @@ class FullSink:
 
     def _remove_parts(self) -> None:
         """Remove all parts of this rank's step: none was there when it began. Waits for a write that has begun."""
-        self._executor.shutdown(cancel_futures=True)
-        paths = [self._rank_step.part_path(self._trace_dir, part) for part in range(self._part.index + 1)]
+        self._jobs.abandon()
+        paths = [part_path(self._trace_dir, self._rank_step, part) for part in range(self._part.index + 1)]
         with suppress(OSError):  # what cannot be removed has no last part, and is no whole step
             for path in paths:
                 path.unlink(missing_ok=True)
             # Empty where no other rank has written: a folder without files would hide the steps before it.
             paths[0].parent.rmdir()
-
-    def _submit(self, footer: StepFooter | None) -> None:
-        self._wait()
-        self._writing = self._executor.submit(self._write, self._part, footer)
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
 
     def _write(self, part: _Part, footer: StepFooter | None) -> None:
         """In the background: one part; its digests are there, since they were asked for earlier."""
@@ -130,7 +137,3 @@ class FullSink:
         )
         self._written.append(digest)
         part.tensors.clear()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TraceError(f"{self._rank_step.describe()}: the trace of this step is closed")

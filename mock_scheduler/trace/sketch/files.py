@@ -35,12 +35,18 @@ from mock_scheduler.support.digests import JSON, canonical_json, compute_tensor_
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, RankStep, check_unwritten, find_steps, step_folder
-from mock_scheduler.trace.full.footers import footer_as_json
-from mock_scheduler.trace.full.pieces import check_spec
-from mock_scheduler.trace.rectangles import ElementSet, Rectangle, count_union, join
-from mock_scheduler.trace.sketch.opening import FORMAT_VERSION, METADATA_KEY
-from mock_scheduler.trace.sketch.reader import MergedSketch, SketchConflict, SketchReader, open_sketches
+from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
+from mock_scheduler.trace.full.header import RankStep, check_spec, footer_as_json, rank_step_as_json
+from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
+from mock_scheduler.trace.replicas import SketchConflict
+from mock_scheduler.trace.sketch.opening import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    STORED_TENSORS,
+    StoredTensor,
+    StoredTensors,
+)
+from mock_scheduler.trace.sketch.reader import MergedSketch, SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, Sketch, finish_sketches
 from mock_scheduler.trace.sketch.sums import SketchSums
 
@@ -155,17 +161,17 @@ class SketchSink:
         if not held:
             tables["sums"] = torch.zeros(0, self._num_buckets, dtype=torch.float64)
         positions = {part: position for position, part in enumerate(dict.fromkeys(parts))}
+        stored = StoredTensors(
+            tensors=tuple(
+                _store_tensor(key, item.form, positions[part]) for (key, item), part in zip(held, parts, strict=True)
+            ),
+            parts=tuple(positions),
+            tables={name: compute_tensor_digest(table) for name, table in tables.items()},
+        )
         content: dict[str, JSON] = {
             "format_version": FORMAT_VERSION,
-            "step": self._rank_step.step,
-            "global_rank": self._rank_step.place.global_rank,
-            "world_size": self._rank_step.world_size,
-            "coordinates": dict(self._rank_step.place.coordinates),
-            "tensors": [
-                _describe_tensor(key, item.form, positions[part]) for (key, item), part in zip(held, parts, strict=True)
-            ],
-            "parts": [[[list(item.origin), list(item.sizes)] for item in part] for part in positions],
-            "tables": {name: compute_tensor_digest(table) for name, table in tables.items()},
+            **rank_step_as_json(self._rank_step),
+            **STORED_TENSORS.dump(stored),
             "footer": footer_as_json(footer),
         }
         try:
@@ -200,17 +206,17 @@ def _has_file(trace_dir: Path, name: re.Pattern[str]) -> bool:
     return any(name.fullmatch(path.name) for _, folder in find_steps(trace_dir) for path in folder.iterdir())
 
 
-def _describe_tensor(key: TraceKey, form: _Form, position: int) -> list[JSON]:
-    return [
-        key.update,
-        key.kind,
-        key.name,
-        dtype_name(form.dtype),
-        list(form.global_shape),
-        list(form.dims),
-        form.is_masked,
-        position,
-    ]
+def _store_tensor(key: TraceKey, form: _Form, position: int) -> StoredTensor:
+    return StoredTensor(
+        update=key.update,
+        kind=key.kind,
+        name=key.name,
+        dtype=dtype_name(form.dtype),
+        global_shape=form.global_shape,
+        dims=form.dims,
+        is_masked=form.is_masked,
+        part=position,
+    )
 
 
 def _tables(sketches: Sequence[Sketch]) -> dict[str, torch.Tensor]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import compute_tensor_digest, open_sealed
+from mock_scheduler.support.digests import compute_tensor_digest
+from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import DTYPES
-from mock_scheduler.trace.entries import DIM_NAMES, DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
-from mock_scheduler.trace.full.footers import as_count, as_counts, as_world_size, parse_footer, shared_statements
-from mock_scheduler.trace.full.opening import DAMAGED, open_file
-from mock_scheduler.trace.kinds import TRACE_KINDS
-from mock_scheduler.trace.rectangles import ElementSet, Rectangle
+from mock_scheduler.trace.full.header import parse_footer, parse_rank_step
+from mock_scheduler.trace.full.opening import DAMAGED, open_file, read_metadata, writer_problems
+from mock_scheduler.trace.geometry import ElementSet, Rectangle
+from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch.sketch import Sketch
 
 FORMAT_VERSION = 1
@@ -41,6 +42,32 @@ class StoredSketch:
     dims: tuple[DimName, ...]
     is_masked: bool
     part: ElementSet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor as a file's header lists it; ``part`` is a position in the header's ``parts``."""
+
+    update: Count
+    kind: TraceKind
+    name: str
+    dtype: str
+    global_shape: tuple[Count, ...]
+    dims: tuple[DimName, ...]
+    is_masked: bool
+    part: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensors:
+    """A header's lists of tensors and of parts, and the digest of each table."""
+
+    tensors: tuple[Annotated[StoredTensor, AsRow()], ...]
+    parts: tuple[tuple[Annotated[Rectangle, AsRow()], ...], ...]
+    tables: dict[str, str]
+
+
+STORED_TENSORS = Document[StoredTensors](StoredTensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,96 +114,51 @@ def _name_problems(folder: Path, ranks: Sequence[RankSketches]) -> list[str]:
 
 
 def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
-    """Ranks that are missing, that should not be there, or that do not say the same of the step."""
-    problems = []
-    for what, values in (
-        ("world sizes", {rank.world_size for rank in ranks}),
-        ("numbers of buckets", {item.sketch.num_buckets for rank in ranks for item in rank.tensors.values()}),
-    ):
-        if len(values) > 1:
-            problems.append(f"files of runs with different {what} {sorted(values)}")
-    world_size = max(rank.world_size for rank in ranks)
-    found = {rank.place.global_rank for rank in ranks}
-    writers = {writer for rank in ranks for writer in rank.footer.ranks} or set(range(world_size))
-    if writers - found:
-        missing = ", ".join(map(str, sorted(writers - found)))
-        problems.append(f"no file of global rank {missing} of {world_size}")
-    if found - writers:
-        listed = ", ".join(map(str, sorted(writers)))
-        strangers = ", ".join(map(str, sorted(found - writers)))
-        problems.append(f"a file of global rank {strangers}, where ranks {listed} write the trace")
-    first = ranks[0]
-    for rank in ranks[1:]:
-        said, expected = shared_statements(rank.footer), shared_statements(first.footer)
-        differing = [name for name, value in said.items() if value != expected[name]]
-        if differing:
-            problems.append(
-                f"global rank {rank.place.global_rank} says other {', '.join(differing)} than global rank "
-                f"{first.place.global_rank}"
-            )
-    return problems
+    """Lists ranks that are missing, that should not be there, or that do not fit the others."""
+    sizes = {item.sketch.num_buckets for rank in ranks for item in rank.tensors.values()}
+    problems = [f"files of runs with different numbers of buckets {sorted(sizes)}"] if len(sizes) > 1 else []
+    return problems + writer_problems(
+        {rank.place.global_rank: rank.world_size for rank in ranks},
+        {rank.place.global_rank: rank.footer for rank in ranks},
+    )
 
 
 def _read_file(path: Path) -> RankSketches:
     with open_file(path) as handle:
-        metadata = handle.metadata() or {}
-        if METADATA_KEY not in metadata:
-            raise TraceError(f"{path}: no metadata key {METADATA_KEY!r}; these are no sketches")
+        content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="file of sketches")
         if set(handle.keys()) != set(_TABLES):
             raise TraceError(f"{path}: tables {sorted(handle.keys())}, expected {sorted(_TABLES)}; {DAMAGED}")
         try:
             tables = {name: handle.get_tensor(name).clone() for name in _TABLES}
         except SafetensorError as error:
             raise TraceError(f"{path}: it cannot be read: {error}") from error
-    content = _open_metadata(path, metadata[METADATA_KEY])
     try:
+        stored = STORED_TENSORS.load(content)
         for name, table in tables.items():
-            if compute_tensor_digest(table) != content["tables"][name]:
+            if compute_tensor_digest(table) != stored.tables.get(name):
                 raise TraceError(f"{path}: table {name} does not match its digest; {DAMAGED}")
-        return _parse_file(path, content, tables)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path}: the metadata is not that of sketches: {error!r}") from error
-
-
-def _open_metadata(path: Path, text: str) -> dict[str, Any]:
-    """The metadata's JSON: its digest is checked before anything in it is believed, then its version."""
-    try:
-        content = open_sealed(text)
+        return _parse_file(path, content, stored, tables)
     except ValueError as error:
-        raise TraceError(f"{path}: the metadata {error}; {DAMAGED}") from error
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise TraceError(
-            f"{path}: format version {version!r}, expected {FORMAT_VERSION}; another release wrote it: run it again "
-            "with this one"
-        )
-    return content
+        raise TraceError(f"{path}: the metadata is not that of sketches: {error}") from error
 
 
-def _parse_file(path: Path, content: Mapping[str, Any], tables: _TableMap) -> RankSketches:
-    step = as_count(content["step"])
+def _parse_file(path: Path, content: Mapping[str, Any], stored: StoredTensors, tables: _TableMap) -> RankSketches:
+    rank_step = parse_rank_step(content)
     _check_tables(tables)
-    parts = [
-        tuple(Rectangle(origin=as_counts(origin), sizes=as_counts(sizes)) for origin, sizes in part)
-        for part in content["parts"]
-    ]
     tensors: dict[TraceKey, StoredSketch] = {}
-    rows = zip(content["tensors"], tables["sums"], tables["squares"].tolist(), tables["counts"].tolist(), strict=True)
+    rows = zip(stored.tensors, tables["sums"], tables["squares"].tolist(), tables["counts"].tolist(), strict=True)
     for record, sums, squares, counts in rows:
-        key, stored = _parse_stored(record, _parse_sketch(sums, squares, counts), parts, step=step)
+        key = TraceKey(step=rank_step.step, update=record.update, kind=record.kind, name=record.name)
         if key in tensors:
             raise ValueError(f"the {key.describe()} is listed twice")
-        tensors[key] = stored
+        tensors[key] = _check_stored(record, _parse_sketch(sums, squares, counts), stored.parts)
     return RankSketches(
         path=path,
-        step=step,
-        place=RankPlace(
-            global_rank=as_count(content["global_rank"]),
-            coordinates={axis: as_count(place) for axis, place in content["coordinates"].items()},
-        ),
-        world_size=as_world_size(content["world_size"]),
+        step=rank_step.step,
+        place=rank_step.place,
+        world_size=rank_step.world_size,
         tensors=tensors,
-        footer=parse_footer(content["footer"]),
+        footer=parse_footer(content.get("footer")),
     )
 
 
@@ -190,35 +172,32 @@ def _check_tables(tables: _TableMap) -> None:
 
 def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> Sketch:
     num_elements, num_nan, num_infinite, fingerprint = counts
-    if squares < 0.0 or num_nan + num_infinite > num_elements:
+    if squares < 0.0 or min(counts[:3]) < 0 or num_nan + num_infinite > num_elements:
         raise ValueError(f"a sum of squares of {squares}, and {num_nan + num_infinite} of {num_elements} not finite")
     return Sketch(
         sums=sums,
         sum_of_squares=squares,
-        num_elements=as_count(num_elements),
-        num_nan=as_count(num_nan),
-        num_infinite=as_count(num_infinite),
+        num_elements=num_elements,
+        num_nan=num_nan,
+        num_infinite=num_infinite,
         fingerprint=fingerprint % (1 << 64),
     )
 
 
-def _parse_stored(
-    record: Sequence[Any], sketch: Sketch, parts: Sequence[ElementSet], *, step: int
-) -> tuple[TraceKey, StoredSketch]:
-    update, kind, name, dtype, shape, dims, is_masked, position = record
-    if kind not in TRACE_KINDS or dtype not in DTYPES or not DIM_NAMES.issuperset(dims):
-        raise ValueError(f"unknown kind, dtype or dimension in {record}")
-    part, global_shape = parts[as_count(position)], as_counts(shape)
-    if not isinstance(name, str) or not all(_lies_in(rectangle, global_shape) for rectangle in part):
-        raise ValueError(f"{name!r} has a part that does not lie in its shape {list(global_shape)}")
+def _check_stored(record: StoredTensor, sketch: Sketch, parts: Sequence[ElementSet]) -> StoredSketch:
+    if record.dtype not in DTYPES or record.part >= len(parts):
+        raise ValueError(f"{record.name}: unknown dtype {record.dtype!r}, or part {record.part} of {len(parts)}")
+    part = parts[record.part]
+    if not all(_lies_in(rectangle, record.global_shape) for rectangle in part):
+        raise ValueError(f"{record.name!r} has a part that does not lie in its shape {list(record.global_shape)}")
     if sum(rectangle.num_elements for rectangle in part) != sketch.num_elements:
-        raise ValueError(f"{name} has {sketch.num_elements} elements, its part another number")
-    return TraceKey(step=step, update=as_count(update), kind=kind, name=name), StoredSketch(
+        raise ValueError(f"{record.name} has {sketch.num_elements} elements, its part another number")
+    return StoredSketch(
         sketch=sketch,
-        dtype=dtype,
-        global_shape=global_shape,
-        dims=tuple(dims),
-        is_masked=bool(is_masked),
+        dtype=record.dtype,
+        global_shape=record.global_shape,
+        dims=record.dims,
+        is_masked=record.is_masked,
         part=part,
     )
 
@@ -226,5 +205,5 @@ def _parse_stored(
 def _lies_in(rectangle: Rectangle, shape: Sequence[int]) -> bool:
     spans = (rectangle.origin, rectangle.sizes, shape)
     return len({len(span) for span in spans}) == 1 and all(
-        start + size <= whole for start, size, whole in zip(*spans, strict=True)
+        0 <= start <= start + size <= whole for start, size, whole in zip(*spans, strict=True)
     )

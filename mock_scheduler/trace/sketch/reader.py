@@ -18,46 +18,11 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.geometry import ElementSet, count_union, find_cover
 from mock_scheduler.trace.kinds import STEP_KINDS
-from mock_scheduler.trace.rectangles import ElementSet, count_union, find_cover
+from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
 from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SketchConflict:
-    """Ranks that hold different bits for the same elements of one tensor.
-
-    first, second: the lowest rank on either side. first_ranks, second_ranks: all that hold these elements together,
-    one each where a single rank holds them. relative: about how far the two are apart.
-    """
-
-    key: TraceKey
-    first: RankPlace
-    second: RankPlace
-    first_ranks: tuple[int, ...]
-    second_ranks: tuple[int, ...]
-    relative: float
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes on which the two ranks stand apart."""
-        mine, other = self.first.coordinates, self.second.coordinates
-        return tuple(axis for axis in mine if mine[axis] != other.get(axis))
-
-    def describe(self) -> str:
-        """One line: the tensor, the axes with both coordinates, and by how much."""
-        axes = self.axes
-        if len(self.first_ranks) > 1 or len(self.second_ranks) > 1 or not axes:
-            first, second = (f"global {'+'.join(map(str, ranks))}" for ranks in (self.first_ranks, self.second_ranks))
-        else:
-            first, second = (
-                " ".join(f"{axis}{place.coordinates.get(axis)}" for axis in axes) for place in (self.first, self.second)
-            )
-        return (
-            f"{self.key.name}: ranks {first} and {second} hold different bits of the {self.key.describe()} "
-            f"(by about {self.relative:.3g} of its norm)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

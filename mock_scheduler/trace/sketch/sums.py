@@ -15,7 +15,7 @@ from itertools import product
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.rectangles import Rectangle, rectangles_of
+from mock_scheduler.trace.geometry import Rectangle, rectangles_of
 from mock_scheduler.trace.shards import ShardSpec
 from mock_scheduler.trace.sketch.constants import (
     BLOCK,

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch.autograd.function import FunctionCtx
 
-from pipelines.megatron.emulation.parts import cut
+from pipelines.megatron.emulation.parts import Context, cut
 
 Sharing = Literal["split", "whole", "by_sequence", "by_heads"]
 """How tp ranks share a parameter: a part each; the whole with the same gradient; the whole, each with the gradient of
@@ -103,7 +102,7 @@ class Accumulators:
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, parameter: torch.Tensor, accumulator: Accumulator, owner: Accumulators
+        ctx: Context, parameter: torch.Tensor, accumulator: Accumulator, owner: Accumulators
     ) -> tuple[torch.Tensor, ...]:
         ctx.accumulator, ctx.owner = accumulator, owner
         ctx.set_materialize_grads(False)
@@ -112,7 +111,7 @@ class _Take(torch.autograd.Function):
         return tuple(part.clone() if part is parameter else part for parts in copies for part in parts)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         split, size = ctx.accumulator.split, ctx.accumulator.split.num_parts
         first = ctx.owner.round * split.num_replicas
         for index, grad in enumerate(grads):

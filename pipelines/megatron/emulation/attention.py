@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
@@ -11,17 +11,20 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 
-from pipelines.megatron.attention import RowAttention
+from pipelines.megatron.emulation.modules import EmulatedModules
 from pipelines.megatron.emulation.parts import copies_graph, cut_graph, join_graph
-
-if TYPE_CHECKING:
-    from pipelines.megatron.emulation.modules import EmulatedModules
+from pipelines.megatron.layers.attention import RowAttention
 
 _Parts = list[torch.Tensor]
 
 
 def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> None:
     """Let a layer's attention compute rank by rank."""
+    modules.column_linear(attention.linear_qkv)
+    modules.row_linear(attention.linear_proj)
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        if norm is not None and not isinstance(norm, IdentityOp):
+            modules.norm_of_heads(norm)
     core = attention.core_attention
     _emulate_core(core, modules)
 
@@ -93,7 +96,7 @@ def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
     modules.replace(core, forward)
 
 
-def _with_heads(core: RowAttention, tp: int) -> object:
+def _with_heads(core: RowAttention, tp: int) -> Callable[..., torch.Tensor]:
     """Megatron's attention over a tp-th of the heads, as one process computes it."""
     part = copy.copy(core)
     part.num_attention_heads_per_partition = core.num_attention_heads_per_partition // tp

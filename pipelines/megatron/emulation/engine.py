@@ -14,9 +14,9 @@ from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.accumulators import Accumulators
+from pipelines.megatron.emulation.gpt import emulate_gpt
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
-from pipelines.megatron.emulation.modules import EmulatedModules
-from pipelines.megatron.value_head import ValueHead
+from pipelines.megatron.layers.value_head import ValueHead
 
 _LAYERS = "decoder.layers."
 
@@ -43,7 +43,7 @@ class Emulation:
             )
         self.plan = plan
         self.accumulators = Accumulators()
-        self.modules = EmulatedModules(gpt, plan, self.accumulators)
+        self.modules = emulate_gpt(gpt, plan, self.accumulators)
         self._gpt = gpt
         gpt.emulated = self.modules
         self._num_tokens: list[torch.Tensor] = []

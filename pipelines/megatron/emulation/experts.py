@@ -9,7 +9,6 @@ expert's tokens by group, and each group's product is one of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -17,12 +16,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from pipelines.megatron.emulation.accumulators import ParameterSplit
+from pipelines.megatron.emulation.modules import EmulatedModules
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, ordered_sum
 from pipelines.megatron.emulation.products import column_product, row_product
-from pipelines.megatron.expert_router import LayoutInvariantRouter, unbiased_scores
-
-if TYPE_CHECKING:
-    from pipelines.megatron.emulation.modules import EmulatedModules
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, unbiased_scores
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

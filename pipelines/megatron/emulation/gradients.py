@@ -18,6 +18,7 @@ from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulator, Accumulators
 from pipelines.megatron.emulation.buffers import owned_ranges
 from pipelines.megatron.emulation.parts import joined, ordered_sum
+from pipelines.megatron.parameter_marks import main_grad
 
 
 @torch.no_grad()
@@ -36,10 +37,10 @@ def write_main_gradients(
         uses = [_gradient_of_use(item, plan) for item in accumulators.of(parameter)]
         gradients = [item for item in uses if item is not None]
         if not gradients:
-            parameter.main_grad.zero_()
+            main_grad(parameter).zero_()
             continue
         total = ordered_sum(gradients)
-        parameter.main_grad.copy_(total if scaling is None else total.mul_(scaling))
+        main_grad(parameter).copy_(total if scaling is None else total.mul_(scaling))
 
 
 def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor | None:
@@ -81,7 +82,8 @@ class HeldParameter:
     def gradient(self, part: int) -> torch.Tensor:
         """The main gradient of what a tp rank has of it."""
         split = self.accumulator.split
-        return self.parameter.main_grad if split.dim is None else split.parts(self.parameter.main_grad)[part]
+        whole = main_grad(self.parameter)
+        return whole if split.dim is None else split.parts(whole)[part]
 
     def counts_on(self, part: int) -> bool:
         """Whether a tp rank's gradient is in the norm: of what all have whole, the first one's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def _join(parts: Sequence[OwnBatch]) -> JointBatch:
         )
     inputs = [part.inputs for part in parts]
     tensors = [part.batch.tensors() for part in parts]
-    joined = {name: torch.cat([one[name] for one in tensors], dim=1) for name in tensors[0]}
+    joined: dict[str, Any] = {name: torch.cat([one[name] for one in tensors], dim=1) for name in tensors[0]}
     return JointBatch(
         batch=replace(parts[0].batch, **joined),
         inputs=ModelInputs(

@@ -8,25 +8,23 @@ follow one another, and before that the replicas that compute together. Local la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
-from pipelines.megatron.emulation.attention import emulate_attention
-from pipelines.megatron.emulation.experts import emulate_experts
-from pipelines.megatron.emulation.norms import norm_function, norm_of_parts
+from pipelines.megatron.emulation.norms import Norm, norm_function, norm_of_parts
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
 from pipelines.megatron.emulation.products import column_product, row_product
-from pipelines.megatron.value_head import ValueHead
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
+from pipelines.megatron.layers.value_head import ValueHead
 
 Tensors = Sequence[torch.Tensor]
 
@@ -45,17 +43,6 @@ class EmulatedModules:
         self.round = 0
         self._tied: list[list[torch.Tensor]] | None = None
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
-        self.replace(gpt.embedding, self._embed(gpt.embedding))
-        for layer in gpt.decoder.layers:
-            self._norm(layer.input_layernorm)
-            self._norm(layer.pre_mlp_layernorm)
-            self._attention(layer.self_attention)
-            if isinstance(layer.mlp, MoELayer):
-                emulate_experts(layer.mlp, self)
-            else:
-                self.mlp(layer.mlp)
-        self._norm(gpt.decoder.final_layernorm)
-        self._output(gpt)
 
     def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
         """Let one module's method compute so, unless paused; hooks on it stay."""
@@ -87,7 +74,7 @@ class EmulatedModules:
         for parameter in module.parameters(recurse=False):
             self.accumulators.register(parameter, split)
 
-    def _norm(self, norm: torch.nn.Module) -> None:
+    def norm(self, norm: Norm) -> None:
         """A norm over tokens, of which each rank has some."""
         self.register(norm, self.split(self.over_tokens))
 
@@ -97,7 +84,7 @@ class EmulatedModules:
 
         self.replace(norm, forward)
 
-    def _norm_of_heads(self, norm: torch.nn.Module) -> None:
+    def norm_of_heads(self, norm: Norm) -> None:
         """A norm over heads, of which each rank has some; it takes a list of what they have."""
         self.register(norm, self.split("by_heads"))
         apply = norm_function(norm)
@@ -108,10 +95,13 @@ class EmulatedModules:
 
         self.replace(norm, forward)
 
-    def taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def taken(
+        self, module: Norm | ValueHead | LayoutInvariantRouter
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Weight and bias of every rank, share by share; ``None`` where there is no bias."""
-        weights = [part for parts in self.accumulators.take(module.weight) for part in parts]
-        bias = None if isinstance(module, torch.nn.RMSNorm) else module.bias
+        owner: Any = module
+        weights = [part for parts in self.accumulators.take(owner.weight) for part in parts]
+        bias = None if isinstance(module, torch.nn.RMSNorm) else owner.bias
         if bias is None:
             return weights, [None] * len(weights)
         return weights, [part for parts in self.accumulators.take(bias) for part in parts]
@@ -127,7 +117,7 @@ class EmulatedModules:
         by_share = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
         return join_graph(by_share, 0)
 
-    def _column(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
+    def column_linear(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
         """A layer whose output features are split; a bias that it leaves to the next is the caller's to add."""
         split = self.split("split", dim=0, blocks=blocks)
         self.register(linear, split)
@@ -152,7 +142,7 @@ class EmulatedModules:
         outputs = [column_product(*three) for three in zip(by_share, weights, biases, strict=True)]
         return join_graph([join_graph(parts, -1, blocks) for parts in outputs], 0)
 
-    def _row(self, linear: RowParallelLinear) -> None:
+    def row_linear(self, linear: RowParallelLinear) -> None:
         """A layer whose input features are split; its bias is the whole tensor's, for the next operation to add."""
         self.accumulators.register(linear.weight, self.split("split", dim=1))
         if linear.bias is not None:
@@ -170,20 +160,12 @@ class EmulatedModules:
 
         self.replace(linear, forward)
 
-    def _attention(self, attention: torch.nn.Module) -> None:
-        self._column(attention.linear_qkv)
-        self._row(attention.linear_proj)
-        for norm in (attention.q_layernorm, attention.k_layernorm):
-            if norm is not None and not isinstance(norm, IdentityOp):
-                self._norm_of_heads(norm)
-        emulate_attention(attention, self)
-
     def mlp(self, mlp: MLP) -> None:
         """An MLP of all tokens, or the part of one with experts that all tokens see, which gives no bias."""
         blocks = 2 if mlp.config.gated_linear_unit else 1
         fc1 = mlp.linear_fc1
-        self._column(fc1, blocks=blocks)
-        self._row(mlp.linear_fc2)
+        self.column_linear(fc1, blocks=blocks)
+        self.row_linear(mlp.linear_fc2)
         activation = mlp.config.activation_func
 
         def inner(part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -196,7 +178,9 @@ class EmulatedModules:
         def forward(hidden: torch.Tensor, **unused: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
             by_share = cut_graph(fc1(hidden)[0], 0, self.plan.shares)
             nothing = [[None] * self.plan.tp for _ in by_share]
-            biases = nothing if fc1.bias is None else self.accumulators.take(fc1.bias)
+            biases: Sequence[Sequence[torch.Tensor | None]] = (
+                nothing if fc1.bias is None else self.accumulators.take(fc1.bias)
+            )
             activated = [
                 [inner(*two) for two in zip(cut_graph(tokens, -1, self.plan.tp, blocks), own, strict=True)]
                 for tokens, own in zip(by_share, biases, strict=True)
@@ -206,8 +190,8 @@ class EmulatedModules:
 
         self.replace(mlp, forward)
 
-    def _embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
-        """Tokens ``[b, s]`` to ``[s, b, h]``."""
+    def embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
+        """Build the embedding of tokens ``[b, s]`` to ``[s, b, h]``."""
         words = embedding.word_embeddings
         self.accumulators.register(words.weight, self.split("split", dim=0))
         positions = embedding.position_embeddings if embedding.add_position_embedding else None
@@ -241,7 +225,8 @@ class EmulatedModules:
 
         return forward
 
-    def _output(self, gpt: GPTModel) -> None:
+    def output(self, gpt: GPTModel) -> None:
+        """Logits or values of all tokens; the weight may be that of the embedding."""
         layer = gpt.output_layer
         if isinstance(layer, ValueHead):
             self._value_head(layer)

@@ -9,19 +9,19 @@ import torch.nn.functional as F
 
 from pipelines.megatron.emulation.parts import cut_graph, join_graph
 
+Norm = torch.nn.RMSNorm | torch.nn.LayerNorm
 NormFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def norm_function(norm: torch.nn.Module) -> NormFunction:
+def norm_function(norm: Norm) -> NormFunction:
     """torch's function of a module's norm: of inputs, weight and bias."""
-    shape, eps = norm.normalized_shape, norm.eps
     if isinstance(norm, torch.nn.RMSNorm):
-        return lambda inputs, weight, bias: F.rms_norm(inputs, shape, weight, eps)
-    return lambda inputs, weight, bias: F.layer_norm(inputs, shape, weight, bias, eps)
+        return lambda inputs, weight, bias: F.rms_norm(inputs, norm.normalized_shape, weight, norm.eps)
+    return lambda inputs, weight, bias: F.layer_norm(inputs, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def norm_of_parts(
-    norm: torch.nn.Module,
+    norm: Norm,
     hidden: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -31,6 +31,7 @@ def norm_of_parts(
         return norm_function(norm)(hidden, weights[0], biases[0])
     if isinstance(norm, torch.nn.RMSNorm) and reads_twice(hidden):
         squared, scaled = (cut_graph(hidden, 0, len(weights)) for _ in range(2))
+        assert norm.eps is not None  # Megatron gives one
         parts = [_rms_norm(*three, norm.eps) for three in zip(squared, scaled, weights, strict=True)]
     else:
         function, cut = norm_function(norm), cut_graph(hidden, 0, len(weights))
@@ -48,7 +49,10 @@ def reads_twice(hidden: torch.Tensor) -> bool:
     with torch.enable_grad():
         last = F.rms_norm(probe, (1,)).grad_fn
     assert last is not None
-    return "Mul" in last.name() and len([one for one, _ in last.next_functions if "AccumulateGrad" in one.name()]) == 1
+    return (
+        "Mul" in last.name()
+        and len([one for one, _ in last.next_functions if one is not None and "AccumulateGrad" in one.name()]) == 1
+    )
 
 
 def _rms_norm(squared: torch.Tensor, scaled: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,9 +8,12 @@ padded slices, these place them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
+
+#: What autograd hands to a function's forward and backward pass; torch gives it no attribute that either sets.
+Context = Any
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -48,65 +51,63 @@ def _placed(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The pieces one after another along ``dim``, with dimensions in the memory order of the first piece."""
     first = pieces[0]
     dim %= first.ndim
-    order = sorted(range(first.ndim), key=lambda index: -first.stride(index))
+    order = sorted(range(first.ndim), key=first.stride, reverse=True)
     placed = torch.cat([piece.permute(order) for piece in pieces], dim=order.index(dim))
     return placed.permute([order.index(index) for index in range(first.ndim)])
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, whole: torch.Tensor, dim: int, num_parts: int, blocks: int
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, whole: torch.Tensor, dim: int, num_parts: int, blocks: int) -> tuple[torch.Tensor, ...]:
         ctx.place = (dim, blocks)
         return tuple(cut(whole, dim, num_parts, blocks))
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return joined(grads, *ctx.place), None, None, None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, dim: int, blocks: int, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, dim: int, blocks: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.place = (dim, len(parts), blocks)
         return joined(parts, dim, blocks)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *cut(grad, *ctx.place))
 
 
 class _OrderedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, *parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, *parts: torch.Tensor) -> torch.Tensor:
         ctx.num_parts = len(parts)
         return ordered_sum(parts)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (grad,) * ctx.num_parts
 
 
 class _Copies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, whole: torch.Tensor, num_copies: int) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, whole: torch.Tensor, num_copies: int) -> tuple[torch.Tensor, ...]:
         return tuple(whole.clone() for _ in range(num_copies))
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ordered_sum([grad.contiguous() for grad in grads]), None
 
 
 class _SpreadBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, length: int, num_lines: int, *biases: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, length: int, num_lines: int, *biases: torch.Tensor) -> torch.Tensor:
         ctx.num_parts = len(biases)
         rows = length // len(biases)
         return torch.cat([bias.expand(rows, num_lines, -1) for bias in biases])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = cut(grad, 0, ctx.num_parts)
         return (None, None, *(part.sum_to_size(part.shape[-1]) for part in parts))
 

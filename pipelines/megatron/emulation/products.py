@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.function import FunctionCtx
 
-from pipelines.megatron.emulation.parts import ordered_sum
+from pipelines.megatron.emulation.parts import Context, ordered_sum
 
 
 def _weight_gradient(grad: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +24,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, num_parts: int, inputs: torch.Tensor, *parameters: torch.Tensor
+        ctx: Context, num_parts: int, inputs: torch.Tensor, *parameters: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:num_parts], parameters[num_parts:]
         ctx.has_bias = bool(biases)
@@ -36,7 +35,7 @@ class _ColumnProduct(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, *weights = ctx.saved_tensors
         of_inputs = ordered_sum([grad.matmul(weight) for grad, weight in zip(grads, weights, strict=True)])
         of_weights, rows = zip(*(_weight_gradient(grad, inputs) for grad in grads), strict=True)
@@ -48,14 +47,14 @@ class _RowProduct(torch.autograd.Function):
     """y = Σ_i x_i W_iᵀ."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, num_parts: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, num_parts: int, *tensors: torch.Tensor) -> torch.Tensor:
         inputs, weights = tensors[:num_parts], tensors[num_parts:]
         ctx.num_parts = num_parts
         ctx.save_for_backward(*tensors)
         return ordered_sum([torch.matmul(one, weight.t()) for one, weight in zip(inputs, weights, strict=True)])
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weights = ctx.saved_tensors[: ctx.num_parts], ctx.saved_tensors[ctx.num_parts :]
         of_inputs = [grad.matmul(weight) for weight in weights]
         return (None, *of_inputs, *(_weight_gradient(grad, one)[0] for one in inputs))

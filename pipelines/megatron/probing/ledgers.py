@@ -52,7 +52,7 @@ class CallLedger(WatchingMode):
     """The mode that lists calls of ``kinds`` while it is entered. ``calls``: by kind, in order."""
 
     def __init__(self, kinds: Sequence[LedgerKind]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: dict[LedgerKind, list[LedgerCall]] = {kind: [] for kind in kinds}
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

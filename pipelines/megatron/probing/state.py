@@ -19,6 +19,7 @@ from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.megatron.optimizer_state import MOMENTS, state_dtype
+from pipelines.megatron.parameter_marks import main_grad, main_param
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 
@@ -76,11 +77,11 @@ _Piece = tuple[ShardSpec, torch.Tensor]
 def _gradients(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
     distributed = _distributed(optimizers)
     if not distributed:
-        yield local.spec, local.parameter.main_grad
+        yield local.spec, main_grad(local.parameter)
     for optimizer in distributed:
         spec = None if optimizer.is_stub_optimizer else owned_range(optimizer, local)
         if spec is not None:
-            yield spec, local.parameter.main_grad
+            yield spec, main_grad(local.parameter)
 
 
 def _parameters(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
@@ -118,7 +119,7 @@ def _updated(
                 group, position = optimizer.model_param_group_index_map[local.parameter]
                 yield optimizer, spec, optimizer.optimizer.param_groups[group]["params"][position]
             continue
-        inner = local.parameter.main_param if wide is None else wide
+        inner = main_param(local.parameter) if wide is None else wide
         if any(inner is one for group in optimizer.optimizer.param_groups for one in group["params"]):
             yield optimizer, local.spec, inner
 

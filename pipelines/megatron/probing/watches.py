@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -25,6 +26,9 @@ Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a tensor as it was computed, or its gradient, and int64 ``[n]``, the places of tokens among its s · b, to what
 it has for these tokens, ``[n, ...]``."""
 
+#: Megatron's router, and its layer with experts, which carry no annotations.
+Router = Any
+ExpertLayer = Any
 See = Callable[[torch.Tensor, Gather | None], torch.Tensor | None]
 """Takes a tensor; without a gather it has s · b parts of one size, token after token. Gives what to put in its place,
 of the same shape and dtype, or ``None``."""
@@ -47,7 +51,7 @@ def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
 
 
 @contextmanager
-def watch_scores(router: torch.nn.Module, see: See) -> Iterator[None]:
+def watch_scores(router: Router, see: See) -> Iterator[None]:
     """See a router's logits ``[s, b, E]``, before anything is made of them."""
     compute = router.gating
 
@@ -61,7 +65,7 @@ def watch_scores(router: torch.nn.Module, see: See) -> Iterator[None]:
 
 
 @contextmanager
-def watch_probabilities(router: torch.nn.Module, see: See) -> Iterator[None]:
+def watch_probabilities(router: Router, see: See) -> Iterator[None]:
     """See the weights of the chosen experts, gathered to ``[n, K]`` of a router's ``[s · b, E]``."""
 
     def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> object:
@@ -78,7 +82,7 @@ def watch_probabilities(router: torch.nn.Module, see: See) -> Iterator[None]:
 
 
 @contextmanager
-def watch_choice(router: torch.nn.Module, see: See) -> Iterator[None]:
+def watch_choice(router: Router, see: See) -> Iterator[None]:
     """See which experts were chosen, gathered to int64 ``[n, K]`` of a router's bool map ``[s · b, E]``."""
 
     def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -89,7 +93,7 @@ def watch_choice(router: torch.nn.Module, see: See) -> Iterator[None]:
 
 
 @contextmanager
-def watch_expert_outputs(layer: torch.nn.Module, see: See) -> Iterator[None]:
+def watch_expert_outputs(layer: ExpertLayer, see: See) -> Iterator[None]:
     """See what each chosen expert gives to each token, gathered to ``[n, K, h]``, of a layer with experts."""
     dispatcher = layer.token_dispatcher
     combine = dispatcher.combine_postprocess
@@ -107,7 +111,7 @@ def watch_expert_outputs(layer: torch.nn.Module, see: See) -> Iterator[None]:
 class _WatchedCombine:
     """A dispatcher's ``combine_postprocess`` whose input ``sees`` see one after another."""
 
-    def __init__(self, layer: torch.nn.Module, combine: Callable[[torch.Tensor], torch.Tensor], see: See) -> None:
+    def __init__(self, layer: ExpertLayer, combine: Callable[[torch.Tensor], torch.Tensor], see: See) -> None:
         self.sees = [see]
         self._dispatcher, self._topk = layer.token_dispatcher, layer.config.moe_router_topk
         self._combine = combine

@@ -144,14 +144,15 @@ def _install_backward() -> None:
 
     torch hands ``backward`` to the mode as one function, and a mode is off inside of what it handles.
     """
-    run = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
 
     @functools.wraps(run)
     def run_with_mode(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with HostDeviceMode():
             return run(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_with_mode
+    autograd._engine_run_backward = run_with_mode
 
 
 def _install_split_sizes() -> None:

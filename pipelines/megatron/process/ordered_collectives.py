@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class OrderedReductions(WatchingMode):
     """The mode that replaces reductions. ``num_replaced``: how many tensors this rank had reduced by it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_replaced = 0
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -114,7 +114,12 @@ def _first_tensor(bound: _Bound) -> torch.Tensor:
 def _check_operation(func: Any, bound: _Bound) -> None:  # noqa: ANN401 - OpOverload
     if bound["reduce_op"].op() not in (_SUM, _AVERAGE):
         kind = next(
-            (kind.name for kind in ReduceOp.RedOpType.__members__.values() if int(kind) == bound["reduce_op"].op()), "?"
+            (
+                kind.name
+                for kind in ReduceOp.RedOpType.__members__.values()
+                if int(cast(Any, kind)) == bound["reduce_op"].op()
+            ),
+            "?",
         )
         raise DeterminismError(
             f"order.ordered_reductions: {func} with {kind} over {_group_of(bound).size()} ranks: only SUM and AVG are "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from mock_scheduler.errors import LayoutError
@@ -132,7 +133,7 @@ def _own_gpu() -> int:
 def _init_process_group(world_size: int) -> None:
     backend = "nccl" if has_cuda() else "gloo"
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
 

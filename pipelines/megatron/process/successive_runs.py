@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ def process_as_found() -> Iterator[None]:
     gc.collect()
 
 
+deterministic: Any = torch.utils.deterministic
+
 _Flags = tuple[bool, bool, bool, bool, bool, int, torch.dtype, str]
 
 
@@ -63,7 +66,7 @@ def _read_flags() -> _Flags:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        deterministic.fill_uninitialized_memory,
         torch.backends.cudnn.deterministic,
         torch.backends.cudnn.benchmark,
         torch.get_num_threads(),
@@ -75,7 +78,7 @@ def _read_flags() -> _Flags:
 def _restore_flags(flags: _Flags) -> None:
     is_deterministic, warns_only, fills_memory, cudnn_deterministic, cudnn_benchmark, threads, dtype, precision = flags
     torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fills_memory
+    deterministic.fill_uninitialized_memory = fills_memory
     torch.backends.cudnn.deterministic = cudnn_deterministic
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.set_num_threads(threads)
@@ -91,7 +94,8 @@ def has_ended_alike(number: int, exit_code: int) -> bool:
     must also have issued equally many in the group of all.
     """
     store = distributed_c10d._get_default_store()
-    issued = dist.group.WORLD._get_sequence_number_for_group()
+    world: Any = dist.group.WORLD
+    issued = world._get_sequence_number_for_group()
     keys = [f"mock_scheduler/run/{number}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], f"{exit_code} {issued}")
     try:
@@ -106,8 +110,9 @@ def is_group_whole() -> bool:
     ones = torch.ones(1, dtype=torch.int64, device=compute_device())
     options = AllreduceOptions()
     options.timeout = FAILED_TIMEOUT
+    world: Any = dist.group.WORLD
     try:
-        dist.group.WORLD.allreduce([ones], options).wait()
+        world.allreduce([ones], options).wait()
     except RuntimeError:
         return False
     return int(ones) == dist.get_world_size()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.correction.config.describe import describe_correction
+from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config

@@ -15,9 +15,9 @@ from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.config.trace import TraceConfig, TraceKind
 from mock_scheduler.correction.comparable import VALID_COLUMN
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.report.batch import ScoredBatch
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.presets import list_presets
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
@@ -64,7 +64,7 @@ def make_step(
     valid: Sequence[Sequence[bool]] | None = None,
     versions: Sequence[int] | None = None,
     policy_version: int = 0,
-) -> ScoredBatch:
+) -> ScoredStep:
     rows, train = make_rows(*log_ratios, rewards=rewards, group_size=group_size)
     if valid is not None:
         flags = [Ragged(torch.tensor(values, dtype=torch.bool)) for values in valid]
@@ -73,11 +73,11 @@ def make_step(
         numbers = [torch.tensor([version], dtype=torch.int32) for version in versions]
         rows = [replace(row, policy_versions=version) for row, version in zip(rows, numbers, strict=True)]
     info = make_info(step, policy_version=policy_version)
-    return ScoredBatch(info=info, batch=make_batch(rows, sampling=sampling), train_logprobs=train)
+    return ScoredStep(info=info, batch=make_batch(rows, sampling=sampling), train_logprobs=train)
 
 
 def make_report(
-    *steps: ScoredBatch,
+    *steps: ScoredStep,
     configured: CorrectionSpec | None = None,
     presets: Sequence[str] = ("decoupled_token_is",),
     num_worst: int = 3,
@@ -139,7 +139,7 @@ def write_run(run: Path, *, batches: Mapping[int, RolloutBatch] | None = None, c
     return run
 
 
-def record_scored(folder: Path, steps: Sequence[ScoredBatch], *, config: str = "{}") -> tuple[Path, Path]:
+def record_scored(folder: Path, steps: Sequence[ScoredStep], *, config: str = "{}") -> tuple[Path, Path]:
     """A recording of these steps, and a completed run that replayed it with a trace."""
     dump_dir, run = folder / "recording", folder / "run"
     for step in steps:

@@ -9,8 +9,8 @@ import pytest
 
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.report.advice import Advice, bias_advice, guide_advice, hidden_variance
-from mock_scheduler.correction.report.view import TrainingSide
+from mock_scheduler.correction.report.advice import bias_advice, guide_advice, hidden_variance
+from mock_scheduler.correction.report.view import Advice, TrainingSide
 from tests.correction.report.reports import TRAINING, advice_of, make_report, make_step
 
 LN2 = math.log(2)

@@ -12,9 +12,9 @@ import torch
 
 from mock_scheduler import cli
 from mock_scheduler.commands.correction import CorrectionOptions, run_correction
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.sources import training_of_contract, training_of_run
-from mock_scheduler.display import page_document
+from mock_scheduler.display import pages
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from tests.correction.report.reports import make_step, record_scored, write_run, write_trace
@@ -28,7 +28,7 @@ trace: {level: full}
 """
 
 
-def make_steps() -> list[ScoredBatch]:
+def make_steps() -> list[ScoredStep]:
     return [make_step((LN2, 0.0), (0.0,), step=0), make_step((0.0, -LN2), (0.0,), step=2, policy_version=2)]
 
 
@@ -65,7 +65,7 @@ def test_the_json_has_the_numbers_of_a_recording_and_its_trace(
 
 
 def test_files_are_written_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(pages, "get_plotlyjs", lambda: "/* plotly */")
     dump_dir, run_dir = record_scored(tmp_path, make_steps())
     html, json_path = tmp_path / "out" / "page.html", tmp_path / "out.json"
     text = run(dump_dir, run=run_dir, html_path=html, json_path=str(json_path))

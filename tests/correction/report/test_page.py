@@ -16,7 +16,7 @@ from mock_scheduler.correction.report.format import number, percent
 from mock_scheduler.correction.report.page import MAX_STEPS, render_correction_page, write_correction_page
 from mock_scheduler.correction.report.text import print_correction
 from mock_scheduler.correction.report.view import CorrectionReport
-from mock_scheduler.display import page_document
+from mock_scheduler.display import pages
 from mock_scheduler.errors import ConfigError
 from tests.correction.report.reports import make_report, make_step
 from tests.report.pages import figures_of, text_of
@@ -28,7 +28,7 @@ EVIL = '</script><script>alert("1")</script><b>'
 @pytest.fixture(autouse=True)
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
-    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(pages, "get_plotlyjs", lambda: "/* plotly */")
 
 
 def make_full() -> CorrectionReport:

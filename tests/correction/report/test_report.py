@@ -12,9 +12,9 @@ import torch
 
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
-from mock_scheduler.correction.report.bars import count_bars, count_middle_bars
-from mock_scheduler.correction.report.batch import ScoredBatch
+from mock_scheduler.correction.report.distributions import count_bars, count_middle_bars
 from mock_scheduler.correction.report.presets import list_presets, preset_candidate
+from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import Measured
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.histogram import Bar
@@ -25,7 +25,7 @@ from tests.recording.builders import make_info
 LN2 = math.log(2)
 
 
-def measured_of(*steps: ScoredBatch, **options: object) -> Measured:
+def measured_of(*steps: ScoredStep, **options: object) -> Measured:
     measured = make_report(*steps, **options).measured  # type: ignore[arg-type]
     assert measured is not None
     return measured
@@ -93,7 +93,7 @@ def test_a_trajectory_of_several_rows_is_one_sequence_with_the_turns_of_its_rows
     rows[1] = replace(rows[1], policy_versions=torch.tensor([2], dtype=torch.int32))
     rows.append(make_row(0, 1, turn_rewards=(0.0,)))
     batch = make_batch(rows)
-    step = ScoredBatch(
+    step = ScoredStep(
         info=make_info(0, policy_version=2),
         batch=batch,
         train_logprobs=batch.rollout_logprobs.double() + torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.0]),
@@ -110,15 +110,15 @@ def test_a_trajectory_of_several_rows_is_one_sequence_with_the_turns_of_its_rows
 def test_turns_are_runs_of_the_mask_where_there_are_as_many() -> None:
     tokens, mask = (1, 2, 3, 4, 5), (False, True, True, False, True)
     row = make_row(tokens=tokens, response=mask, rollout_logprobs=(-1.0, -1.0, -1.0), prompt_length=1)
-    step = ScoredBatch(info=make_info(), batch=make_batch([row]), train_logprobs=None)
+    step = ScoredStep(info=make_info(), batch=make_batch([row]), train_logprobs=None)
     assert step.tokens.turns is not None
     assert step.tokens.turns.tolist() == [0, 0, 1]
     one = replace(row, turn_rewards=torch.ones(1), policy_versions=torch.zeros(1, dtype=torch.int32))
-    step = ScoredBatch(info=make_info(), batch=make_batch([one]), train_logprobs=None)
+    step = ScoredStep(info=make_info(), batch=make_batch([one]), train_logprobs=None)
     assert step.tokens.turns is not None
     assert step.tokens.turns.tolist() == [0, 0, 0]
     three = replace(row, turn_rewards=torch.ones(3), policy_versions=torch.tensor([0, 1, 1], dtype=torch.int32))
-    step = ScoredBatch(info=make_info(), batch=make_batch([three]), train_logprobs=None)
+    step = ScoredStep(info=make_info(), batch=make_batch([three]), train_logprobs=None)
     assert step.tokens.turns is None
     assert step.versions_behind is None
 
@@ -212,7 +212,7 @@ def test_a_preset_that_cannot_be_computed_says_why_and_has_no_numbers() -> None:
     assert outcome.note == "asks for advantages; a group of one trajectory has no mean to compare its reward with"
     row = make_row(tokens=(1, 2, 3, 4), turn_rewards=(0.0, 1.0))
     batch = make_batch([row])
-    unclear = ScoredBatch(info=make_info(), batch=batch, train_logprobs=batch.rollout_logprobs.double())
+    unclear = ScoredStep(info=make_info(), batch=batch, train_logprobs=batch.rollout_logprobs.double())
     outcome = measured_of(unclear, presets=("roll_segment",)).outcomes[0]
     assert outcome.kept_fraction is None
     assert outcome.note.startswith("asks for turns, and the response mask shows another number of them")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.correction.config.rules import VerlRelease
-from mock_scheduler.correction.verl import ReleaseCorrection, correct_as_release
+from mock_scheduler.correction.verl import ReleaseCorrection, correct
+from mock_scheduler.correction.verl.releases import VerlRelease
 
 _GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "rollout_correction.json").read_text(encoding="utf-8"))
 _FUNCTIONS = ("compute_rollout_correction_and_rejection_mask", "compute_rollout_importance_weights")
@@ -34,7 +34,7 @@ def _tensor(rows: list[list[float | str]], dtype: str) -> torch.Tensor:
 
 def _run(case: dict[str, Any]) -> ReleaseCorrection:
     inputs = case["inputs"]
-    return correct_as_release(
+    return correct(
         _RELEASES[case["verl_version"]],
         old_log_prob=_tensor(inputs["old_log_prob"], inputs["log_prob_dtype"]),
         rollout_log_prob=_tensor(inputs["rollout_log_prob"], inputs["log_prob_dtype"]),
@@ -84,7 +84,7 @@ def _correct(
     release: VerlRelease, log_ratios: list[list[float]], mask: list[list[int]] | None = None, **arguments: object
 ) -> ReleaseCorrection:
     rows = torch.tensor(log_ratios)
-    return correct_as_release(
+    return correct(
         release,
         old_log_prob=rows - 1.0,
         rollout_log_prob=torch.full_like(rows, -1.0),
@@ -163,7 +163,7 @@ def test_weights_of_e7cdce1c_carry_a_gradient() -> None:
     carries: dict[VerlRelease, bool] = {"e7cdce1c": True, "0.6.1": False, "0.9.1": False}
     for release, has_gradient in carries.items():
         old = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-        found = correct_as_release(
+        found = correct(
             release,
             old_log_prob=old,
             rollout_log_prob=torch.tensor([[-1.5, -2.0]]),
@@ -178,7 +178,7 @@ def test_overflow_at_padding_is_0_in_e7cdce1c_and_nan_later() -> None:
     """exp(15) is inf in float16: truncated to 2 before the mask, it becomes 0; inf times 0 is NaN."""
     padding: dict[VerlRelease, float] = {"e7cdce1c": 0.0, "0.6.1": math.nan}
     for release, at_padding in padding.items():
-        found = correct_as_release(
+        found = correct(
             release,
             old_log_prob=torch.tensor([[-1.0, -1.0]], dtype=torch.float16),
             rollout_log_prob=torch.tensor([[-1.0, -16.0]], dtype=torch.float16),
@@ -205,7 +205,7 @@ def test_0_6_0_asserts_a_token_and_refuses_half_precision() -> None:
         _correct("0.6.0", [[0.0]], [[0]], rollout_is_threshold=2.0)
     half = torch.zeros(1, 2, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="quantile"):
-        correct_as_release(
+        correct(
             "0.6.0",
             old_log_prob=half,
             rollout_log_prob=half,
@@ -218,14 +218,12 @@ def test_a_bound_that_float16_cannot_hold_matters_from_two_tokens_on() -> None:
     """Nothing is clamped for the standard deviation of a single token, which is 0 by definition."""
     one, two = (torch.zeros(1, length, dtype=torch.float16) for length in (1, 2))
     arguments = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e9}
-    found = correct_as_release(
+    found = correct(
         "0.9.1", old_log_prob=one, rollout_log_prob=one, response_mask=torch.ones(1, 1), arguments=arguments
     )
     assert found.metrics["rollout_corr/rollout_rs_token_k2_std"] == 0.0
     with pytest.raises(RuntimeError, match="overflow"):
-        correct_as_release(
-            "0.9.1", old_log_prob=two, rollout_log_prob=two, response_mask=torch.ones(1, 2), arguments=arguments
-        )
+        correct("0.9.1", old_log_prob=two, rollout_log_prob=two, response_mask=torch.ones(1, 2), arguments=arguments)
 
 
 def test_an_argument_of_another_release_is_refused_by_name() -> None:

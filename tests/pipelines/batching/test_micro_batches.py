@@ -21,6 +21,8 @@ from pipelines.micro_batches import (
     build_step_plan,
     check_plan,
     compute_loss_weights,
+    fill_step,
+    place_step,
     response_values,
     with_values,
 )
@@ -738,18 +740,41 @@ def test_values_that_are_not_one_per_response_token_are_refused() -> None:
             torch.zeros(3, dtype=torch.int64),
             TrainingConfig(),
             count_multiple=1,
-            dtype=torch.bfloat16,
+            dtype=torch.float32,
             token_weights=torch.ones(2),
             token_kept=torch.ones(3),
         )
     assert str(caught.value) == (
         "micro-batches cannot be made of this step's batch:\n"
-        "  - dtype is torch.bfloat16; expected torch.float32 or torch.float64\n"
         "  - token_advantages is torch.float32 [2] on cpu; expected floating [3], one per response token\n"
         "  - token_returns is torch.int64 [3] on cpu; expected floating [3], one per response token\n"
         "  - token_weights is torch.float32 [2] on cpu; expected floating [3], one per response token\n"
         "  - token_kept is torch.float32 [3] on cpu; expected torch.bool [3], one per response token"
     )
+
+
+def test_a_dtype_that_no_gradient_is_computed_in_is_refused() -> None:
+    with pytest.raises(BatchError) as caught:
+        place_step(make_batch(4, 3), TrainingConfig(), count_multiple=1, dtype=torch.bfloat16)
+    assert str(caught.value) == (
+        "micro-batches cannot be made of this step's batch:\n"
+        "  - dtype is torch.bfloat16; expected torch.float32 or torch.float64"
+    )
+
+
+def test_a_placed_step_is_filled_without_moving_a_row() -> None:
+    batch = make_batch(4, 3, 5)
+    placed = place_step(batch, TrainingConfig(micro_batch_size=2), count_multiple=2, dtype=torch.float64)
+    values = torch.arange(1.0, 1.0 + len(batch.rollout_logprobs), dtype=torch.float64)
+    filled = fill_step(placed, batch, token_advantages=values, token_returns=-values, global_batch_size=3)
+    for before, after in zip(placed.micro_batches, filled.micro_batches, strict=True):
+        assert before.index == after.index
+        for name in ("tokens", "targets", "response_mask", "row_ids", "positions", "rollout_logprobs"):
+            assert torch.equal(getattr(before, name), getattr(after, name)), name
+        assert not before.advantages.any()
+        assert torch.equal(after.advantages != 0, after.response_mask)
+    found = response_values(filled.micro_batches, {one.index: one.returns for one in filled.micro_batches})
+    assert torch.equal(found, -values)
 
 
 def test_a_count_multiple_below_1_is_refused() -> None:

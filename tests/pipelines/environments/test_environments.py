@@ -25,7 +25,8 @@ from pipelines.environments.base import Split, TokenEnvironment
 from pipelines.environments.frozen_lake import FrozenLakeEnv, draw_map, shortest_path
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.held_out import is_held_out
-from pipelines.environments.registry import ENVIRONMENT_KINDS, EnvironmentKind, build_environment, build_tokenizer
+from pipelines.environments.kinds import ENVIRONMENT_KINDS, EnvironmentKind
+from pipelines.environments.registry import build_environment, build_tokenizer
 from pipelines.environments.seeding import environment_seed, split_of
 
 LEFT, DOWN, RIGHT, UP = 2, 3, 4, 5

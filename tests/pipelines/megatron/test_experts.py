@@ -16,14 +16,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.expert_router import (
+from pipelines.megatron.layers.expert_router import (
     LayoutInvariantRouter,
     RouterLedger,
     RouterSums,
     all_reduce_router_sums,
     attach_router_ledger,
 )
-from pipelines.megatron.experts import (
+from pipelines.megatron.layers.experts import (
     RowMoELayer,
     expert_mlp_spec,
     moe_config_fields,

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.compare.walk.metrics import compare_metrics
-from mock_scheduler.display import page_document
+from mock_scheduler.display import pages
+from mock_scheduler.display.figures import MAX_STEPS
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.comparison.metric_figure import MAX_STEPS
 from mock_scheduler.report.comparison.page import render_comparison_page, write_comparison_page
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
+from tests.report.chromium import look_at, need_chromium
 from tests.report.comparisons import (
     BOUNDS,
     FAULT,
@@ -41,7 +42,7 @@ ALL = [identical, rounding, diverged, sketched, incomparable, infinite]
 @pytest.fixture(autouse=True)
 def _small_script(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plotly's script is the same 5 MB in every page."""
-    monkeypatch.setattr(page_document, "get_plotlyjs", lambda: "/* plotly */")
+    monkeypatch.setattr(pages, "get_plotlyjs", lambda: "/* plotly */")
 
 
 def headings_of(page: str) -> list[str]:
@@ -111,7 +112,7 @@ def test_the_path_marks_the_first_divergence_and_draws_the_bounds(tmp_path: Path
     assert set(traces["bound"]["y"]) == {1e-4, 5e-3, None}
     assert traces["beyond its bound (143)"]["y"][0] == 3.1e-3
     marks = [note for note in figure["layout"]["annotations"] if "first divergence" in note["text"]]
-    assert [(mark["x"], mark["text"]) for mark in marks] == [(15, f"<b>first divergence</b><br>{FAULT}")]
+    assert [(mark["x"], mark["text"]) for mark in marks] == [(15, f"first divergence\n{FAULT}")]
     floor, top = figure["layout"]["yaxis"]["tickvals"][0], figure["layout"]["yaxis"]["tickvals"][-1]
     assert (figure["layout"]["yaxis"]["ticktext"][0], figure["layout"]["yaxis"]["ticktext"][-1]) == (
         "identical",
@@ -120,6 +121,27 @@ def test_the_path_marks_the_first_divergence_and_draws_the_bounds(tmp_path: Path
     assert set(traces["identical (15)"]["y"]) == {floor}
     assert traces["no number (1)"]["y"] == [top]
     assert all("error_y" not in trace for trace in figure["data"])
+
+
+def test_who_points_at_a_tensor_reads_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_chromium()
+    monkeypatch.undo()
+    path = tmp_path / "page.html"
+    write_comparison_page(diverged(tmp_path), path)
+    hovered = """(() => {
+        Plotly.Fx.hover("path", [{curveNumber: 2, pointNumber: 0}]);
+        const lines = document.querySelectorAll("#path .hoverlayer tspan.line");
+        return Array.from(lines).map(item => item.textContent);
+    })()"""
+    bold = "document.querySelector('#path .hoverlayer tspan.line tspan').style.fontWeight"
+    seen = look_at(path, {"lines": hovered, "bold": bold}, is_dark=True)
+    assert (seen.values["errors"], seen.values["requests"], seen.values["bold"]) == ([], [], "bold")
+    assert seen.values["lines"][:4] == [
+        FAULT,
+        f"activation of {FAULT} at step 0, update 0",
+        "diverged: relative 3.1e-03, bound 1.0e-04",
+        "max |a-b| 3.100e-03, 52,009 ULP; slope 0.99896667, cosine 0.99999039",
+    ]
 
 
 def test_a_sketch_is_called_estimated_and_has_error_bars(tmp_path: Path) -> None:
@@ -133,7 +155,7 @@ def test_a_sketch_is_called_estimated_and_has_error_bars(tmp_path: Path) -> None
     undecided = traces["undecided (37)"]
     assert (undecided["y"][0], undecided["error_y"]["array"][0]) == (1e-4, 1e-4)
     assert undecided["error_y"]["arrayminus"][0] == pytest.approx(5e-5)
-    assert "(estimated) ~1.0e-04 (5.0e-05 to 2.0e-04)" in undecided["customdata"][0]
+    assert "(estimated) ~1.0e-04 (5.0e-05 to 2.0e-04)" in undecided["hovertext"][0]
 
 
 def test_an_incomparable_result_is_a_verdict_with_its_reason(tmp_path: Path) -> None:
@@ -172,10 +194,10 @@ def test_no_text_of_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
     page = render_comparison_page(result)
     assert "alert(" in page
     assert "<script>alert" not in page
-    assert page.count("<script") == page.count("</script>") == 3
+    assert page.count("<script") == page.count("</script>") == 4
     figure = figures_of(page)["metric0"]
     assert figure["layout"]["title"]["text"] == (
-        "&lt;/script&gt;&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&lt;b&gt;"
+        "&lt;/script&gt;&lt;script&gt;alert(&#34;1&#34;)&lt;/script&gt;&lt;b&gt;"
     )
     assert "<script" not in json.dumps(figures_of(page))
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mock_scheduler.support.tensor_bytes import view_as_bits
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import view_as_bits
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, whole
 from tests.trace.builders import entry, key, save

@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_leaves_nothing_and_the_step_can_be_written_again(
         path.write_bytes(b"half of a part")
         raise OSError(28, "No space left on device")
 
-    sink._wait()
+    sink._jobs.flush()
     assert part_names(tmp_path) == ["rank_00000.part_000.safetensors", "rank_00000.part_001.safetensors"]
     with monkeypatch.context() as patched:
         patched.setattr("mock_scheduler.trace.full.files.save_file", full)
@@ -204,7 +204,7 @@ def open_level(trace_dir: Path, level: str) -> TraceSink:
 def test_a_sink_that_is_not_closed_leaves_no_whole_step(tmp_path: Path) -> None:
     sink = open_full(tmp_path, part_bytes=4)
     sink.add(entry(whole("a", (1,)), torch.ones(1)))
-    sink._wait()
+    sink._jobs.flush()
     assert "has no last part" in refused(tmp_path)
 
 

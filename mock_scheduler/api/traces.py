@@ -1,0 +1,130 @@
+"""Reads traces from Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from mock_scheduler.api.notebook import render_summary
+from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.errors import TraceError
+from mock_scheduler.run_folder.inputs import find_trace
+from mock_scheduler.trace.entries import RankPlace, TraceKey
+from mock_scheduler.trace.full import reader as full
+from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.trace.sketch import reader as sketched
+from mock_scheduler.trace.sketch.sketch import Sketch
+
+
+class Trace:
+    """A trace of a run's inside, opened for reading: whole tensors, or sketches of them, under canonical names.
+
+    A tensor is merged from the pieces of all ranks, so that its values do not depend on the layout that wrote it. Use
+    it in a ``with`` block, or call ``close``. A notebook shows what it holds.
+    """
+
+    def __init__(self, path: Path, reader: full.TraceReader | sketched.SketchReader) -> None:
+        self.path = path
+        self._reader = reader
+
+    @property
+    def level(self) -> Literal["full", "sketch"]:
+        """Whether tensors are there whole."""
+        return "full" if isinstance(self._reader, full.TraceReader) else "sketch"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+        return self._reader.steps
+
+    def ranks(self, step: int) -> tuple[RankPlace, ...]:
+        """The ranks that wrote a step, with their places on each axis of the layout."""
+        return self._reader.ranks(step)
+
+    def keys(self, step: int, kind: TraceKind | None = None) -> list[TraceKey]:
+        """The tensors of a step in the order in which training computes them; ``kind``: those of one kind."""
+        return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
+
+    def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:
+        """The key of one tensor.
+
+        Raises:
+            TraceError: The trace has no such tensor.
+        """
+        key = TraceKey(step=step, update=update, kind=kind, name=name)
+        if not self._reader.has(key):
+            raise TraceError(f"{self.path}: no rank wrote the {key.describe()}; Trace.keys(step) lists what is there")
+        return key
+
+    def tensor(self, key: TraceKey) -> torch.Tensor:
+        """The whole tensor, in the dtype that the run had it in; elements that no rank holds are 0.
+
+        Token tensors have the tokens of the step's batch as their first dimension, in canonical order.
+
+        Raises:
+            TraceError: The trace holds sketches only, a file is damaged, or the pieces do not fit together.
+        """
+        if not isinstance(self._reader, full.TraceReader):
+            raise TraceError(f"{self.path} holds sketches only; trace the run with trace.level=full")
+        return self._reader.merge(key).tensor
+
+    def sketch(self, key: TraceKey) -> Sketch:
+        """The sketch of a tensor: its fingerprint, and sums from which distances are estimated.
+
+        Raises:
+            TraceError: The trace holds whole tensors, or the sketches do not fit together.
+        """
+        if not isinstance(self._reader, sketched.SketchReader):
+            raise TraceError(f"{self.path} holds whole tensors, not sketches")
+        return self._reader.sketch(key).sketch
+
+    def counts(self, step: int) -> Mapping[TraceKind, int]:
+        """How many tensors of each kind a step has, in the order of computation."""
+        return Counter(key.kind for key in self.keys(step))
+
+    def close(self) -> None:
+        """Close the open files; tensors that were read stay valid."""
+        if isinstance(self._reader, full.TraceReader):
+            self._reader.close()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Trace({str(self.path)!r}: level {self.level}, steps {list(self.steps)})"
+
+    def _repr_html_(self) -> str:
+        first = self.steps[0]
+        return render_summary(
+            f"Trace {self.path}",
+            [
+                ("level", self.level),
+                ("steps", ", ".join(map(str, self.steps))),
+                ("ranks", f"{len(self.ranks(first)):,}"),
+            ],
+            columns=("kind", f"tensors of step {first}"),
+            table=[(kind.replace("_", " "), f"{count:,}") for kind, count in self.counts(first).items()],
+        )
+
+
+def open_trace(path: str | Path) -> Trace:
+    """Open a trace: a run's ``output_dir``, or its ``trace`` folder; the headers of all files are read and checked.
+
+    Raises:
+        ConfigError: The path is neither.
+        TraceError: Files are missing, damaged, or do not fit together; the message lists all of a step.
+    """
+    folder = find_trace(Path(path))
+    opened = full.open_trace(folder) if trace_level(folder) == "full" else sketched.open_sketches(folder)
+    return Trace(folder, opened)

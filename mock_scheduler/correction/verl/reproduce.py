@@ -1,0 +1,144 @@
+"""The one entry into verl's releases: weights, mask and metrics of a batch as one release computes them.
+
+Contract: pure functions. Weights and masks are those of the release to the bit, metrics have its names and definitions,
+and wrong arguments raise its exceptions. Nothing is repaired: log-probabilities keep their dtype, NaN at padding
+reaches the weights, and bounds of k1 are inverted. For right results use the rules of ``rollout_correction`` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.correction.verl.rejection import apply_veto, reject_by_divergence, reject_by_ratio
+from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
+from mock_scheduler.correction.verl.statistics import policy_metrics
+from mock_scheduler.correction.verl.weights import importance_weights, weights_of_0_6_0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReleaseCorrection:
+    """A release's results, in the layout of the inputs.
+
+    weights: in the dtype of the release, ``None`` where it computes none. mask: the response mask without rejected
+    tokens, in the dtype of the release. metrics: by the release's names, prefix included.
+    """
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor
+    metrics: dict[str, float]
+
+
+def correct(
+    release: VerlRelease,
+    *,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    arguments: Mapping[str, object],
+    cu_seqlens: torch.Tensor | None = None,
+) -> ReleaseCorrection:
+    """Computes weights, mask and metrics as one verl release does.
+
+    The batch is whole on every rank: nothing is communicated, as in verl's driver.
+
+    Args:
+        release: The release.
+        old_log_prob: The trainer's log-probabilities, floating ``[B, T]``, or ``[N]`` with ``cu_seqlens``.
+        rollout_log_prob: The engine's, of the same shape.
+        response_mask: Nonzero on response tokens, of the same shape.
+        arguments: By the release's own parameter names; absent ones take its Python defaults.
+        cu_seqlens: Integer ``[S + 1]``, the starts of packed sequences. The release still computes on the padded
+            batch; packed weights are then 0 outside of the mask, since no padding is left that could be NaN.
+
+    Raises:
+        ValueError, TypeError, ZeroDivisionError: Where the release raises them.
+        RuntimeError: A bound does not fit the dtype.
+        AssertionError: A mask without a token, in 0.6.0.
+    """
+    if cu_seqlens is None:
+        return _correct_padded(BEHAVIOURS[release], old_log_prob, rollout_log_prob, response_mask, arguments)
+    inside = _find_inside(cu_seqlens.long().to(response_mask.device))
+    old, rollout, mask = (_pad(tensor, inside) for tensor in (old_log_prob, rollout_log_prob, response_mask))
+    result = _correct_padded(BEHAVIOURS[release], old, rollout, mask, arguments)
+    weights = None
+    if result.weights is not None:
+        packed = result.weights[inside]
+        weights = torch.where(response_mask != 0, packed, torch.zeros_like(packed))
+    return ReleaseCorrection(weights=weights, mask=result.mask[inside], metrics=result.metrics)
+
+
+def _find_inside(offsets: torch.Tensor) -> torch.Tensor:
+    """bool ``[S, longest sequence]``: True at places of the padded batch that have a token of the packed one."""
+    lengths = offsets.diff()
+    width = int(lengths.max()) if len(lengths) else 0
+    return torch.arange(width, device=offsets.device) < lengths[:, None]
+
+
+def _pad(packed: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """The packed tensor as a padded one, one line per sequence."""
+    lines = packed.new_zeros(inside.shape)
+    lines[inside] = packed
+    return lines
+
+
+def _correct_padded(
+    behaviour: Behaviour,
+    old_log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    mask: torch.Tensor,
+    arguments: Mapping[str, object],
+) -> ReleaseCorrection:
+    complete = behaviour.complete(arguments)
+    if behaviour.rejects_by == "weight":
+        weights, metrics = weights_of_0_6_0(
+            behaviour, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, mask=mask, arguments=complete
+        )
+        # Rejection by weights of 0 leaves the mask, so that the loss still counts these tokens.
+        return ReleaseCorrection(weights=weights, mask=mask, metrics=_prefixed(behaviour.prefix, metrics))
+    _check_inputs(old_log_prob, rollout_log_prob, mask)
+    log_ratio = old_log_prob - rollout_log_prob
+    weights, metrics = None, {}
+    if complete["rollout_is"] is not None and complete["rollout_is_threshold"] is not None:
+        # Weights are computed from the mask before any rejection.
+        weights, metrics = importance_weights(behaviour, log_ratio, mask, complete)
+    kept_mask, rejection = _reject(behaviour, log_ratio, mask, complete)
+    policies = policy_metrics(old_log_prob, rollout_log_prob, mask, has_chi2=behaviour.has_chi2)
+    metrics = metrics | rejection | _prefixed(behaviour.policy_prefix, policies)
+    return ReleaseCorrection(weights=weights, mask=kept_mask, metrics=_prefixed(behaviour.prefix, metrics))
+
+
+def _check_inputs(old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> None:
+    if not mask.any():
+        raise ValueError("response_mask selects no token; this release refuses such a batch")
+    shapes = {
+        "old_log_prob": old_log_prob.shape,
+        "rollout_log_prob": rollout_log_prob.shape,
+        "response_mask": mask.shape,
+    }
+    if len(set(shapes.values())) > 1:
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {found}; expected one shape [B, T]")
+
+
+def _reject(
+    behaviour: Behaviour, log_ratio: torch.Tensor, mask: torch.Tensor, arguments: dict[str, object]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    kept_mask = mask.clone()
+    metrics: dict[str, float] = {}
+    missing = arguments["rollout_rs_threshold"] is None
+    if arguments["rollout_rs"] is not None and missing and not behaviour.skips_rejection_without_threshold:
+        raise ValueError("rollout_rs_threshold is None; rollout_rs needs one")
+    if arguments["rollout_rs"] is not None and not missing:
+        reject = reject_by_divergence if behaviour.rejects_by == "divergence" else reject_by_ratio
+        kept_mask, metrics = reject(behaviour, log_ratio, mask, arguments)
+    if behaviour.rejects_by == "divergence":
+        return kept_mask, metrics
+    kept_mask, veto = apply_veto(log_ratio, mask, kept_mask, arguments["rollout_token_veto_threshold"])
+    return kept_mask, metrics | veto
+
+
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in metrics.items()}

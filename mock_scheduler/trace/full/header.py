@@ -1,0 +1,355 @@
+"""The header of a trace file as typed values: what a rank says of each stored piece, and of its whole step.
+
+Contract: ``files`` describes the JSON. Two parts of it are stored more compactly than they are used. Many pieces lie at
+the same places, as the pieces of all layers in one micro-batch do: places are listed once, under ``blocks``, and a
+piece names its place by position. A ledger repeats few calls many times: each call is listed once, under ``calls``, and
+``order`` gives its position for every time that it was made.
+Reading raises ``ValueError`` for any other content; the readers of files turn it into a ``TraceError`` with the path.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from mock_scheduler.support.digests import JSON, compute_tensor_digest
+from mock_scheduler.support.documents import AsRow, Count, Document
+from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name
+from mock_scheduler.trace.entries import (
+    DimName,
+    LedgerCall,
+    RankPlace,
+    RowTable,
+    StepFooter,
+    TraceEntry,
+    TraceKey,
+    Unobserved,
+)
+from mock_scheduler.trace.kinds import LedgerKind, TraceKind
+from mock_scheduler.trace.shards import Block, ShardSpec, Split
+
+#: No tensor is larger: what a damaged or forged header may make a reader allocate.
+MAX_TENSOR_BYTES = 1 << 40
+#: Tokens of a step's batch; a token tensor of more has more than 1 TB in int64.
+_MAX_TOKENS = 1 << 37
+
+#: The number of ranks of a run, bounded by what a reader can list.
+WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """One step of one rank: what every trace file says first of itself."""
+
+    step: int
+    place: RankPlace
+    world_size: int
+
+    def describe(self) -> str:
+        """``step 0, global rank 3``."""
+        return f"step {self.step}, global rank {self.place.global_rank}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRecord:
+    """One stored piece of a tensor. sha256, crc32: over its dtype, shape and bytes."""
+
+    key: TraceKey
+    stored_name: str
+    dtype: torch.dtype
+    spec: ShardSpec
+    dims: tuple[DimName, ...]
+    is_masked: bool
+    sha256: str
+    crc32: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the file: the local one, or flat where a rank owns a flat range."""
+        if self.spec.flat_range is None:
+            return self.spec.local_shape
+        return (self.spec.flat_range[1] - self.spec.flat_range[0],)
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of stored bytes."""
+        return math.prod(self.stored_shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A stored piece, the rank that wrote it and the file that holds it."""
+
+    place: RankPlace
+    path: Path
+    record: PieceRecord
+
+    @property
+    def spec(self) -> ShardSpec:
+        """Where the piece lies in the whole tensor."""
+        return self.record.spec
+
+
+def compute_tensor_crc32(tensor: torch.Tensor) -> int:
+    """CRC-32 of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
+    prefix = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode()
+    return zlib.crc32(as_bytes(tensor).numpy().data, zlib.crc32(prefix))
+
+
+def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:
+    """A piece's name in the file; ``piece`` counts the pieces that one rank holds of one tensor."""
+    return f"{update:06d}/{kind}/{name}" + (f"#{piece}" if piece else "")
+
+
+def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
+    """Records an entry, with digests, whose tensor is just what is stored under ``name``."""
+    return PieceRecord(
+        key=TraceKey(step=step, update=entry.update, kind=entry.kind, name=entry.spec.name),
+        stored_name=name,
+        dtype=entry.tensor.dtype,
+        spec=entry.spec,
+        dims=entry.dims,
+        is_masked=entry.is_masked,
+        sha256=compute_tensor_digest(entry.tensor),
+        crc32=compute_tensor_crc32(entry.tensor),
+    )
+
+
+def check_spec(spec: ShardSpec) -> None:
+    """Raises ``ValueError`` unless the blocks lie in both tensors, ascending in the local one, disjoint in the whole.
+
+    The flat range must lie in the local tensor, and dimensions that are not split must be equally long in both.
+    """
+    if len(spec.local_shape) != len(spec.global_shape):
+        raise ValueError(f"{spec.name}: local shape {list(spec.local_shape)} of whole {list(spec.global_shape)}")
+    dims = [split.dim for split in spec.splits]
+    if dims != sorted(set(dims)) or (dims and dims[-1] >= len(spec.global_shape)):
+        raise ValueError(f"{spec.name}: splits of dimensions {dims} of {len(spec.global_shape)}")
+    for dim, (local, size) in enumerate(zip(spec.local_shape, spec.global_shape, strict=True)):
+        if dim not in dims and local != size:
+            raise ValueError(f"{spec.name}: dimension {dim} is not split, but has {local} of {size} indices")
+    for split in spec.splits:
+        sizes = spec.local_shape[split.dim], spec.global_shape[split.dim]
+        _check_blocks(split.blocks, what=f"{spec.name}: dimension {split.dim}", sizes=sizes)
+    numel = math.prod(spec.local_shape)
+    if spec.flat_range is not None and not 0 <= spec.flat_range[0] <= spec.flat_range[1] <= numel:
+        raise ValueError(f"{spec.name}: flat range {list(spec.flat_range)} of {numel} elements")
+
+
+def _check_blocks(blocks: Sequence[Block], *, what: str, sizes: tuple[int, int]) -> None:
+    spans = (
+        [(block.local_start, block.local_start + block.length) for block in blocks],
+        sorted((block.global_start, block.global_start + block.length) for block in blocks),
+    )
+    for side, ranges, size in zip(("local", "whole"), spans, sizes, strict=True):
+        end = 0
+        for start, stop in ranges:
+            if not end <= start <= stop <= size:
+                raise ValueError(f"{what}: blocks {ranges} of the {side} tensor overlap or leave its {size} indices")
+            end = stop
+
+
+# --- The stored form --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredRankStep:
+    """A ``RankStep`` as the file has it."""
+
+    step: Count
+    global_rank: Count
+    world_size: WorldSize
+    coordinates: dict[str, Count]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredPiece:
+    """A ``PieceRecord`` as the file has it; ``splits`` has ``[dimension, position in blocks]`` of each."""
+
+    update: Count
+    kind: TraceKind
+    name: str
+    dtype: str
+    global_shape: tuple[Count, ...]
+    local_shape: tuple[Count, ...]
+    splits: tuple[tuple[Count, Count], ...]
+    flat_range: tuple[int, int] | None
+    dims: tuple[DimName, ...]
+    is_masked: bool
+    sha256: str
+    crc32: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredPieces:
+    """The pieces of a file by stored name, and the places that they name."""
+
+    tensors: dict[str, _StoredPiece]
+    blocks: tuple[tuple[Annotated[Block, AsRow()], ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredLedger:
+    """Distinct calls, and the position of each call that was made."""
+
+    calls: tuple[Annotated[LedgerCall, AsRow()], ...]
+    order: tuple[Count, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredFooter:
+    """A ``StepFooter`` as the file has it."""
+
+    rows: RowTable
+    update_rows: tuple[tuple[Count, ...], ...]
+    ranks: tuple[Count, ...]
+    kinds: tuple[str, ...]
+    patterns: tuple[str, ...]
+    exclude: tuple[str, ...]
+    unobserved: tuple[Annotated[Unobserved, AsRow()], ...]
+    ledgers: dict[LedgerKind, _StoredLedger]
+
+
+_RANK_STEP = Document[_StoredRankStep](_StoredRankStep)
+_PIECES = Document[_StoredPieces](_StoredPieces)
+_FOOTER = Document[_StoredFooter](_StoredFooter)
+
+
+def rank_step_as_json(rank_step: RankStep) -> dict[str, JSON]:
+    """Gives ``step``, ``global_rank``, ``world_size`` and ``coordinates``."""
+    place = rank_step.place
+    stored: dict[str, JSON] = _RANK_STEP.dump(
+        _StoredRankStep(
+            step=rank_step.step,
+            global_rank=place.global_rank,
+            world_size=rank_step.world_size,
+            coordinates=dict(place.coordinates),
+        )
+    )
+    return stored
+
+
+def parse_rank_step(content: Mapping[str, Any]) -> RankStep:
+    """Gives the rank's step that a header names."""
+    stored = _RANK_STEP.load(content)
+    place = RankPlace(global_rank=stored.global_rank, coordinates=stored.coordinates)
+    return RankStep(step=stored.step, place=place, world_size=stored.world_size)
+
+
+def pieces_as_json(records: Sequence[PieceRecord]) -> dict[str, JSON]:
+    """Gives ``tensors`` and ``blocks``, the same for records in any order."""
+    positions: dict[tuple[Block, ...], int] = {}
+    tensors: dict[str, _StoredPiece] = {}
+    # Places are numbered in the order of the names, so that equal content gives equal bytes.
+    for record in sorted(records, key=lambda item: item.stored_name):
+        spec = record.spec
+        tensors[record.stored_name] = _StoredPiece(
+            update=record.key.update,
+            kind=record.key.kind,
+            name=record.key.name,
+            dtype=dtype_name(record.dtype),
+            global_shape=spec.global_shape,
+            local_shape=spec.local_shape,
+            splits=tuple((split.dim, positions.setdefault(split.blocks, len(positions))) for split in spec.splits),
+            flat_range=spec.flat_range,
+            dims=record.dims,
+            is_masked=record.is_masked,
+            sha256=record.sha256,
+            crc32=record.crc32,
+        )
+    stored: dict[str, JSON] = _PIECES.dump(_StoredPieces(tensors=tensors, blocks=tuple(positions)))
+    return stored
+
+
+def parse_pieces(content: Mapping[str, Any], *, step: int) -> list[PieceRecord]:
+    """Gives the records that were written."""
+    stored = _PIECES.load(content)
+    return [_read_piece(name, piece, stored.blocks, step=step) for name, piece in stored.tensors.items()]
+
+
+def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ...]], *, step: int) -> PieceRecord:
+    if any(place >= len(blocks) for _, place in piece.splits):
+        raise ValueError(f"{piece.name}: splits {piece.splits} name places beyond the {len(blocks)} of blocks")
+    if piece.dtype not in DTYPES:
+        raise ValueError(f"{piece.name}: unknown dtype {piece.dtype!r}")
+    spec = ShardSpec(
+        name=piece.name,
+        global_shape=piece.global_shape,
+        local_shape=piece.local_shape,
+        splits=tuple(Split(dim=dim, blocks=blocks[place]) for dim, place in piece.splits),
+        flat_range=piece.flat_range,
+    )
+    check_spec(spec)
+    dtype = DTYPES[piece.dtype]
+    if piece.dims and len(piece.dims) != len(spec.global_shape):
+        raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
+    # Before anything is allocated from it.
+    if math.prod(spec.global_shape) * dtype.itemsize > MAX_TENSOR_BYTES:
+        raise ValueError(f"{spec.name}: shape {list(spec.global_shape)} has more than {MAX_TENSOR_BYTES} bytes")
+    return PieceRecord(
+        key=TraceKey(step=step, update=piece.update, kind=piece.kind, name=piece.name),
+        stored_name=name,
+        dtype=dtype,
+        spec=spec,
+        dims=piece.dims,
+        is_masked=piece.is_masked,
+        sha256=piece.sha256,
+        crc32=piece.crc32,
+    )
+
+
+def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
+    """Gives everything that the footer says."""
+    stored: dict[str, JSON] = _FOOTER.dump(
+        _StoredFooter(
+            **shared_statements(footer),
+            unobserved=footer.unobserved,
+            ledgers={kind: _pack_ledger(calls) for kind, calls in footer.ledgers.items()},
+        )
+    )
+    return stored
+
+
+def parse_footer(content: object) -> StepFooter:
+    """Gives the footer that was written."""
+    stored = _FOOTER.load(content, at="footer")
+    rows = stored.rows
+    if len(rows.identities) != len(rows.lengths):
+        raise ValueError(f"{len(rows.identities)} rows have {len(rows.lengths)} lengths")
+    if min(rows.lengths, default=0) < 0 or rows.num_tokens > _MAX_TOKENS:
+        raise ValueError(f"rows of {rows.num_tokens} tokens; expected at most {_MAX_TOKENS}, none negative")
+    if any(row >= len(rows.lengths) for update in stored.update_rows for row in update):
+        raise ValueError(f"an update has a row beyond the {len(rows.lengths)} of the batch")
+    ledgers = {kind: _unpack_ledger(ledger) for kind, ledger in stored.ledgers.items()}
+    return StepFooter(**shared_statements(stored), unobserved=stored.unobserved, ledgers=ledgers)
+
+
+def shared_statements(footer: StepFooter | _StoredFooter) -> dict[str, Any]:
+    """Gives what all ranks say alike of a step, by field; the rest of a footer is each rank's own."""
+    return {
+        "rows": footer.rows,
+        "update_rows": footer.update_rows,
+        "ranks": footer.ranks,
+        "kinds": footer.kinds,
+        "patterns": footer.patterns,
+        "exclude": footer.exclude,
+    }
+
+
+def _pack_ledger(calls: Sequence[LedgerCall]) -> _StoredLedger:
+    positions: dict[LedgerCall, int] = {}
+    order = tuple(positions.setdefault(call, len(positions)) for call in calls)
+    return _StoredLedger(calls=tuple(positions), order=order)
+
+
+def _unpack_ledger(ledger: _StoredLedger) -> tuple[LedgerCall, ...]:
+    if any(position >= len(ledger.calls) for position in ledger.order):
+        raise ValueError(f"a ledger's order names a call beyond its {len(ledger.calls)}")
+    return tuple(ledger.calls[position] for position in ledger.order)
