@@ -1,4 +1,4 @@
-"""Alignment and checkpoints as sections of a run's configuration; importing this imports no torch."""
+"""The ``align`` section: candidates, proofs and bounds of an alignment; importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -92,11 +92,3 @@ class AlignConfig(ConfigSection):
     proofs: ProofsConfig = ProofsConfig()
     share_processes: bool = True
     at_once: PositiveInt = 1
-
-
-class CheckpointConfig(ConfigSection):
-    """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
-
-    decides: ClassVar = Decides.LABEL
-
-    output_dir: str | None = None

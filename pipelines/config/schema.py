@@ -15,7 +15,6 @@ from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfi
 from mock_scheduler.config.align import (
     AlignConfig,
     CandidateConfig,
-    CheckpointConfig,
     ToleranceConfig,
 )
 from mock_scheduler.config.base import (
@@ -60,7 +59,7 @@ from pipelines.config.environments import (
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import LOSS_VALUES, TrainingConfig, check_batch_sizes
+from pipelines.config.training import LOSS_VALUES, CheckpointConfig, TrainingConfig, check_batch_sizes
 from pipelines.config.training_service import TrainingServiceConfig
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The ``training`` section: micro-batches, computation options, optimizer and schedule, as Megatron names them."""
+"""``training``: micro-batches, computation options, optimizer and schedule by Megatron's names; and checkpoints."""
 
 from __future__ import annotations
 
@@ -91,6 +91,14 @@ class TrainingConfig(ConfigSection):
                 "recompute_granularity=full, which alone takes whole layers, or leave them out"
             )
         return self
+
+
+class CheckpointConfig(ConfigSection):
+    """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
+
+    decides: ClassVar = Decides.LABEL
+
+    output_dir: str | None = None
 
 
 def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequence_length: int) -> None:
