@@ -218,7 +218,7 @@ def test_runs_of_other_processes_or_environments_are_refused(tmp_path: Path) -> 
     }
     runs = [session_run(configs, tmp_path, name, kind) for name, kind in other.items()]
     with pytest.raises(ConfigError) as caught:
-        plan_session([*runs, runs[0]])
+        plan_session([*runs, runs[0]], program=PROGRAM)
     assert str(caught.value) == (
         "these runs cannot share processes:\n"
         f"  - {tmp_path}/one is the output_dir of 2 runs\n"
