@@ -1,4 +1,4 @@
-"""The contract of an agentic run: what a recording promises, and what a run that replays it must keep."""
+"""The contract of an agentic run: a recording promises it, and a run that replays the recording must keep it."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def _match_of(name: str) -> Match:
 
 
 def _configured(config: PipelineConfig, *, vocab_size: int) -> list[ContractField]:
-    """Puts each key under its rule: rollouts were played as it says, or it is part of how they are trained on.
+    """Puts each key under its rule: it must match where rollouts follow from it, and may differ elsewhere.
 
-    Keys that decide neither name files, or are compared as they are read back.
+    The other keys decide neither rollouts nor training, or are compared as they are read back.
     """
     values = keys_in_effect(config, vocab_size=vocab_size)
     fields = []

@@ -27,9 +27,8 @@ from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
-from mock_scheduler.verdict.consequence.consequence import consequence_kinds
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.verdict import worst_exit_code
 
 PAGE_FILE = "align.html"
 JUNIT_FILE = "align.junit.xml"
@@ -78,7 +77,7 @@ def run_align(
         overrides=overrides,
         output_dir=options.output_dir,
         recording_dir=options.recording_dir,
-        trace_kinds=consequence_kinds() if wants_consequence else (),
+        trace_kinds=CONSEQUENCE_KINDS if wants_consequence else (),
     )
     plan = order_reductions(plan, load=load)
     with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
@@ -125,7 +124,7 @@ def _carry_out(
         console.print(alignment_summary(view, files=files), highlight=False, markup=False, soft_wrap=True)
     else:
         print_report(view, console, files=files)
-    return worst_exit_code([candidate.alignment.verdict for candidate in result.candidates])
+    return int(result.exit_code)
 
 
 @dataclass(kw_only=True, slots=True)

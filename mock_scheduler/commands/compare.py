@@ -36,12 +36,12 @@ from mock_scheduler.run_folder.inputs import (
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.verdict.compare_runs import judge_recordings, judge_runs
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
-from mock_scheduler.verdict.recordings import judge_recordings
+from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.replicas import check_replicas
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.runs import judge_runs
-from mock_scheduler.verdict.verdict import Verdict, decide
+from mock_scheduler.verdict.verdict import Verdict
 
 _STDOUT = "-"
 _NUM_ROWS = 5
@@ -78,12 +78,12 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
     bounds = resolve_bounds(opened, options.tolerance, options.noise)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
     with show_progress(f"comparing {sizes}") as on_key:
-        alignment, recordings = _judge(opened, options, bounds=bounds, on_key=on_key)
+        verdict, recordings = _judge(opened, options, bounds=bounds, on_key=on_key)
     result = ComparisonResult(
         baseline=opened[0].side,
         candidate=opened[1].side,
         bounds=bounds,
-        alignment=alignment,
+        verdict=verdict,
         recordings=recordings,
     )
     files = {}
@@ -153,7 +153,7 @@ def _judge(
         )
         return decide(None, tensors, bounds=bounds, required=(), selection=selection), None
     is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
-    alignment = judge_runs(
+    verdict = judge_runs(
         baseline.run,
         candidate.run,
         bounds=bounds,
@@ -162,7 +162,7 @@ def _judge(
         has_metrics=options.has_metrics,
         on_key=on_key,
     )
-    return alignment, None
+    return verdict, None
 
 
 def _size_bytes(path: Path) -> int:

@@ -68,7 +68,7 @@ class Decides(Flag):
     VALIDATION = auto()
     """Validation alone; stated beside the other facts. Of a section it holds for every key inside."""
     OUTSIDE = auto()
-    """Something that lies outside the configuration, anything at all, and is compared as it is found there."""
+    """Something outside the configuration, of any effect; it is compared as it is found there, and not by the key."""
     LABEL = auto()
     """Only a name, or where something lies: neither a value nor a file's content follows from the text."""
 

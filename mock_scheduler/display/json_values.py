@@ -39,4 +39,6 @@ def to_json(value: object) -> JSON:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return [to_json(item) for item in sorted(value)]
     raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,4 +1,4 @@
-"""The contract: what must be the same in the run that records and the run that replays.
+"""The contract: values that must be the same in the run that records and the run that replays.
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
 every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
@@ -32,7 +32,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContractField:
-    """One named value; ``advice`` is the sentence that says what to do where its rule is broken.
+    """One named value; ``advice`` is the sentence that tells the remedy where its rule is broken.
 
     ``match``: when the value counts as the recorded one.
     """
@@ -49,7 +49,7 @@ class Difference:
     """A field whose two values are not the same JSON, or that breaks its rule (``is_blocking``).
 
     ``recorded`` and ``current`` are the values as they are printed; ``None`` where that side has no such field.
-    ``reason`` says in what they differ; it is empty where the values say it themselves.
+    ``reason`` tells the difference; it is empty where the values show it themselves.
     """
 
     name: str

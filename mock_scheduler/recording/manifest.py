@@ -32,7 +32,7 @@ _NUM_NEARBY = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What ``recording.json`` holds; ``run_id`` is in every step file of the recording too."""
+    """The content of ``recording.json``; ``run_id`` is in every step file of the recording too."""
 
     run_id: str
     contract: Contract
@@ -54,7 +54,7 @@ _FILE = SealedFile[_StoredManifest](
 
 
 def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Git revisions, interpreter, package versions and platform of this process, and what the caller adds.
+    """Git revisions, interpreter, package versions and platform of this process, and the caller's additions.
 
     ``git`` is the repository of the working directory, where the caller's own code is; ``library_git`` this library's.
     A package that is not installed and a revision that cannot be read are ``None``. Raises ``RecordingError`` where

@@ -31,9 +31,9 @@ _VERSION = re.compile(r"(?P<release>\d+(?:\.\d+)?)(?P<patch>(?:\.\d+)*(?:[.-]?[a
 class Match(StrEnum):
     """When a value matches the recorded one.
 
-    ``EQUAL``: the same JSON. ``VERSION``: the same release, which is the first two numbers of a version; patch and
+    ``EQUAL``: the same JSON. ``VERSION``: the same release, the first two numbers of a version; patch and
     build (``+cu130``) are reported and may differ. ``AT_MOST``: a number that is no larger. ``SUBSET``: a list of
-    which every item is in the recorded one. ``DIGEST``: equal hexadecimal digests, of which only the start is shown.
+    whose items are all in the recorded one. ``DIGEST``: equal hexadecimal digests, shown by their start.
     """
 
     EQUAL = "equal"
@@ -45,7 +45,7 @@ class Match(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Of two values that are not the same JSON: whether they match all the same, and in what they differ."""
+    """The comparison of two values that are not the same JSON: whether they match all the same, and their difference."""
 
     is_match: bool
     reason: str

@@ -1,8 +1,8 @@
-"""Where things lie in a recording, under which names.
+"""Names every file of a recording.
 
 Contract: names are relative to the recording, with ``/``, and built here only. A step lies in one of three forms:
 ``train/step_000000.safetensors``, ``train/step_000000.safetensors.zst``, or, where several writers hold its rows, a
-folder ``train/step_000000/`` of shards, which is there once its ``commit.json`` is.
+folder ``train/step_000000/`` of shards; its ``commit.json`` makes it a step.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def commit_name(step: str) -> str:
 def find_file(storage: Storage, step: str, *, shard: RowShard | None = None) -> str | None:
     """The file of a step or of a shard, compressed or not; None where there is none.
 
-    Raises ``RecordingError`` where there are both, since nothing says which is meant.
+    Raises ``RecordingError`` where there are both, since nothing tells the right one.
     """
     names = [file_name(step, shard=shard, is_compressed=is_compressed) for is_compressed in (False, True)]
     return _only_one(storage, [name for name in names if storage.exists(name)])
@@ -157,7 +157,7 @@ def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
 def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mapping[str, Sequence[int]]]]) -> str:
     """That none of the chosen steps is anywhere, with those that are; empty where one is, or all are chosen.
 
-    ``present``: by the name of what was looked into, its steps by folder.
+    ``present``: by the name of each place that was searched, its steps by folder.
     """
     if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
         return ""

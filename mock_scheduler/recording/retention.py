@@ -1,4 +1,4 @@
-"""Which recorded steps stay on the disk, and the file that says what was removed and where a replay may start.
+"""Decides the recorded steps that stay on the disk, and keeps the file that tells removed steps and replay starts.
 
 Contract: ``retention.json`` is written before the first removal that it tells of, and steps go in ascending order. So
 after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
@@ -24,7 +24,7 @@ RETENTION_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionRecord:
-    """What ``retention.json`` holds.
+    """The content of ``retention.json``.
 
     ``start_points``: steps that a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
     were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
@@ -69,7 +69,7 @@ def save_retention(storage: Storage, record: RetentionRecord) -> None:
 def find_removable(
     steps: Mapping[str, Sequence[int]], start_points: Sequence[int], retention: RetentionConfig
 ) -> dict[str, list[int]]:
-    """Folder -> steps that may go: those before the latest start point from which ``keep_last`` train steps are there.
+    """Folder -> steps that may go: those before the latest start point that ``keep_last`` train steps follow.
 
     ``steps``: those present, per folder. Validation steps go with the train steps beside them; pinned ones stay.
     """
@@ -86,7 +86,7 @@ def find_removable(
 
 
 def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig) -> dict[str, list[int]]:
-    """Note that a saved checkpoint continues with ``next_step``, and remove what ``retention`` lets go.
+    """Note that a saved checkpoint continues with ``next_step``, and remove the steps that ``retention`` lets go.
 
     All steps before it must be on the disk. Several writers of a recording may do this at once. Returns the steps
     removed, per folder; does nothing where everything is kept.
@@ -110,7 +110,7 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
 
 
 def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
-    """Steps that a saved checkpoint continues with and from which on nothing was removed and a train step is present.
+    """Steps that a saved checkpoint continues with, a train step is present after, and no removal comes after.
 
     ``steps``: those present, per folder. Steps that were recorded again after their removal do not count.
     """

@@ -65,7 +65,7 @@ def encode_sealed(document: Mapping[str, JSON], *, format_name: str, version: in
 
 
 def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -> dict[str, Any]:
-    """Gives the document without ``format`` and ``version``, which are checked; raises as ``SealedFile.decode``."""
+    """Gives the document without ``format`` and ``version``, both checked; raises as ``SealedFile.decode``."""
     try:
         document = open_sealed(data.decode("ascii"))
         if _encode(document) != data:

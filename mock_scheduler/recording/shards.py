@@ -49,7 +49,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What ``commit.json`` holds; ``shards`` in the order of their indices."""
+    """The content of ``commit.json``; ``shards`` in the order of their indices."""
 
     info: StepInfo
     group_size: int | None
@@ -81,7 +81,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     """Write the commit file of a step whose ``count`` shards are all there; one writer calls it, once they are.
 
     A step that is already committed over the same shards stays as it is. Raises ``RecordingError`` listing the shards
-    that are missing or all the ways in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
+    that are missing or every way in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
     ``StepExistsError`` where other shards were committed.
     """
     where = storage.path(step_name)
@@ -203,7 +203,7 @@ def _base_name(file: StepFile) -> str:
 
 
 def _difference_problems(files: Sequence[StepFile]) -> list[str]:
-    """In what shards differ from the first one, or from what their own names say."""
+    """Lists differences of shards from the first one, or from their own names."""
     problems = []
     for index, file in enumerate(files):
         if file.info.shard != (index, len(files)):
@@ -240,7 +240,7 @@ def _shared_values(file: StepFile) -> dict[str, JSON]:
 
 
 def _whole_group_size(files: Sequence[StepFile]) -> int | None:
-    """What the writers say of the whole step or, where they do not, that of their own rows if all agree."""
+    """The writers' statement about the whole step or, without one, about their own rows if all agree."""
     if files[0].info.group_size is not None:
         return files[0].info.group_size
     sizes = {file.group_size for file in files if file.num_rows} or {files[0].group_size}

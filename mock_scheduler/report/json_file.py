@@ -1,24 +1,24 @@
 """Results of ``mock-scheduler align``, ``compare`` and ``replicas`` as files of strict JSON.
 
-Contract: one object, ``format_version`` 2, and in it, by command,
+Contract: one object, ``format_version`` 3, and in it, by command,
 
 - ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run),
   ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
-  ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of an alignment.
+  ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of a verdict.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
 
-``alignment_json`` describes an alignment, and how lists are bounded.
+``verdict_json`` describes a verdict, and how lists are bounded.
 
-A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of an alignment, and
+A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of a verdict, and
 
-- ``entry``, ``changes``, ``versions``: as in ``compare.results.CandidateResult``;
-- ``proofs``: as in ``compare.proofs.Proof``, in the order in which they were tried;
-- ``emulated``: null, or all of an alignment with the reference that adds in its order;
-- ``localisation``, ``consequence``: null, or as in ``compare.proofs``;
-- ``report``: what page and terminal say of it, as in ``report.alignment_view.CandidateView``.
+- ``entry``, ``changes``, ``versions``: as in ``verdict.results.CandidateResult``;
+- ``emulated``: null, or all of the verdict against the reference that adds in its order;
+- ``localisation``: null, or as in ``verdict.localisation.Localisation``, with ``sentence`` and ``command``;
+- ``consequence``: null, or as in ``verdict.consequence.figures.Consequence``, with ``text``;
+- ``report``: the texts of page and terminal, as in ``report.alignment.view.CandidateView``.
 
-``report`` of the whole is ``report.alignment_view.AlignmentView`` without its candidates. Both lack what is read from
+``report`` of the whole is ``report.alignment.view.AlignmentView`` without its candidates. Both lack what is read from
 folders (curves, error maps, environments, samples) until the alignment has ended, since the file is written many times.
 """
 
@@ -30,14 +30,21 @@ from pathlib import Path
 
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.alignment.json import alignment_to_json, bounded, bounds_to_json, conflict_to_json
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.recording.diff import differences_to_json
+from mock_scheduler.report.verdict_json import (
+    bounded,
+    bounds_to_json,
+    conflict_to_json,
+    consequence_to_json,
+    localisation_to_json,
+    verdict_to_json,
+)
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def save_result(result: AlignmentResult, view: AlignmentView, path: Path) -> None:
@@ -84,7 +91,7 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
         "bounds": bounds_to_json(result.bounds),
         "baseline": to_json(result.baseline),
         "candidate": to_json(result.candidate),
-        **alignment_to_json(result.alignment),
+        **verdict_to_json(result.verdict),
         "exit_code": int(result.exit_code),
         "recordings": None if recordings is None else differences_to_json(recordings),
     }
@@ -113,13 +120,12 @@ def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
         "layout": candidate.layout,
         "log_path": to_json(candidate.log_path),
         "run": to_json(candidate.run),
-        **alignment_to_json(candidate.alignment),
+        **verdict_to_json(candidate.verdict),
         "changes": list(candidate.changes),
         "versions": list(candidate.versions),
-        "proofs": to_json(candidate.proofs),
-        "emulated": None if emulated is None else alignment_to_json(emulated),
-        "localisation": to_json(candidate.localisation),
-        "consequence": to_json(candidate.consequence),
+        "emulated": None if emulated is None else verdict_to_json(emulated),
+        "localisation": localisation_to_json(candidate.localisation),
+        "consequence": consequence_to_json(candidate.consequence),
         "report": dataclass_to_json(view),
     }
 

@@ -1,4 +1,4 @@
-"""What a trace consists of: keys, the entries that probes hand to a sink, and what a rank says about the whole step.
+"""The parts of a trace: keys, the entries that probes hand to a sink, and a rank's statements about the whole step.
 
 Contract: plain data without files. Token tensors: the first dimension is all tokens of the step's batch, row after row
 in the batch's canonical order, without padding; token t of row r has index ``offset[r] + t``. So neither padding,
@@ -29,7 +29,7 @@ DIM_NAMES: frozenset[str] = frozenset(get_args(DimName))
 class TraceKey:
     """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
-    What belongs to a step rather than to an update (``kinds.STEP_KINDS``) has update 0.
+    A tensor of a step rather than of an update (``kinds.STEP_KINDS``) has update 0.
     """
 
     step: int
@@ -49,8 +49,8 @@ class TraceEntry:
     """One piece of one tensor that a rank writes; a tensor of several micro-batches has a piece of each.
 
     ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``. It may be on any
-    device; a sink copies what it keeps before ``add`` returns.
-    ``dims``: what each dimension counts; empty where nobody said.
+    device; a sink copies its part before ``add`` returns.
+    ``dims``: the name of each dimension; empty where nobody said.
     ``is_masked``: a token tensor that is defined at some tokens only (response tokens): those in no piece are masked
     out, where otherwise they would be missing.
     """
@@ -121,7 +121,7 @@ class LedgerCall:
     """One call of a ledger, in order.
 
     operation: as ``all_reduce`` or ``bernoulli_``. group: the global ranks that take part; empty for random draws.
-    dtype, num_elements: of what is sent or drawn.
+    dtype, num_elements: of the tensor that is sent or drawn.
     """
 
     operation: str
@@ -132,10 +132,10 @@ class LedgerCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFooter:
-    """What a rank says of a whole step when it has written all of it.
+    """A rank's statements about a whole step, made when it has written all of it.
 
-    rows: of the step's batch. update_rows: by update, which of these rows it trains on. ranks: the global ranks that
-    write this trace. kinds, patterns, exclude: what was selected, as configured. unobserved: what the selection asks
+    rows: of the step's batch. update_rows: by update, the rows that it trains on. ranks: the global ranks that
+    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that the selection asks
     for and the model does not show. ledgers: calls in order, of the kinds that were selected.
     """
 
@@ -162,4 +162,4 @@ class TraceSink(Protocol):
         """
 
     def abandon(self) -> None:
-        """Give the step up: what was written of it is removed, and no thread is left. Nothing where it was closed."""
+        """Give the step up: its files are removed, and no thread is left. Does nothing where it was closed."""

@@ -1,4 +1,4 @@
-"""Says which elements of a whole tensor a shard holds, and how several shards cover the whole.
+"""Tells the elements of a whole tensor that a shard holds, and how several shards cover the whole.
 
 Two forms serve two uses. As *indices* by dimension a shard's elements are gathered and scattered one by one; as
 *rectangles* they are counted, joined and matched without touching an element, however large the tensor is.
@@ -42,7 +42,7 @@ def element_places(spec: ShardSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Gives every canonical element of a shard by flat position, int64 ``[n]`` each.
 
     Returns:
-        The position in the flattened stored piece, which starts at ``flat_range``, and in the flattened whole tensor.
+        The position in the flattened stored piece (it starts at ``flat_range``), and in the flattened whole tensor.
     """
     local = torch.zeros((), dtype=torch.int64)
     whole = torch.zeros((), dtype=torch.int64)
@@ -114,7 +114,7 @@ class Rectangle:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements; 1 for a scalar, which has no dimension."""
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.sizes)
 
 
@@ -236,7 +236,7 @@ def _join_along(rectangles: list[Rectangle], dim: int) -> list[Rectangle]:
 class Coverage:
     """How many shards hold each cell of a whole tensor.
 
-    edges: by dimension, the index at which each cell begins, and the end. counts: int64, one entry for each cell.
+    edges: by dimension, the first index of each cell, and the end. counts: int64, one entry for each cell.
     """
 
     edges: tuple[_Integers, ...]

@@ -1,4 +1,4 @@
-"""The kinds of traced tensors: what each is, whether it belongs to a step or an update, and where it is computed."""
+"""The kinds of traced tensors: their meaning, whether they belong to a step or an update, and their phase."""
 
 from __future__ import annotations
 

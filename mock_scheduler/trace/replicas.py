@@ -44,7 +44,7 @@ class ReplicaConflict:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes on which the two ranks stand apart."""
+        """The axes that tell the two ranks apart."""
         return self.first.axes_apart(self.second)
 
     def describe(self) -> str:
@@ -76,7 +76,7 @@ class SketchConflict:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes on which the two ranks stand apart."""
+        """The axes that tell the two ranks apart."""
         return self.first.axes_apart(self.second)
 
     def describe(self) -> str:
@@ -93,7 +93,7 @@ class SketchConflict:
 
 
 def _name_pair(first: RankPlace, second: RankPlace) -> str:
-    """``tp0 and tp1``, by the axes on which the two stand apart; by global rank where there are none."""
+    """``tp0 and tp1``, by the axes that tell the two apart; by global rank where there are none."""
     axes = first.axes_apart(second)
     if not axes:
         return f"global {first.global_rank} and global {second.global_rank}"
@@ -110,7 +110,7 @@ class ConflictTally:
     def compare(
         self, ranks: tuple[RankPlace, RankPlace], spec: ShardSpec, values: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Compares two ranks' stored pieces of one spec; padding, which belongs to no element, does not count."""
+        """Compares two ranks' stored pieces of one spec; padding belongs to no element and does not count."""
         mine, other = values
         differs = view_as_bits(mine) != view_as_bits(other)
         mask = canonical_mask(spec)

@@ -1,7 +1,7 @@
-"""Which tensors of a training step are traced: by kind, by globs of canonical names, and by rank.
+"""Selects the tensors of a training step to trace: by kind, by globs of canonical names, and by rank.
 
 A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
-ranks, so one rank cannot know that a glob selects nothing; each remembers which of its globs did select something, and
+ranks, so one rank cannot know that a glob selects nothing; each remembers the globs that selected something, and
 whoever has that of all ranks asks ``describe_unmatched``.
 """
 
@@ -20,7 +20,7 @@ _NEAREST_CUTOFF = 0.3
 
 
 class TraceSelection:
-    """What a configuration asks for; nothing at level ``off``.
+    """The tensors that a configuration asks for; nothing at level ``off``.
 
     ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a kind that is selected.
     ``matched``: the globs that selected at least one of them.

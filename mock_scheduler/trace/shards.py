@@ -4,7 +4,7 @@ A shard is described by blocks along every dimension that is split, so that plai
 are split separately, then concatenated), padded vocabularies, context parallelism's zigzag and micro-batches need no
 cases of their own: the first dimension of a token tensor is the batch's tokens in canonical order, and a rank's blocks
 there are the pieces of rows that it computed. A rank of the distributed optimizer holds only a flat range of its
-local shard; ``flat_range`` says which.
+local shard, given by ``flat_range``.
 Cutting and merging are exact inverses: no arithmetic touches a value.
 """
 
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Which indices of one dimension this rank holds."""
+    """The indices of one dimension that this rank holds."""
 
     dim: int
     blocks: tuple[Block, ...]

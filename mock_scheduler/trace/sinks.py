@@ -1,4 +1,4 @@
-"""Opens what a rank's entries of one step go into, as the configuration says."""
+"""Opens the sink for a rank's entries of one step, as the configuration says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mock_scheduler.trace.sketch.files import SketchSink
 def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:
     """Whole tensors for level ``full``, sketches for level ``sketch``.
 
-    Raises ``TraceError`` where this rank's step is traced already, and ``ValueError`` for level ``off``, for which
+    Raises ``TraceError`` where this rank's step is traced already, and ``ValueError`` for level ``off``, since
     nothing is to be collected.
     """
     if config.level == "full":

@@ -1,8 +1,8 @@
 """Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
 
-Once rounding has turned a decision (``decisions``), the two runs go on from parameters that are a whole step apart, of
-which no bound was measured: what is beyond its bound in the updates behind it is beyond an estimate only. Metrics are
-means over a step's updates, so they are placed with the last one, between its gradients and its parameters.
+Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart,
+and no bound was measured from there: later excesses are beyond an estimate only. Metrics are means over a step's
+updates, so they are placed with the last one, between its gradients and its parameters.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.differences import Residual
+from mock_scheduler.compare.differences import Locality, Residual, WorstElement
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
-from mock_scheduler.verdict.sentence import describe_before, describe_tensor, name_place
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.
@@ -34,31 +35,96 @@ _FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepsOfOneSide:
+    """Steps of one folder that one of two recordings has alone; ``side``: its name."""
+
+    side: str
+    folder: str
+    steps: StepRanges
+
+
+Evidence = (
+    TensorDifference
+    | MetricDifference
+    | ReplicaConflict
+    | Finding
+    | LedgerComparison
+    | ContractDifference
+    | StepsOfOneSide
+    | StepDifference
+)
+"""The comparison that shows a divergence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Before:
+    """The tensors that were compared before a divergence: how many, how many equal, how many no larger than noise."""
+
+    num_compared: int
+    num_equal: int
+    num_unjudged: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
     """One difference beyond its bound.
 
-    ``update`` is ``None`` for metrics. ``value`` and ``tolerance`` are ``None`` where there is no number (missing,
-    another shape, NaN); for replicas, ``value`` is the largest difference and ``tolerance`` 0.
-    ``message``: in words. ``difference``: of a tensor that both runs have, all that its comparison found.
-    ``is_selection``: as of a ``Finding``. ``is_estimate``: its bound was extrapolated, or rounding turned a decision in
-    an update before.
+    Args:
+        update: ``None`` for metrics, calls and recordings.
+        evidence: The comparison that shows it.
+        value: The largest difference, relative for tensors and metrics; ``None`` where there is no number (missing,
+            another shape, NaN).
+        bound: The bound of ``value``; 0 for replicas; ``None`` where there is no number, and for metrics.
+        own_residual: What the difference of disagreeing replicas looks like beside the baseline.
+        is_selection: As in a ``Finding``.
+        is_estimate: Its bound was extrapolated, or rounding turned a decision in an update before.
+        before: The tensors before it; ``None`` where they were not counted.
     """
 
     step: int
     update: int | None
     kind: DifferenceKind
     name: str
-    value: float | None
-    tolerance: float | None
-    message: str
-    difference: TensorDifference | None = None
+    evidence: Evidence
+    value: float | None = None
+    bound: float | None = None
+    own_residual: Residual | None = None
     is_selection: bool = False
     is_estimate: bool = False
+    before: Before | None = None
 
     @property
     def place(self) -> tuple[int, int | None, DifferenceKind, str]:
         """Step, update, kind and name."""
         return self.step, self.update, self.kind, self.name
+
+    @property
+    def difference(self) -> TensorDifference | None:
+        """The figures of a tensor that both runs have."""
+        return self.evidence if isinstance(self.evidence, TensorDifference) else None
+
+    @property
+    def worst(self) -> WorstElement | None:
+        """The element with the largest difference: its index, sample, token and ranks."""
+        figures = None if self.difference is None else self.difference.figures
+        return None if figures is None else figures.worst
+
+    @property
+    def residual(self) -> Residual | None:
+        """What the difference looks like."""
+        return self.own_residual if self.difference is None else self.difference.residual
+
+    @property
+    def locality(self) -> Locality | None:
+        """Where in the tensor the difference is concentrated most."""
+        localities = () if self.difference is None else self.difference.localities
+        return localities[0] if localities else None
+
+    def __str__(self) -> str:
+        """``gradient of output_layer.weight at step 0, update 0``; ``metric pg_loss at step 3``."""
+        if self.kind in TRACE_KINDS:
+            return _certain_key(self).describe()
+        return f"{self.kind} {self.name} at step {self.step}"
 
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
@@ -66,14 +132,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     found: list[Divergence] = []
     last_update: dict[int, int] = {}
     if tensors is not None:
-        residuals = {item.key: item.residual for item in tensors.exceeding}
-        conflicts = [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
-        # Copies that differ say why a tensor is wrong, unless one is NaN, which its finding says better.
-        found += [item for item in conflicts if item.value is not None and math.isfinite(item.value)]
-        found += [_from_finding(finding) for finding in tensors.findings]
-        found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
-        found += [_from_tensor(difference) for difference in tensors.exceeding]
-        found += [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+        found += _list_of_tensors(tensors)
         for difference in tensors.differences:
             key = difference.key
             last_update[key.step] = max(key.update, last_update.get(key.step, 0))
@@ -100,82 +159,19 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     return sorted(found, key=place)
 
 
-def _is_amount(item: Divergence) -> bool:
-    """Whether it is by how much two runs differ that is beyond a bound, and no contradiction within one of them."""
-    return item.value is not None and (item.kind == "metric" or item.difference is not None)
-
-
-def describe_divergence(first: Divergence, tensors: TensorComparison | None) -> str:
-    """The first divergence as one sentence."""
+def count_before(first: Divergence, tensors: TensorComparison | None) -> Divergence:
+    """The divergence with the count of the tensors that were compared before it; unchanged where it is no tensor."""
     if first.kind not in TRACE_KINDS or tensors is None:
-        return first.message
-    where = name_place(first.step, first.update, first.kind)
-    ordered = order_keys([item.key for item in tensors.differences] + [_certain_key(first)])
-    before = describe_before(tensors, first.difference, ordered.index(_certain_key(first)))
-    return f"{where}: {first.message}; {before}"
-
-
-def _from_finding(finding: Finding) -> Divergence:
-    return Divergence(
-        step=finding.step,
-        update=finding.update,
-        kind=finding.kind,
-        name=finding.name,
-        value=None,
-        tolerance=None,
-        message=finding.message,
-        is_selection=finding.is_selection,
+        return first
+    own = _certain_key(first)
+    place = order_keys([item.key for item in tensors.differences] + [own]).index(own)
+    before = tensors.differences[:place]
+    counted = Before(
+        num_compared=len(before),
+        num_equal=sum(item.bit_equal for item in before),
+        num_unjudged=sum(not item.is_judged for item in before),
     )
-
-
-def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Divergence:
-    key = conflict.key
-    looks_like = "" if residual is None else f": {residual.text}"
-    return Divergence(
-        step=key.step,
-        update=key.update,
-        kind=key.kind,
-        name=key.name,
-        value=conflict.max_abs,
-        tolerance=0.0,
-        message=f"copies within the candidate differ: {conflict.describe()}{looks_like}",
-    )
-
-
-def _from_tensor(difference: TensorDifference) -> Divergence:
-    key = difference.key
-    return Divergence(
-        step=key.step,
-        update=key.update,
-        kind=key.kind,
-        name=key.name,
-        value=difference.relative,
-        tolerance=difference.tolerance,
-        message=describe_tensor(difference),
-        difference=difference,
-        is_estimate=difference.is_estimate,
-    )
-
-
-def _from_ledger(ledger: LedgerComparison) -> Divergence:
-    return Divergence(
-        step=ledger.step,
-        update=None,
-        kind="ledger",
-        name=ledger.kind,
-        value=None,
-        tolerance=None,
-        message=ledger.difference or "",
-    )
-
-
-def _trace_key(item: Divergence) -> TraceKey | None:
-    return _certain_key(item) if item.kind in TRACE_KINDS else None
-
-
-def _certain_key(item: Divergence) -> TraceKey:
-    assert item.kind in TRACE_KINDS
-    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
+    return replace(first, before=counted)
 
 
 def from_metric(difference: MetricDifference) -> Divergence:
@@ -187,12 +183,75 @@ def from_metric(difference: MetricDifference) -> Divergence:
         update=None,
         kind="metric",
         name=difference.name,
+        evidence=difference,
         value=difference.max_relative,
-        tolerance=None,
-        message=(
-            f"{difference.name} from step {step} on: relative difference up to {difference.max_relative:.3g}, "
-            f"|a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} at step "
-            f"{difference.nearest_step}"
-        ),
         is_estimate=difference.is_estimate,
     )
+
+
+def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
+    residuals = {item.key: item.residual for item in tensors.exceeding}
+    conflicts = [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
+    # Copies that differ say why a tensor is wrong, unless one is NaN, which its finding says better.
+    found = [item for item in conflicts if item.value is not None and math.isfinite(item.value)]
+    found += [_from_finding(finding) for finding in tensors.findings]
+    found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
+    found += [_from_tensor(difference) for difference in tensors.exceeding]
+    return found + [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+
+
+def _is_amount(item: Divergence) -> bool:
+    """Whether a size is beyond a bound, which an estimate may excuse, and no contradiction within one of the runs."""
+    return item.value is not None and (item.kind == "metric" or item.difference is not None)
+
+
+def _from_finding(finding: Finding) -> Divergence:
+    return Divergence(
+        step=finding.step,
+        update=finding.update,
+        kind=finding.kind,
+        name=finding.name,
+        evidence=finding,
+        is_selection=finding.is_selection,
+    )
+
+
+def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Divergence:
+    key = conflict.key
+    return Divergence(
+        step=key.step,
+        update=key.update,
+        kind=key.kind,
+        name=key.name,
+        evidence=conflict,
+        value=conflict.max_abs,
+        bound=0.0,
+        own_residual=residual,
+    )
+
+
+def _from_tensor(difference: TensorDifference) -> Divergence:
+    key = difference.key
+    return Divergence(
+        step=key.step,
+        update=key.update,
+        kind=key.kind,
+        name=key.name,
+        evidence=difference,
+        value=difference.relative,
+        bound=difference.tolerance,
+        is_estimate=difference.is_estimate,
+    )
+
+
+def _from_ledger(ledger: LedgerComparison) -> Divergence:
+    return Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
+
+
+def _trace_key(item: Divergence) -> TraceKey | None:
+    return _certain_key(item) if item.kind in TRACE_KINDS else None
+
+
+def _certain_key(item: Divergence) -> TraceKey:
+    assert item.kind in TRACE_KINDS
+    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)

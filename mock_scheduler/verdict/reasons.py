@@ -1,83 +1,266 @@
-"""What a verdict's reason says beside the first divergence: where it may come from, and why nothing could be judged."""
+"""The reasons of a verdict, as facts: one class for each, and ``Reason`` is any of them.
+
+Contract: plain data. A text is in here only where another program wrote it (``error``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import TraceKind
 
+ProofName = Literal["replicas", "bit-equality", "emulation", "noise", "referee"]
 
-def describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
-    """What may have led to the first divergence, or makes it less than it seems."""
-    parts = []
-    if tensors.candidate_conflicts and first.tolerance != 0.0:
-        parts.append(f"replicas disagree: {tensors.candidate_conflicts[0].describe()}")
-    if _grew_gradually(first, tensors):
-        parts.append(
-            "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
-            "fewer steps"
-        )
-    turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]
-    if turned:
-        parts.append(
-            f"{describe_turned(turned)} before: what follows goes on from other values, of which no bound was measured"
-        )
-    earlier = [item for item in tensors.flips if (item.key.step, item.key.update) <= (first.step, first.update or 0)]
-    if earlier:
-        num_flipped = sum(item.num_flipped for item in earlier)
-        parts.append(
-            f"rounding chose other experts for {count_of(num_flipped, 'token')} before, first in "
-            f"{earlier[0].key.name}: what these compute afterwards differs at its full size"
-        )
-    return parts
+#: Strongest first.
+PROOF_NAMES: tuple[ProofName, ...] = ("replicas", "bit-equality", "emulation", "noise", "referee")
 
 
-def describe_turned(turned: Sequence[TensorDifference]) -> str:
-    """``rounding turned 1 of 4 decisions, first in parameter of … at step 0, update 0``."""
-    flipped, total = sum(item.num_flipped_decisions for item in turned), sum(item.num_decisions for item in turned)
-    return f"rounding turned {flipped} of {count_of(total, 'decision')}, first in {turned[0].key.describe()}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BothBroken:
+    """Neither run is a reference: the same tensor is not finite in both."""
+
+    finding: Finding
 
 
-def no_bound(bounds: Bounds) -> str:
-    """Why nothing is judged, and what would let it be."""
-    if bounds.noise is not None:
-        return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
-    advice = bounds.advice()
-    return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingCompared:
+    """Nothing was compared; ``chosen``: by this selection neither side has anything, or ``None``."""
+
+    chosen: Selection | None = None
 
 
-def describe_idle(tensors: TensorComparison, bounds: Bounds) -> str:
-    """Why the runs trained nothing that could be compared; empty where they did, or neither kind was compared."""
-    gradients, changes = (
-        [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
-    )
-    if gradients and all(item.is_zero for item in gradients):
-        return (
-            "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on "
-            "rollouts whose rewards differ within a group, or with an entropy or KL term"
-        )
-    names = {item.key.name for item in gradients}
-    changes = [item for item in changes if not names or item.key.name in names]  # what no gradient moves moves anyway
-    if changes and all(item.is_zero for item in changes):
-        return "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
-    if bounds.source != "stated" and gradients and not any(item.is_judged for item in gradients):
-        return f"no gradient was judged: {no_bound(bounds)}"
-    if changes and not any(item.is_judged for item in changes):
-        if bounds.source != "stated":
-            return f"no parameter was judged: {no_bound(bounds)}"
-        return (
-            "no parameter was judged: every update changes less than parameters can be stored with; raise training.lr"
-        )
-    return ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindsMissing:
+    """No tensor (or metric) of these kinds was compared, so the rest proves nothing."""
+
+    kinds: tuple[TraceKind | Literal["metric"], ...]
 
 
-def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
-    """Whether the first tensor beyond its tolerance was near it at the update before, and not at the first one."""
-    series = [item for item in tensors.differences if (item.key.kind, item.key.name) == (first.kind, first.name)]
-    before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
-    if not before or first.value is None or first.tolerance == 0:
-        return False
-    return before[-1].relative > 0.03 * before[-1].tolerance and before[0].relative < 0.1 * before[-1].relative
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedOtherThings:
+    """The two runs were told to trace different things, and nothing else differs."""
+
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingTrained:
+    """Every gradient of the baseline is 0, or no update moved a parameter: any change would look equal."""
+
+    still: Literal["gradient", "parameter"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NothingJudged:
+    """Tensors were compared and none of ``kind`` (``None``: of any) was judged.
+
+    ``because``: noise is as large as they are; nothing bounds them; or updates are smaller than parameters are stored.
+    """
+
+    kind: Literal["gradient", "parameter"] | None
+    because: Literal["noise", "no bound", "storage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaselineConflict:
+    """Replicas disagree in the baseline, so it is no reference."""
+
+    conflict: ReplicaConflict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Undecided:
+    """Sketches cannot tell for so many tensors on which side of its bound each is."""
+
+    num_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BitEqual:
+    """Every bit is equal; ``by_fingerprints``: of sketches, where there are no whole tensors."""
+
+    by_fingerprints: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithinBounds:
+    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotExplainedByNoise:
+    """Nothing is beyond its bound, and the verdict's suspicions are still no noise; ``is_estimated`` as above."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeyondBounds:
+    """Something is beyond its bound or missing; ``is_estimated``: every bound that is exceeded was extrapolated."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRollouts:
+    """The two runs trained on other rollouts, from ``first_step`` on in ``num_steps`` of ``num_shared`` steps."""
+
+    first_step: int
+    num_steps: int
+    num_shared: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotReadable:
+    """The files of a run cannot be read; ``error``: of the reader."""
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailed:
+    """The candidate's run failed with its own ``error``; ``exit_code`` is 0 where it ended well and ran nothing."""
+
+    exit_code: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StillOpen:
+    """The alignment is still going, or was interrupted, before the candidate was run, or judged."""
+
+    missing: Literal["run", "judgement"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotDeterministic:
+    """The runs are not shown to repeat themselves; ``otherwise``: the reason that they would give."""
+
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualRecordings:
+    """All steps of two recordings are equal to the last bit."""
+
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRecordings:
+    """Two recordings differ; ``num_equal_steps`` are equal to the last bit."""
+
+    num_equal_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoCommonStep:
+    """No step is in both recordings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefutedBy:
+    """A proof of the alignment refutes the candidate; ``is_same_place``: it begins where the direct comparison does."""
+
+    proof: ProofName
+    is_same_place: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualToReference:
+    """Bits equal those of the reference in the candidate's order; ``vouched_by``: shows that it is a reference.
+
+    ``None``: nothing does, as the reference is itself not within the noise of the baseline.
+    """
+
+    vouched_by: Literal["noise", "referee"] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApartFromReference:
+    """The reference in the candidate's order shows more than the baseline; ``is_refuted``: beyond every bound."""
+
+    is_refuted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VanishesInFloat64:
+    """The difference from the baseline is beyond its bounds, and in float64 it is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaysInFloat64:
+    """The difference is within its bounds, and in float64 it does not shrink as rounding does."""
+
+    otherwise: Reason
+
+
+Reason = (
+    BothBroken
+    | NothingCompared
+    | KindsMissing
+    | TracedOtherThings
+    | NothingTrained
+    | NothingJudged
+    | BaselineConflict
+    | Undecided
+    | BitEqual
+    | WithinBounds
+    | NotExplainedByNoise
+    | BeyondBounds
+    | OtherRollouts
+    | NotReadable
+    | RunFailed
+    | StillOpen
+    | NotDeterministic
+    | EqualRecordings
+    | OtherRecordings
+    | NoCommonStep
+    | RefutedBy
+    | EqualToReference
+    | ApartFromReference
+    | VanishesInFloat64
+    | StaysInFloat64
+)
+"""Why a verdict is what it is."""
+
+
+class NotTriedCause(StrEnum):
+    """Why a proof was not tried."""
+
+    ONE_PROCESS = "one process"
+    NOT_NEEDED = "not needed"
+    BIT_EQUAL = "bit-equal"
+    STRONGER_PROOF = "stronger proof"
+    TURNED_OFF = "turned off"
+    SAME_ORDER = "same order"
+    CHANGES_MORE = "changes more"
+    ORDER_UNKNOWN = "order unknown"
+    RUN_FAILED = "run failed"
+    CANNOT_RUN = "cannot run"
+    FLOAT64_ALREADY = "float64 already"
+    NOTHING_MAY_ROUND = "nothing may round"
+    NOTHING_COMPARED = "nothing compared"
+    NOT_DETERMINISTIC = "not deterministic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotTried:
+    """Why a proof was not tried; ``keys``: configuration keys that it names; ``error``: of a run or a check."""
+
+    cause: NotTriedCause
+    keys: tuple[str, ...] = ()
+    error: str = ""
+
+
+#: The reasons that hold until an alignment knows a better one.
+NOT_NEEDED = NotTried(cause=NotTriedCause.NOT_NEEDED)
+BIT_EQUAL = NotTried(cause=NotTriedCause.BIT_EQUAL)
+STRONGER_PROOF = NotTried(cause=NotTriedCause.STRONGER_PROOF)

@@ -1,4 +1,4 @@
-"""What an alignment run found, as plain data for reports; and the comparison of two finished runs by their folders."""
+"""The results of ``mock-scheduler align``, ``compare`` and ``replicas``, as plain data for reports."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.tensors import JUDGED_KINDS, LedgerComparison
-from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.walk.traces import compare_trace_folders
-from mock_scheduler.compare.walk.walk import OnKey
+from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
-from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.proofs import Consequence, Localisation, Proof
-from mock_scheduler.verdict.verdict import Verdict, decide
+from mock_scheduler.verdict.consequence.figures import Consequence
+from mock_scheduler.verdict.localisation import Localisation
+from mock_scheduler.verdict.verdict import Verdict, worst_exit_code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateResult:
-    """One candidate: what it overrides, its planned layout, its run (``None`` where it failed) and the verdict.
+    """One candidate of an alignment.
 
-    ``entry``: the module that runs in the pipeline's place; empty where it is the baseline's. ``log_path``: its
-    terminal output; ``None`` where that was not kept. ``alignment``: compared with the baseline. ``changes``: the keys
-    that may move a bit. ``proofs``: what the verdict rests on, strongest first. ``emulated``: the comparison with the
-    reference that adds in its order. ``localisation``: of a divergence; ``consequence``: of a difference. ``versions``:
-    of packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
+    Args:
+        overrides: Its own overrides of the baseline's configuration.
+        layout: As planned.
+        log_path: Its terminal output; ``None`` where that was not kept.
+        run: ``None`` where it failed.
+        verdict: Compared with the baseline, with its proofs.
+        entry: The module that runs in the pipeline's place; empty where it is the baseline's.
+        changes: The keys that may move a bit.
+        emulated: The comparison with the reference that adds in its order.
+        localisation: Where its divergence begins.
+        consequence: What its difference does to the training.
+        versions: Packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
     """
 
     name: str
@@ -38,10 +41,9 @@ class CandidateResult:
     layout: str
     log_path: Path | None
     run: RunSummary | None
-    alignment: Verdict
+    verdict: Verdict
     entry: str = ""
     changes: tuple[str, ...] = ()
-    proofs: tuple[Proof, ...] = ()
     emulated: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
@@ -64,9 +66,11 @@ class AlignmentTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentResult:
-    """A whole alignment run. ``recording_dir``: ``None`` where no recording is known, or it is no longer there.
+    """A whole alignment run.
 
-    ``times``: ``None`` until it has ended.
+    Args:
+        recording_dir: ``None`` where no recording is known, or it is no longer there.
+        times: ``None`` until the alignment has ended.
     """
 
     config_name: str
@@ -77,29 +81,52 @@ class AlignmentResult:
     candidates: tuple[CandidateResult, ...]
     times: AlignmentTimes | None = None
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of the gravest verdict."""
+        return worst_exit_code(candidate.verdict.kind for candidate in self.candidates)
+
+    @property
+    def passes(self) -> bool:
+        """Whether every candidate passes."""
+        return self.exit_code is ExitCode.ALIGNED
+
+    def __str__(self) -> str:
+        """One line: ``lake: tp2 identical (emulated), pp2 diverged``."""
+        return f"{self.config_name}: {', '.join(f'{item.name} {item.verdict.kind.value}' for item in self.candidates)}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonResult:
-    """What ``mock-scheduler compare`` found: of runs, traces, metrics or recordings, the same on both sides.
+    """The result of ``mock-scheduler compare`` on runs, traces, metrics or recordings, the same on both sides.
 
-    ``recordings``: of two recordings, all that differs between them; ``alignment`` has one finding per step.
+    ``recordings``: all that differs between two recordings, of which ``verdict`` has the first.
     """
 
     baseline: ComparedInput
     candidate: ComparedInput
     bounds: Bounds
-    alignment: Verdict
+    verdict: Verdict
     recordings: RecordingDifferences | None = None
 
     @property
     def exit_code(self) -> ExitCode:
-        """The verdict's."""
-        return self.alignment.verdict.exit_code
+        """The exit code of the verdict."""
+        return self.verdict.exit_code
+
+    @property
+    def passes(self) -> bool:
+        """Whether the verdict passes."""
+        return self.verdict.passes
+
+    def __str__(self) -> str:
+        """One line: ``tp2 against baseline: diverged: first in ...``."""
+        return f"{self.candidate.name} against {self.baseline.name}: {self.verdict}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaResult:
-    """What ``mock-scheduler replicas`` found in one run.
+    """The result of ``mock-scheduler replicas`` on one run.
 
     ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's elements that were compared with
     another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them.
@@ -118,32 +145,3 @@ class ReplicaResult:
         if self.conflicts or any(ledger.difference for ledger in self.ledgers):
             return ExitCode.DIVERGED
         return ExitCode.ALIGNED if sum(self.num_copies.values()) else ExitCode.INCOMPARABLE
-
-
-def compare_runs(
-    baseline_dir: Path,
-    candidate_dir: Path,
-    *,
-    bounds: Bounds,
-    selection: Selection = EVERYTHING,
-    has_metrics: bool = True,
-    on_key: OnKey | None = None,
-) -> Verdict:
-    """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
-
-    ``has_metrics``: whether metrics are compared. Unless kinds or names are chosen, gradients and parameters must be
-    among what was compared. Raises ``AlignmentError`` or ``TraceError`` where the files cannot be read.
-    """
-    metrics = None
-    if has_metrics:
-        logs = [load_metrics(folder / METRICS_FILE) for folder in (baseline_dir, candidate_dir)]
-        metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
-    tensors = compare_trace_folders(
-        baseline_dir / TRACE_FOLDER,
-        candidate_dir / TRACE_FOLDER,
-        bounds=bounds,
-        selection=selection,
-        on_key=on_key,
-    )
-    is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
-    return decide(metrics, tensors, bounds=bounds, required=() if is_chosen else JUDGED_KINDS, selection=selection)

@@ -21,7 +21,8 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.verdict.divergences import describe_divergence
+from mock_scheduler.verdict.divergences import count_before
+from mock_scheduler.verdict.wording.divergences import describe_divergence
 from pipelines.layouts.cases import parallel_of
 from tests.faults.cases import reference_of, world_size
 from tests.faults.evidence import Evidence
@@ -176,7 +177,7 @@ class Campaign:
         if fault is None and evidence.exact is not None:
             self.emulates[part.run] = all(item.bit_equal for item in evidence.exact.differences)
         first = evidence.divergences[0] if evidence.divergences else None
-        sentence = "" if first is None else describe_divergence(first, evidence.strongest)
+        sentence = "" if first is None else describe_divergence(count_before(first, evidence.strongest))
         return replace(
             judgement,
             findings=run_proofs(evidence),

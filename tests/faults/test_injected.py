@@ -10,8 +10,10 @@ import pytest
 
 from mock_scheduler.compare.bounds.bounds import EXACT
 from mock_scheduler.compare.walk.traces import compare_trace_folders
-from mock_scheduler.verdict.divergences import describe_divergence, find_divergences
-from mock_scheduler.verdict.verdict import VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.divergences import count_before, find_divergences
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_divergence
 from tests.faults.__main__ import main
 from tests.faults.campaign import CLEAN
 from tests.faults.cases import world_size
@@ -57,11 +59,11 @@ def test_fault_fires_is_found_at_its_place_and_taken_back(
     before = root / f"before-{planted.shows.label}"
     compared = compare_trace_folders(before, root / fault, bounds=EXACT)
     first = find_divergences(None, compared)[0]
-    sentence = describe_divergence(first, compared)
+    sentence = describe_divergence(count_before(first, compared))
     assert is_placed(first, planted.expected), sentence
     assert is_called(sentence, planted.expected), sentence
     after = compare_trace_folders(before, root / f"after-{planted.shows.label}", bounds=EXACT)
-    assert decide(None, after, bounds=EXACT).verdict is VerdictKind.IDENTICAL
+    assert decide(None, after, bounds=EXACT).kind is VerdictKind.IDENTICAL
 
 
 @pytest.mark.parametrize("fault", [fault.id for fault in _ALONE])
@@ -70,7 +72,7 @@ def test_fault_changes_no_bit_where_it_must_be_silent(fault: str, outcomes: Mapp
     assert outcomes[f"silent-{fault}"].fired[fault] > 0 or planted.is_idle_where_silent
     before = root / f"before-{planted.silent.label}"
     compared = compare_trace_folders(before, root / f"silent-{fault}", bounds=EXACT)
-    assert decide(None, compared, bounds=EXACT).verdict is VerdictKind.IDENTICAL
+    assert decide(None, compared, bounds=EXACT).kind is VerdictKind.IDENTICAL
 
 
 @pytest.mark.all

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.compare import findings
 from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
@@ -23,7 +24,8 @@ _EXPECTED = Expected(phase="backward", names=("*layernorm.weight",), kind="copie
 
 
 def _first(*, kind: str = "gradient", name: str = "decoder.final_layernorm.weight", update: int = 0) -> Divergence:
-    return Divergence(step=0, update=update, kind=kind, name=name, value=1.0, tolerance=0.0, message="")
+    finding = findings.Finding(kind=kind, step=0, update=update, name=name, message="")
+    return Divergence(step=0, update=update, kind=kind, name=name, evidence=finding, value=1.0, bound=0.0)
 
 
 def _difference(baseline: torch.Tensor, candidate: torch.Tensor) -> TensorDifference:

@@ -10,8 +10,10 @@ import pytest
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.walk.traces import compare_trace_folders
-from mock_scheduler.verdict.divergences import describe_divergence, find_divergences
-from mock_scheduler.verdict.verdict import VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.divergences import count_before, find_divergences
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_divergence
 from tests.faults.catalogue import ONE_GRADIENT
 from tests.faults.fault import Run
 from tests.faults.judging import is_called, is_placed
@@ -50,7 +52,7 @@ def noise(root: Path) -> NoiseBounds:
 
 def test_another_layout_is_within_the_noise_of_perturbed_runs(root: Path, noise: NoiseBounds) -> None:
     found = compare_trace_folders(root / "baseline", root / "tp2", bounds=noise)
-    assert decide(None, found, bounds=noise).verdict is VerdictKind.ROUNDING
+    assert decide(None, found, bounds=noise).kind is VerdictKind.ROUNDING
     gradients = [item for item in found.differences if item.key.kind == "gradient"]
     assert any(not item.bit_equal for item in gradients)  # sums of two ranks round differently
     assert all(math.isfinite(item.tolerance) for item in gradients)
@@ -58,7 +60,7 @@ def test_another_layout_is_within_the_noise_of_perturbed_runs(root: Path, noise:
 
 def test_one_per_cent_in_one_gradient_is_beyond_it_and_named(root: Path, noise: NoiseBounds) -> None:
     found = compare_trace_folders(root / "baseline", root / "fault", bounds=noise)
-    assert decide(None, found, bounds=noise).verdict is VerdictKind.DIVERGED
+    assert decide(None, found, bounds=noise).kind is VerdictKind.DIVERGED
     (name,) = ONE_GRADIENT.expected.names
     wrong = [item for item in found.exceeding if (item.key.kind, item.key.update) == ("gradient", 0)]
     assert [item.key.name for item in wrong] == [name]
@@ -66,4 +68,4 @@ def test_one_per_cent_in_one_gradient_is_beyond_it_and_named(root: Path, noise: 
     assert 12 * 2.0**-24 <= wrong[0].tolerance < 1e-4
     first = find_divergences(None, found)[0]
     assert is_placed(first, ONE_GRADIENT.expected)
-    assert is_called(describe_divergence(first, found), ONE_GRADIENT.expected)
+    assert is_called(describe_divergence(count_before(first, found)), ONE_GRADIENT.expected)

@@ -16,6 +16,7 @@ import yaml
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
@@ -26,9 +27,28 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.proofs import Consequence, GraftedModule, Localisation, Outcome, Proof, ProofName
+from mock_scheduler.verdict.consequence.figures import Consequence
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
+from mock_scheduler.verdict.reasons import (
+    EqualToReference,
+    NotDeterministic,
+    NotExplainedByNoise,
+    ProofName,
+    Reason,
+    RunFailed,
+)
 from mock_scheduler.verdict.results import AlignmentResult, AlignmentTimes, CandidateResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide, failed_run
+from mock_scheduler.verdict.verdict import (
+    EmulationFacts,
+    EqualityFacts,
+    Outcome,
+    OwnChanges,
+    Proof,
+    ProofFacts,
+    Verdict,
+    VerdictKind,
+)
 from tests.batches import SAMPLING, make_row
 from tests.report.recordings import PROVENANCE, write
 from tests.trace.builders import entry, save
@@ -46,11 +66,25 @@ NUM_ROWS = 4
 WORST_ROW, WORST_TOKEN = 2, 3
 WORST_SAMPLE = "default/group 1/episode 0/env 0/turn 0"
 WRONG = "decoder.layers.1.mlp.linear_fc1.weight"
-SENTENCE = f"step 1, backward, {WRONG} gradient: 2.000 times the reference's; every tensor before it equal"
+SENTENCE = (
+    f"step 1, backward, {WRONG} gradient: candidate is 2.000 times the baseline: √rows; "
+    "the 21 tensors before it are equal; "
+    "nothing else of the pass differs"
+)
+SUSPICION = Suspicion(
+    test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="12 gradients have a slope of 0.9991"
+)
 WEIGHTS = tuple(f"decoder.layers.{layer}.mlp.linear_fc{number}.weight" for layer in (0, 1) for number in (1, 2))
-COMMAND = "mock-scheduler compare runs/reference/trace runs/tp2.clip/trace"
+TP = OwnChanges(keys=("parallel.tensor_model_parallel_size",))
+OTHER_ORDER = EqualityFacts(changes=TP, may_round=False, is_same_order=False)
 #: What the text of a run must never do to a page.
 EVIL = "</script><script>alert('1')</script><b>&"
+
+
+def command(result: AlignmentResult) -> str:
+    """The command that opens the traces of the diverged candidate."""
+    folder = result.output_dir
+    return f"mock-scheduler compare {folder}/baseline/trace {folder}/tp2.clip/trace --steps 1"
 
 
 def make_result(folder: Path) -> AlignmentResult:
@@ -60,33 +94,64 @@ def make_result(folder: Path) -> AlignmentResult:
     tp2, dp2 = {"parallel.tensor_model_parallel_size": 2}, {"parallel.data_parallel_size": 2}
     same = _aligned(baseline, _write_run(folder, "pp2.plain", {"parallel.pipeline_model_parallel_size": 2}))
     rounded = _aligned(baseline, _write_run(folder, "dp2.plain", dp2, noise=1e-6))
-    emulated = replace(
-        _aligned(baseline, _write_run(folder, "tp2.plain", tp2, noise=1e-6)), verdict=VerdictKind.EMULATED
-    )
+    emulated = _aligned(baseline, _write_run(folder, "tp2.plain", tp2, noise=1e-6))
     diverged = _aligned(baseline, _write_run(folder, "tp2.clip", {**tp2, "pg_clip": 0.1}, is_wrong=True))
     suspect = _aligned(baseline, _write_run(folder, "dp2.clip", {**dp2, "pg_clip": 0.1}, noise=1e-6))
     loose = _aligned(baseline, _write_run(folder, "loose", {"system_envs.DETERMINISTIC_MODE": "0"}, noise=1e-6))
-    replicas = _proof("replicas", "proved", "no rank holds another's copy", 0, 0)
     candidates = (
         _candidate(
-            folder, "tp2.plain", emulated, replicas, _proof("bit-equality", "refuted", "tp2 reorders sums", 40, 8),
-            _proof("emulation", "proved", "equal to the reference in tp2's order", 40, 40), emulated=same,
+            folder,
+            "tp2.plain",
+            _judged(
+                emulated,
+                VerdictKind.EMULATED,
+                EqualToReference(vouched_by="noise"),
+                _proof("replicas", "proved", None),
+                _proof("bit-equality", "open", emulated, OTHER_ORDER),
+                _proof("emulation", "proved", same, EmulationFacts(layout="tp2 pp1 dp1", may_round=False)),
+                _proof("noise", "proved", emulated),
+            ),
+            emulated=same,
         ),
         _candidate(
-            folder, "tp2.clip", diverged, replicas, _proof("noise", "refuted", "beyond 3 max(P, 4u)", 40, 30),
-            localisation=_localisation(folder), consequence=_consequence(),
-        ),
-        _candidate(folder, "pp2.plain", same, replicas, _proof("bit-equality", "proved", "every tensor", 40, 40)),
-        _candidate(folder, "dp2.plain", rounded, _proof("noise", "proved", "within 3 max(P, 4u)", 40, 8)),
-        _candidate(
-            folder, "dp2.clip", replace(suspect, verdict=VerdictKind.SUSPECT, reason="the slope is 0.9991"),
-            _proof("noise", "open", "12 gradients have a slope of 0.9991", 40, 8),
-        ),
-        replace(
-            _candidate(folder, "broken", failed_run(VerdictKind.INCOMPARABLE, f"the run failed: {EVIL}")), run=None
+            folder,
+            "tp2.clip",
+            _judged(
+                diverged, VerdictKind.DIVERGED, diverged.why,
+                _proof("replicas", "proved", None), _proof("noise", "refuted", diverged),
+            ),
+            localisation=_localisation(folder, diverged),
+            consequence=_consequence(),
         ),
         _candidate(
-            folder, "loose", replace(loose, verdict=VerdictKind.UNVERIFIED, reason="DETERMINISTIC_MODE is not 1"),
+            folder,
+            "pp2.plain",
+            _judged(
+                same,
+                VerdictKind.IDENTICAL,
+                same.why,
+                _proof("replicas", "proved", None),
+                _proof("bit-equality", "proved", same, OTHER_ORDER),
+            ),
+        ),
+        _candidate(
+            folder,
+            "dp2.plain",
+            _judged(rounded, VerdictKind.ROUNDING, rounded.why, _proof("noise", "proved", rounded)),
+        ),
+        _candidate(
+            folder,
+            "dp2.clip",
+            replace(
+                _judged(suspect, VerdictKind.SUSPECT, NotExplainedByNoise(), _proof("noise", "open", suspect)),
+                suspicions=(SUSPICION,),
+            ),
+        ),
+        replace(_candidate(folder, "broken", no_run(f"the run failed: {EVIL}")), run=None),
+        _candidate(
+            folder,
+            "loose",
+            replace(loose, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=loose.why)),
             versions=("torch 2.12.0 instead of 2.13.0",),
         ),
     )  # fmt: skip
@@ -104,11 +169,16 @@ def make_result(folder: Path) -> AlignmentResult:
     )  # fmt: skip
 
 
+def no_run(error: str) -> Verdict:
+    """The verdict on a candidate whose run failed with this error."""
+    return Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=0, error=error))
+
+
 def _candidate(
     folder: Path,
     name: str,
-    alignment: Verdict,
-    *proofs: Proof,
+    verdict: Verdict,
+    *,
     emulated: Verdict | None = None,
     localisation: Localisation | None = None,
     consequence: Consequence | None = None,
@@ -120,9 +190,8 @@ def _candidate(
         layout=f"{name.partition('.')[0]} of 2 processes",
         log_path=folder / name / "run.log",
         run=_summary(folder / name),
-        alignment=alignment,
-        changes=("parallel.tensor_model_parallel_size",),
-        proofs=proofs,
+        verdict=verdict,
+        changes=TP.keys,
         emulated=emulated,
         localisation=localisation,
         consequence=consequence,
@@ -130,31 +199,49 @@ def _candidate(
     )
 
 
-def _proof(name: ProofName, outcome: Outcome, text: str, num_compared: int, num_equal: int) -> Proof:
-    return Proof(name=name, outcome=outcome, text=text, num_compared=num_compared, num_equal=num_equal, seconds=1.5)
+def _judged(direct: Verdict, kind: VerdictKind, why: Reason, *proofs: Proof) -> Verdict:
+    return replace(direct, kind=kind, why=why, proofs=proofs)
 
 
-def _localisation(folder: Path) -> Localisation:
+def _proof(name: ProofName, outcome: Outcome, compared: Verdict | None, facts: ProofFacts | None = None) -> Proof:
+    differences = () if compared is None or compared.tensors is None else compared.tensors.differences
+    return Proof(
+        name=name,
+        outcome=outcome,
+        facts=facts,
+        compared=compared,
+        num_compared=len(differences),
+        num_equal=sum(item.bit_equal for item in differences),
+        seconds=1.5,
+    )
+
+
+def _localisation(folder: Path, diverged: Verdict) -> Localisation:
+    assert diverged.tensors is not None
+    difference = next(item for item in diverged.tensors.differences if item.key.name == WRONG and item.exceeds)
+    origin = DifferingTensor(key=difference.key, difference=difference)
     return Localisation(
-        sentence=SENTENCE,
         step=1,
         update=0,
         phase="backward",
         name=WRONG,
+        origin=origin,
+        is_exact=True,
+        num_before=21,
         causes=(
             GraftedModule(
-                name="decoder.layers.1.mlp", kind="activation_gradient", is_cause=True, text="its graft heals the rest"
+                name="decoder.layers.1.mlp", kind="activation_gradient", is_cause=True, tensor=origin, num_healed=1
             ),
         ),
         amplifiers=(
             GraftedModule(
-                name="decoder.layers.0.mlp", kind="activation_gradient", is_cause=False, text="3.1 times as large"
+                name="decoder.layers.0.mlp", kind="activation_gradient", is_cause=False, relative=0.31,
+                cause="decoder.layers.1.mlp", growth=3.1,
             ),
         ),
         trace_dirs=(folder / "baseline" / "trace", folder / "tp2.clip" / "trace"),
-        command=COMMAND,
         seconds=12.0,
-    )
+    )  # fmt: skip
 
 
 def with_amplifiers(result: AlignmentResult, number: int) -> AlignmentResult:
@@ -162,18 +249,21 @@ def with_amplifiers(result: AlignmentResult, number: int) -> AlignmentResult:
     diverged = result.candidates[1]
     assert diverged.localisation is not None
     modules = tuple(
-        GraftedModule(name=f"module.{place}", kind="activation", is_cause=False, text="as it is")
+        GraftedModule(
+            name=f"module.{place}", kind="activation", is_cause=False, relative=0.1, cause="decoder.layers.1.mlp",
+            growth=1.0,
+        )
         for place in range(number)
-    )
+    )  # fmt: skip
     localisation = replace(diverged.localisation, amplifiers=modules)
     return replace(result, candidates=(replace(diverged, localisation=localisation),))
 
 
 def _consequence() -> Consequence:
     return Consequence(
-        num_tokens=24, num_clipped=2, num_clip_flips=3, kl_name="KL to the reference policy", kl_baseline=0.0125,
+        num_tokens=24, num_clipped=2, num_clip_flips=3, kl_to="reference", kl_baseline=0.0125,
         kl_candidate=0.025, max_advantage_change=0.0, max_advantage=1.5, update_cosine=(0.75,),
-        text="3 of 24 response tokens change their clip state.",
+        updates=((1, 0),), update_ratio=(0.5,),
     )  # fmt: skip
 
 

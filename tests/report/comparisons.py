@@ -23,15 +23,19 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.divergences import Divergence, count_before
+from mock_scheduler.verdict.reasons import BeyondBounds, BitEqual, OtherRollouts, WithinBounds
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import Divergence, Verdict, VerdictKind, failed_run
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from tests.compare.stated import stated
 
 BOUNDS = stated()
 FAULT = "decoder.layers.2.self_attention.linear_proj"
 SENTENCE = (
-    f"At step 0, update 0, activation of {FAULT} is the first that differs: relative difference 0.0031 (bound 0.0001), "
-    "in channels 32 to 63, as if a partial sum of tp were missing; all 13 tensors before it are identical."
+    f"step 0, update 0, forward: activation of {FAULT} differs by 0.0031 (bound 0.0001): a partial sum of tp is "
+    "missing, 98 % of it in channels 32 to 63 of 64: the second shard of tp2, largest at index [17, 40] (sample "
+    "train/g0/e1/v3/t0, token 5), held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
+    "global rank 1 (tp1 pp0 dp0) in the candidate; the 15 tensors before it are equal"
 )
 PARTS = (
     "input_layernorm",
@@ -148,7 +152,7 @@ def make_tensors(
     )
 
 
-def make_result(tmp_path: Path, alignment: Verdict, *, level: str = "full", name: str = "tp2") -> ComparisonResult:
+def make_result(tmp_path: Path, verdict: Verdict, *, level: str = "full", name: str = "tp2") -> ComparisonResult:
     """Two runs in ``tmp_path``."""
 
     def side(run: str, layout: str) -> ComparedInput:
@@ -168,34 +172,34 @@ def make_result(tmp_path: Path, alignment: Verdict, *, level: str = "full", name
         baseline=side("base", "tp1 pp1 dp1"),
         candidate=side(name, "tp2 pp1 dp1"),
         bounds=BOUNDS,
-        alignment=alignment,
+        verdict=verdict,
     )
 
 
 def identical(tmp_path: Path) -> ComparisonResult:
     """Every bit is equal."""
     logs = make_metrics(steps=3, relative=0.0)
-    alignment = Verdict(
-        verdict=VerdictKind.IDENTICAL,
-        reason="bit-equal: 3 metrics over 3 steps, 84 gradients, 84 parameters",
-        first_divergence=None,
+    verdict = Verdict(
+        kind=VerdictKind.IDENTICAL,
+        why=BitEqual(),
         metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=make_tensors(size=0.0),
+        bounds=BOUNDS,
     )
-    return make_result(tmp_path, alignment)
+    return make_result(tmp_path, verdict)
 
 
 def rounding(tmp_path: Path) -> ComparisonResult:
     """Nothing is beyond its bound."""
     logs = make_metrics(steps=3, relative=1e-7)
-    alignment = Verdict(
-        verdict=VerdictKind.ROUNDING,
-        reason="within tolerance: 3 metrics over 3 steps; an error of 1e-4 of any gradient would have been found",
-        first_divergence=None,
+    verdict = Verdict(
+        kind=VerdictKind.ROUNDING,
+        why=WithinBounds(),
         metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=make_tensors(),
+        bounds=BOUNDS,
     )
-    return make_result(tmp_path, alignment)
+    return make_result(tmp_path, verdict)
 
 
 def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "pg_loss") -> ComparisonResult:
@@ -231,24 +235,25 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
         notes=("the candidate's rank 3 wrote no activations",),
     )  # fmt: skip
     logs = make_metrics(steps=max(steps, 3), relative=2e-3, name=metric)
-    alignment = Verdict(
-        verdict=VerdictKind.DIVERGED,
-        reason="beyond tolerance: 1 of 3 metrics, 150 of 336 tensors; 1 could not be compared",
-        first_divergence=Divergence(
-            step=0, update=0, kind="activation", name=FAULT, value=difference.relative,
-            tolerance=difference.tolerance, message="relative difference 0.0031 > 0.0001", difference=difference,
-        ),
+    first = Divergence(
+        step=0, update=0, kind="activation", name=FAULT, evidence=difference, value=difference.relative,
+        bound=difference.tolerance,
+    )  # fmt: skip
+    verdict = Verdict(
+        kind=VerdictKind.DIVERGED,
+        why=BeyondBounds(),
+        first=count_before(first, tensors),
         metrics=compare_metrics(*logs, bounds=BOUNDS),
         tensors=tensors,
-        sentence=SENTENCE,
-    )  # fmt: skip
-    return make_result(tmp_path, alignment)
+        bounds=BOUNDS,
+    )
+    return make_result(tmp_path, verdict)
 
 
 def sketched(tmp_path: Path) -> ComparisonResult:
     """The same, estimated; the fault's neighbours cannot be decided."""
     result = diverged(tmp_path)
-    tensors = result.alignment.tensors
+    tensors = result.verdict.tensors
     assert tensors is not None
     differences = tuple(
         replace(
@@ -259,17 +264,18 @@ def sketched(tmp_path: Path) -> ComparisonResult:
         else replace(item, figures=None, localities=(), residual=None, max_abs=0.0, low=5e-5, relative=1e-4, high=2e-4)
         for index, item in enumerate(tensors.differences)
     )  # fmt: skip
-    alignment = replace(
-        result.alignment,
+    verdict = replace(
+        result.verdict,
         tensors=replace(tensors, level="sketch", differences=differences),
         full_dump=("trace.level=full", "trace.steps='0'", "trace.patterns=['decoder.layers.2.*']"),
     )
-    return make_result(tmp_path, alignment, level="sketch")
+    return make_result(tmp_path, verdict, level="sketch")
 
 
 def incomparable(tmp_path: Path) -> ComparisonResult:
     """Nothing was compared."""
-    return make_result(tmp_path, failed_run(VerdictKind.INCOMPARABLE, "the two runs trained on other rollouts"))
+    why = OtherRollouts(first_step=1, num_steps=2, num_shared=3)
+    return make_result(tmp_path, Verdict(kind=VerdictKind.INCOMPARABLE, why=why))
 
 
 def infinite(tmp_path: Path) -> ComparisonResult:
@@ -277,10 +283,8 @@ def infinite(tmp_path: Path) -> ComparisonResult:
     key = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
     difference = make_difference(key, math.inf, figures=None)
     tensors = replace(make_tensors(steps=1, size=0.0), differences=(difference,))
-    alignment = Verdict(
-        verdict=VerdictKind.DIVERGED, reason="not finite", first_divergence=None, metrics=None, tensors=tensors
-    )
-    return make_result(tmp_path, alignment)
+    verdict = Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), tensors=tensors, bounds=BOUNDS)
+    return make_result(tmp_path, verdict)
 
 
 def write_logs(result: ComparisonResult, baseline: MetricLog, candidate: MetricLog) -> None:

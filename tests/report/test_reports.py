@@ -22,8 +22,10 @@ from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.reasons import BeyondBounds
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide, failed_run
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from pipelines.config.schema import ToleranceConfig
 from tests.report import alignments
 
@@ -69,15 +71,15 @@ def make_alignment(relative: float) -> Verdict:
 
 
 def make_result() -> AlignmentResult:
-    def candidate(name: str, alignment: Verdict, *overrides: str) -> CandidateResult:
-        is_failed = alignment.metrics is None
+    def candidate(name: str, verdict: Verdict, *overrides: str) -> CandidateResult:
+        is_failed = verdict.metrics is None
         return CandidateResult(
             name=name,
             overrides=overrides,
             layout="tp1 pp1 dp1",
             log_path=Path("/runs") / name / "run.log",
             run=None if is_failed else make_run(name),
-            alignment=alignment,
+            verdict=verdict,
         )
 
     return AlignmentResult(
@@ -89,7 +91,7 @@ def make_result() -> AlignmentResult:
         candidates=(
             candidate("same", make_alignment(0.0)),
             candidate("wrong", make_alignment(math.inf), "training.lr=0.002"),
-            candidate("broken", failed_run(VerdictKind.INCOMPARABLE, "the run failed [exit]")),
+            candidate("broken", alignments.no_run("the run failed [exit]")),
         ),
     )
 
@@ -107,18 +109,18 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
     """One candidate with this many findings and replica conflicts in its tensors, so that it does not pass."""
     result = make_result()
     candidate = result.candidates[0]
-    assert candidate.alignment.tensors is not None
+    assert candidate.verdict.tensors is not None
     finding = Finding(kind="gradient", step=0, update=0, name=NAME, message="a finding")
     place = RankPlace(global_rank=0, coordinates={"tp": 0})
     key = TraceKey(step=0, update=0, kind="gradient", name=NAME)
     conflict = ReplicaConflict(key=key, first=place, second=place, num_elements=1, max_abs=1.0)
     tensors = replace(
-        candidate.alignment.tensors,
+        candidate.verdict.tensors,
         findings=(finding,) * num_findings,
         candidate_conflicts=(conflict,) * num_conflicts,
     )
-    alignment = replace(candidate.alignment, tensors=tensors, verdict=VerdictKind.DIVERGED)
-    return replace(result, candidates=(replace(candidate, alignment=alignment),))
+    verdict = replace(candidate.verdict, tensors=tensors, kind=VerdictKind.DIVERGED, why=BeyondBounds())
+    return replace(result, candidates=(replace(candidate, verdict=verdict),))
 
 
 @pytest.mark.parametrize(
@@ -175,14 +177,15 @@ def test_the_report_names_reasons_bounds_and_files() -> None:
 
 
 def test_a_localised_divergence_is_told_with_proofs_consequence_and_command(tmp_path: Path) -> None:
-    text = " ".join(render(100, alignments.make_result(tmp_path)).split())
+    result = alignments.make_result(tmp_path)
+    text = " ".join(render(100, result).split())
     for expected in (
         f"tp2.clip diverged refuted by noise 9,805 times its bound 10.0 tp2 of 2 processes exp_name=tp2.clip "
         f"{alignments.SENTENCE}",
-        "✗ noise beyond 3 max(P, 4u)",
-        "passes it on decoder.layers.0.mlp (activation gradient): 3.1 times as large",
-        f"open {alignments.COMMAND}",
-        "consequence 3 of 24 response tokens change their clip state.",
+        "✗ noise first divergence: as said above; first metric: pg_loss from step 1 on",
+        "passes it on decoder.layers.0.mlp (activation gradient): only passes on what decoder.layers.1.mlp does: 0.31,",
+        f"open {alignments.command(result)}",
+        "consequence The baseline clips 2 of 24 response tokens",
         "pg_loss: |a-b| at most 0.25 at step 1, 3,333 times its bound, beyond it from step 1 on",
         "Seconds: 128.0 in all: baseline 10.0, candidates 60.0",
     ):

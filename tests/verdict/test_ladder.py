@@ -4,18 +4,49 @@ from dataclasses import replace
 
 import pytest
 
+from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.ladder import Evidence, judge
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
+from mock_scheduler.verdict.ladder import Evidence, complete_ladder, judge
+from mock_scheduler.verdict.reasons import (
+    PROOF_NAMES,
+    ApartFromReference,
+    BeyondBounds,
+    BitEqual,
+    EqualToReference,
+    NotDeterministic,
+    NotExplainedByNoise,
+    Reason,
+    RefutedBy,
+    RunFailed,
+    StaysInFloat64,
+    WithinBounds,
+)
+from mock_scheduler.verdict.verdict import OwnChanges, Verdict, VerdictKind
+from mock_scheduler.verdict.wording.proofs import describe_proof
+from mock_scheduler.verdict.wording.verdicts import describe_reason
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 
 
-def compared(verdict: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
+WHYS: dict[VerdictKind, Reason] = {
+    VerdictKind.IDENTICAL: BitEqual(),
+    VerdictKind.ROUNDING: WithinBounds(),
+    VerdictKind.SUSPECT: NotExplainedByNoise(),
+    VerdictKind.DIVERGED: BeyondBounds(),
+}
+
+
+def first_at(value: float, *, name: str = KEY.name, message: str = "the gradient differs") -> Divergence:
+    """A first divergence of this size."""
+    finding = Finding(kind="gradient", step=0, update=0, name=name, message=message)
+    return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
+
+
+def compared(kind: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
     """The comparison of one tensor, whose difference is ``relative``."""
     difference = TensorDifference(
         key=KEY, num_elements=4, bit_equal=relative == 0.0, max_abs=relative, relative=relative, tolerance=1e-6
@@ -24,14 +55,12 @@ def compared(verdict: VerdictKind, *, relative: float = 0.0, conflicts: tuple[Re
         steps=(0,), differences=(difference,), findings=(), baseline_conflicts=(), candidate_conflicts=conflicts
     )
     metrics = MetricComparison(steps=(0,), differences=(), findings=())
-    sentence = "step 0: the gradient differs" if verdict is VerdictKind.DIVERGED else None
     return Verdict(
-        verdict=verdict,
-        reason=f"it is {verdict}",
-        first_divergence=None,
+        kind=kind,
+        why=WHYS[kind],
+        first=first_at(relative) if kind is VerdictKind.DIVERGED else None,
         metrics=metrics,
         tensors=tensors,
-        sentence=sentence,
     )
 
 
@@ -43,18 +72,18 @@ DIVERGED = compared(VerdictKind.DIVERGED, relative=1e-2)
 LAYOUT = Evidence(
     direct=ROUNDING,
     num_processes=2,
-    changes="parallel.tensor_model_parallel_size",
+    changes=OwnChanges(keys=("parallel.tensor_model_parallel_size",)),
     is_same_order=False,
     must_be_exact=True,
     layout="tp2 pp1 dp1",
     shrinking=2.0**29,
 )
-OTHER = replace(LAYOUT, changes="training.sequence_packing", must_be_exact=False)
+OTHER = replace(LAYOUT, changes=OwnChanges(keys=("training.sequence_packing",)), must_be_exact=False)
 
 
 def outcomes(evidence: Evidence) -> tuple[VerdictKind, dict[str, str]]:
-    judgement = judge(evidence)
-    return judgement.alignment.verdict, {proof.name: proof.outcome for proof in judgement.proofs}
+    verdict = judge(evidence)
+    return verdict.kind, {proof.name: proof.outcome for proof in verdict.proofs}
 
 
 def test_equal_bits_need_no_other_proof() -> None:
@@ -77,7 +106,7 @@ def test_a_layout_that_equals_the_reference_in_its_own_order_is_identical_emulat
         "proved",
         "proved",
     )
-    assert judge(replace(LAYOUT, emulated=IDENTICAL)).alignment.reason.startswith(
+    assert describe_reason(judge(replace(LAYOUT, emulated=IDENTICAL))).startswith(
         "equal to the last bit to a reference in one process that adds in the order of tp2 pp1 dp1"
     )
 
@@ -86,7 +115,7 @@ def test_a_layout_within_the_noise_that_is_not_equal_in_its_own_order_is_diverge
     """A scale error of 0.05 % in bfloat16 is hidden in the noise, and only this proof sees it."""
     verdict, found = outcomes(replace(LAYOUT, emulated=DIVERGED))
     assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.DIVERGED, "refuted", "proved")
-    assert judge(replace(LAYOUT, emulated=DIVERGED)).alignment.sentence == "step 0: the gradient differs"
+    assert judge(replace(LAYOUT, emulated=DIVERGED)).first == DIVERGED.first
 
 
 def test_a_reference_outside_the_noise_proves_nothing() -> None:
@@ -97,8 +126,9 @@ def test_a_reference_outside_the_noise_proves_nothing() -> None:
 def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
     """A mean that cancels to nearly 0 is 3 % beyond the largest of few perturbed runs, and equal in its own order."""
     shrunk = compared(VerdictKind.ROUNDING, relative=1e-13)
-    judgement = judge(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL, wide=shrunk))
-    assert (judgement.alignment.verdict, judgement.alignment.sentence) == (VerdictKind.EMULATED, None)
+    verdict = judge(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL, wide=shrunk))
+    assert (verdict.kind, verdict.first) == (VerdictKind.EMULATED, None)
+    assert verdict.why == EqualToReference(vouched_by="referee")
 
 
 def test_another_kernel_may_round_so_that_noise_decides() -> None:
@@ -106,7 +136,7 @@ def test_another_kernel_may_round_so_that_noise_decides() -> None:
 
 
 def test_the_same_order_of_sums_excuses_no_difference() -> None:
-    same = replace(LAYOUT, is_same_order=True, changes="nothing")
+    same = replace(LAYOUT, is_same_order=True, changes=OwnChanges())
     verdict, found = outcomes(same)
     assert (verdict, found["bit-equality"]) == (VerdictKind.DIVERGED, "refuted")
 
@@ -122,7 +152,7 @@ def test_replicas_that_disagree_refute_whatever_else_holds(direct: Verdict) -> N
     )
     tensors = direct.tensors
     assert tensors is not None
-    broken = replace(direct, verdict=VerdictKind.DIVERGED, tensors=replace(tensors, candidate_conflicts=(conflict,)))
+    broken = replace(direct, kind=VerdictKind.DIVERGED, tensors=replace(tensors, candidate_conflicts=(conflict,)))
     verdict, found = outcomes(replace(LAYOUT, direct=broken, emulated=IDENTICAL))
     assert (verdict, found["replicas"]) == (VerdictKind.DIVERGED, "refuted")
 
@@ -131,7 +161,7 @@ def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
     shrunk = compared(VerdictKind.ROUNDING, relative=1e-13)
     verdict, found = outcomes(replace(OTHER, direct=DIVERGED, wide=shrunk))
     assert (verdict, found["referee"]) == (VerdictKind.SUSPECT, "proved")
-    reason = judge(replace(OTHER, direct=DIVERGED, wide=shrunk)).alignment.reason
+    reason = describe_reason(judge(replace(OTHER, direct=DIVERGED, wide=shrunk)))
     assert "1.0e-13 in float64 and 1.0e-02 here, 1.0e+11 times less (rounding becomes 5.4e+08 times less)" in reason
 
 
@@ -141,19 +171,21 @@ def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
 
 
 def test_without_determinism_nothing_is_proved() -> None:
-    unverified = failed_run(VerdictKind.UNVERIFIED, "not deterministic")
-    judgement = judge(replace(LAYOUT, direct=unverified))
-    assert (judgement.alignment, judgement.proofs) == (unverified, ())
+    why = NotDeterministic(otherwise=BeyondBounds())
+    unverified = Verdict(kind=VerdictKind.UNVERIFIED, why=why)
+    assert judge(replace(LAYOUT, direct=unverified)) == unverified
 
 
 def test_a_reference_in_its_order_shows_what_rounding_of_its_layout_hid() -> None:
     """A module of one's own under another layout: within the noise of the baseline, and not of that reference."""
     assert outcomes(replace(OTHER, emulated=ROUNDING))[0] is VerdictKind.ROUNDING
-    suspect = judge(replace(OTHER, emulated=SUSPECT)).alignment
-    assert suspect.verdict is VerdictKind.SUSPECT
-    assert suspect.reason.startswith("against a reference in one process that adds in the order of tp2 pp1 dp1: it is")
-    diverged = judge(replace(OTHER, emulated=DIVERGED)).alignment
-    assert (diverged.verdict, diverged.sentence) == (VerdictKind.DIVERGED, "step 0: the gradient differs")
+    suspect = judge(replace(OTHER, emulated=SUSPECT))
+    assert (suspect.kind, suspect.why) == (VerdictKind.SUSPECT, ApartFromReference(is_refuted=False))
+    assert describe_reason(suspect).startswith(
+        "against a reference in one process that adds in the order of tp2 pp1 dp1: noise does not explain this: "
+    )
+    diverged = judge(replace(OTHER, emulated=DIVERGED))
+    assert (diverged.kind, diverged.first) == (VerdictKind.DIVERGED, DIVERGED.first)
 
 
 def test_float64_decides_what_that_reference_shows() -> None:
@@ -165,7 +197,9 @@ def test_float64_decides_what_that_reference_shows() -> None:
 
 def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_emulated() -> None:
     """The reference runs the baseline's code, so that equal bits prove the candidate's, whatever it might have done."""
-    mine = replace(OTHER, changes="its module mine, parallel.tensor_model_parallel_size", emulated=IDENTICAL)
+    mine = replace(
+        OTHER, changes=OwnChanges(keys=("parallel.tensor_model_parallel_size",), entry="mine"), emulated=IDENTICAL
+    )
     assert outcomes(mine)[0] is VerdictKind.EMULATED
     assert outcomes(replace(mine, direct=DIVERGED))[0] is VerdictKind.SUSPECT
     assert outcomes(replace(mine, direct=DIVERGED, wide=ROUNDING))[0] is VerdictKind.EMULATED
@@ -173,25 +207,36 @@ def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_em
 
 def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     """In bfloat16 the first tensor beyond its bound was one that is beyond it in honest runs, too."""
-    confirmed = replace(DIVERGED, sentence="step 0, backward: that tensor is 1.020 times the baseline")
-    alignment = judge(replace(OTHER, direct=DIVERGED, wide=confirmed)).alignment
-    assert (alignment.verdict, alignment.sentence) == (VerdictKind.DIVERGED, confirmed.sentence)
-    assert alignment.reason == (
+    elsewhere = first_at(1e-2, name="decoder.layers.0.mlp.linear_fc1.weight", message="it is 1.020 times the baseline")
+    confirmed = replace(DIVERGED, first=elsewhere)
+    verdict = judge(replace(OTHER, direct=DIVERGED, wide=confirmed))
+    assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, elsewhere)
+    assert describe_reason(verdict) == (
         "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
-        f"here; first divergence: {confirmed.sentence}; against the baseline: it is diverged"
+        "here; first divergence: it is 1.020 times the baseline; against the baseline: first divergence: the gradient "
+        "differs; beyond their bounds: 0 of 0 metrics, 1 of 1 tensor"
     )
 
 
 def test_where_float64_confirms_the_place_its_figures_stay_those_of_the_traced_runs() -> None:
     """Those of float64 stood there, which no trace of the candidate has."""
-    place = Divergence(
-        step=0, update=0, kind="gradient", name=KEY.name, value=1e-2, tolerance=1e-6, message="the gradient differs"
-    )
-    direct = replace(DIVERGED, first_divergence=place)
-    wide = replace(DIVERGED, first_divergence=replace(place, value=2e-2, tolerance=1e-12), sentence="in float64")
-    alignment = judge(replace(OTHER, direct=direct, wide=wide)).alignment
-    assert (alignment.first_divergence, alignment.sentence) == (place, DIVERGED.sentence)
-    assert alignment.reason.startswith("it is diverged; in float64 it does not shrink as rounding does")
-    assert alignment.reason.endswith("it begins at the same place")
-    elsewhere = replace(wide, first_divergence=replace(place, name="decoder.layers.0.mlp.linear_fc1.weight"))
-    assert judge(replace(OTHER, direct=direct, wide=elsewhere)).alignment.first_divergence == elsewhere.first_divergence
+    wide = replace(DIVERGED, first=first_at(2e-2, message="in float64"))
+    verdict = judge(replace(OTHER, direct=DIVERGED, wide=wide))
+    assert (verdict.first, verdict.why) == (DIVERGED.first, RefutedBy(proof="referee", is_same_place=True))
+    reason = describe_reason(verdict)
+    assert reason.startswith("first divergence: the gradient differs; beyond their bounds")
+    assert reason.endswith("it begins at the same place")
+    elsewhere = first_at(2e-2, name="decoder.layers.0.mlp.linear_fc1.weight")
+    assert judge(replace(OTHER, direct=DIVERGED, wide=replace(wide, first=elsewhere))).first == elsewhere
+
+
+def test_a_difference_within_its_bounds_that_stays_in_float64_passes_and_says_so() -> None:
+    verdict = judge(replace(OTHER, direct=ROUNDING, wide=DIVERGED))
+    assert (verdict.kind, verdict.why) == (VerdictKind.ROUNDING, StaysInFloat64(otherwise=WithinBounds()))
+    assert "; in float64 it does not shrink as rounding does: " in describe_reason(verdict)
+
+
+def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_tried() -> None:
+    ladder = complete_ladder(Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=1, error="it fell")))
+    assert [(proof.name, proof.outcome) for proof in ladder] == [(name, "not tried") for name in PROOF_NAMES]
+    assert {describe_proof(proof) for proof in ladder} == {"nothing could be compared"}

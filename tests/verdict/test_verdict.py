@@ -11,8 +11,10 @@ from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.results import compare_runs
+from mock_scheduler.verdict.compare_runs import compare_runs
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind, worst_exit_code
+from mock_scheduler.verdict.wording.divergences import describe_evidence
+from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
 
 BOUNDS = stated()
@@ -49,8 +51,8 @@ def align(baseline: Path, candidate: Path) -> Verdict:
 
 def test_bit_equal_runs_are_identical(tmp_path: Path) -> None:
     alignment = align(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
-    assert alignment.verdict is VerdictKind.IDENTICAL
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.IDENTICAL
+    assert describe_reason(alignment) == (
         "bit-equal: 1 metric over 1 step, 1 gradient, 1 parameter; one changed bit would have been found"
     )
 
@@ -60,8 +62,8 @@ def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> 
     flipped.view(torch.int32)[1] ^= 1
     candidate = write_run(tmp_path / "b", ranks=({**SAME, "parameter": flipped},))
     alignment = align(write_run(tmp_path / "a"), candidate)
-    assert alignment.verdict is VerdictKind.ROUNDING
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.ROUNDING
+    assert describe_reason(alignment) == (
         "within the stated bounds: 1 metric over 1 step, 1 gradient, 1 parameter (0 bit-equal); nearest to its bound: "
         "parameter of decoder.layers.0.input_layernorm.weight at step 0, update 0, 5.96e-08, 83,888 times below 0.005; "
         "a divergence would have been any relative error above 0.0001 of gradients; 0.005 of parameters"
@@ -78,9 +80,9 @@ def test_the_worst_difference_is_named_with_its_margin_and_what_had_no_say(tmp_p
     )
     small = {**SAME, "gradient": torch.tensor([1.0, 2.0**-20, 1.0, 1.0])}
     alignment = align(write_run(tmp_path / "a", ranks=(small,)), candidate)
-    assert alignment.verdict is VerdictKind.ROUNDING
+    assert alignment.kind is VerdictKind.ROUNDING
     # 2**-14 of gradients of norm sqrt(3); 2**-9, less the rounding sqrt(3)·2**-23, of a change of norm sqrt(3).
-    assert alignment.reason == (
+    assert describe_reason(alignment) == (
         "within the stated bounds: 1 metric over 1 step, 1 gradient (0 bit-equal), 1 parameter (0 bit-equal; 25.00% of "
         "elements left out); nearest to its bound: gradient of decoder.layers.0.input_layernorm.weight at step 0, "
         "update 0, 3.52e-05, 2.9 times below 0.0001; a divergence would have been any relative error above 0.0001 of "
@@ -92,40 +94,41 @@ def test_a_run_that_trains_nothing_is_no_comparison(tmp_path: Path) -> None:
     """Without reward there is no gradient, and a frozen optimizer was identical to a healthy one."""
     idle: Tensors = {"initial": torch.ones(4), "gradient": torch.zeros(4), "parameter": torch.ones(4)}
     alignment = align(write_run(tmp_path / "a", ranks=(idle,)), write_run(tmp_path / "b", ranks=(idle,)))
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert describe_reason(alignment) == (
         "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rollouts "
         "whose rewards differ within a group, or with an entropy or KL term"
     )
     frozen = {**idle, "gradient": torch.ones(4)}
     alignment = align(write_run(tmp_path / "c", ranks=(frozen,)), write_run(tmp_path / "d", ranks=(frozen,)))
-    assert alignment.reason.startswith("nothing was trained: no update of the baseline changed a parameter")
+    assert describe_reason(alignment).startswith("nothing was trained: no update of the baseline changed a parameter")
 
 
 def test_two_broken_runs_are_no_comparison_and_one_is_diverged(tmp_path: Path) -> None:
     broken: Tensors = {**SAME, "gradient": torch.full((4,), float("nan"))}
     both = align(write_run(tmp_path / "a", ranks=(broken,)), write_run(tmp_path / "b", ranks=(broken,)))
-    assert both.verdict is VerdictKind.INCOMPARABLE
-    assert both.reason == (
+    assert both.kind is VerdictKind.INCOMPARABLE
+    assert describe_reason(both) == (
         "both runs are broken, so neither is a reference: gradient of decoder.layers.0.input_layernorm.weight at step "
         "0, update 0 has NaN in 4 of 4 elements in both runs"
     )
     one = align(write_run(tmp_path / "c"), write_run(tmp_path / "d", ranks=(broken,)))
-    assert one.verdict is VerdictKind.DIVERGED
+    assert one.kind is VerdictKind.DIVERGED
 
 
 def test_corrupt_gradients_with_equal_losses_are_diverged_and_named(tmp_path: Path) -> None:
     candidate = write_run(tmp_path / "b", ranks=({**SAME, "gradient": torch.full((4,), 1.5)},))
     alignment = align(write_run(tmp_path / "a"), candidate)
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert describe_reason(alignment) == (
         "first divergence: step 0, update 0, backward: gradient of decoder.layers.0.input_layernorm.weight differs by "
         "0.5 (bound 0.0001): largest at index [0], held by global rank 0 (dp0 pp0 tp0) in both runs; it is the first "
         "tensor that was compared; beyond the stated bounds: 0 of 1 metric, 1 of 2 tensors"
     )
-    assert alignment.sentence is not None
-    assert alignment.reason.startswith(f"first divergence: {alignment.sentence}; beyond the stated bounds")
-    first = alignment.first_divergence
+    assert describe_reason(alignment).startswith(
+        f"first divergence: {describe_sentence(alignment)}; beyond the stated bounds"
+    )
+    first = alignment.first
     assert first is not None
     assert (first.step, first.update, first.kind, first.name, first.value) == (0, 0, "gradient", NORM, 0.5)
 
@@ -135,9 +138,9 @@ def test_replicas_that_disagree_make_it_diverged_and_name_axis_and_ranks(tmp_pat
     other.view(torch.int32)[0] ^= 1
     candidate = write_run(tmp_path / "b", ranks=(SAME, {**SAME, "gradient": other}))
     alignment = align(write_run(tmp_path / "a"), candidate)
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.first_divergence is not None
-    assert alignment.first_divergence.message == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert alignment.first is not None
+    assert describe_evidence(alignment.first) == (
         "copies within the candidate differ: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1 hold different "
         "gradients at step 0 (1 element, by up to 1.19e-07)"
     )
@@ -147,18 +150,18 @@ def test_replicas_that_disagree_in_both_runs_are_diverged(tmp_path: Path) -> Non
     """A conflict that the baseline had too was forgiven, and with it a far larger one in the candidate."""
     ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
     alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b", ranks=ranks))
-    assert alignment.verdict is VerdictKind.DIVERGED
+    assert alignment.kind is VerdictKind.DIVERGED
     assert (
         "copies within the candidate differ: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1"
-        in alignment.reason
+        in describe_reason(alignment)
     )
 
 
 def test_a_baseline_whose_replicas_disagree_is_no_reference(tmp_path: Path) -> None:
     ranks = (SAME, {**SAME, "gradient": torch.full((4,), 2.0)})
     alignment = align(write_run(tmp_path / "a", ranks=ranks), write_run(tmp_path / "b"))
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert describe_reason(alignment) == (
         "replicas disagree in the baseline, so it is no reference: decoder.layers.0.input_layernorm.weight: ranks tp0 "
         "and tp1 hold different gradients at step 0 (4 elements, by up to 1)"
     )
@@ -176,8 +179,8 @@ def test_a_difference_that_grew_from_update_to_update_is_said_to_have_grown(tmp_
         rows = [json.dumps({"step": step, "metrics": {"pg_loss": 1.0}}) for step in range(4)]
         (tmp_path / side / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     alignment = align(tmp_path / "a", tmp_path / "b")
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.reason.endswith(
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert describe_reason(alignment).endswith(
         "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
         "fewer steps"
     )
@@ -186,8 +189,8 @@ def test_a_difference_that_grew_from_update_to_update_is_said_to_have_grown(tmp_
 def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_path: Path) -> None:
     baseline = write_run(tmp_path / "a", losses=(1.0, 1.0, 1.0))
     alignment = align(baseline, write_run(tmp_path / "b", losses=(1.0, 1.5, 3.0)))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert describe_reason(alignment) == (
         "first divergence: pg_loss from step 1 on: relative difference up to 0.667, |a-b| 6.67e+03 times "
         "its bound of 0.0003 at step 2; "
         "beyond the stated bounds: 1 of 1 metric, 0 of 6 tensors"
@@ -199,26 +202,26 @@ def test_within_a_step_gradients_come_before_metrics_and_metrics_before_paramete
     baseline = write_run(tmp_path / "a")
     both = align(baseline, write_run(tmp_path / "b", ranks=(wrong,), losses=(2.0,)))
     late = align(baseline, write_run(tmp_path / "c", ranks=({**wrong, "gradient": torch.ones(4)},), losses=(2.0,)))
-    assert [alignment.first_divergence and alignment.first_divergence.kind for alignment in (both, late)] == [
+    assert [alignment.first and alignment.first.kind for alignment in (both, late)] == [
         "gradient",
         "metric",
     ]
     assert (
         "first metric: pg_loss from step 0 on: relative difference up to 0.5, |a-b| 5e+03 times its bound of 0.0002"
-        in both.reason
+        in describe_reason(both)
     )
 
 
 def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:
     alignment = align(write_run(tmp_path / "a"), write_run(tmp_path / "b", losses=(float("nan"),)))
-    assert alignment.verdict is VerdictKind.DIVERGED
+    assert alignment.kind is VerdictKind.DIVERGED
 
 
 def test_equal_metrics_without_gradients_prove_nothing(tmp_path: Path) -> None:
     only: tuple[Tensors, ...] = ({"initial": torch.zeros(4), "parameter": torch.ones(4)},)
     alignment = align(write_run(tmp_path / "a", ranks=only), write_run(tmp_path / "b", ranks=only))
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert alignment.reason == "no gradient was compared: the rest proves nothing"
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert describe_reason(alignment) == "no gradient was compared: the rest proves nothing"
 
 
 def test_nothing_compared_at_all_is_incomparable(tmp_path: Path) -> None:
@@ -227,8 +230,10 @@ def test_nothing_compared_at_all_is_incomparable(tmp_path: Path) -> None:
     for run_dir in (baseline, candidate):
         (run_dir / "metrics.jsonl").write_text("")
     alignment = align(baseline, candidate)
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert alignment.reason == "no metric and no gradient and no parameter was compared: the rest proves nothing"
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert (
+        describe_reason(alignment) == "no metric and no gradient and no parameter was compared: the rest proves nothing"
+    )
 
 
 @pytest.mark.parametrize(

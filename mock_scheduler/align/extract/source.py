@@ -92,9 +92,10 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
             f"the recording {reader.dump_dir} has no training step {wanted}; steps present: "
             f"{format_present(reader.steps())}"
         )
+    # Results of format 2 have the sample among the figures of the tensor alone.
     figures = (divergence.get("difference") or {}).get("figures") or {}
-    is_its_step = wanted == divergence.get("step")
-    sample = (figures.get("worst") or {}).get("sample") if is_its_step else None
+    sample = divergence.get("sample") or (figures.get("worst") or {}).get("sample")
+    sample = sample if wanted == divergence.get("step") else None
     return DivergedCandidate(
         align_dir=align_dir,
         program=program,

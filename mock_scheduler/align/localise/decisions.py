@@ -12,70 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
-
-GraftKind = Literal["activation", "activation_gradient"]
-PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
-"""Which part of a step a tensor is of; ``gradient``: main gradients, behind the backward pass."""
-
-_PASSES: dict[Phase, PassName] = {
-    Phase.START: "start",
-    Phase.DATA: "inputs",
-    Phase.FORWARD: "forward",
-    Phase.SCORES: "scores",
-    Phase.LOSS: "loss",
-    Phase.BACKWARD: "backward",
-    Phase.GRADIENT: "gradient",
-    Phase.NORM: "update",
-    Phase.UPDATE: "update",
-}
-_CHOICE = ".chosen_experts"
+from mock_scheduler.trace.kinds import TRACE_KINDS
+from mock_scheduler.verdict.localisation import DifferingTensor, GraftEnd, GraftEndCause, GraftKind, pass_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Differing:
-    """One tensor that differs. difference: what was measured; ``None`` where nothing could be. problem: then what is
-    wrong, or how copies within the candidate disagree; else empty. lacks_tokens: as of a ``Finding``. relative:
-    ``None`` where there is no number."""
-
-    key: TraceKey
-    difference: TensorDifference | None = None
-    problem: str = ""
-    lacks_tokens: bool = False
-
-    @property
-    def relative(self) -> float | None:
-        """||a - b|| / ||a||."""
-        return None if self.difference is None else self.difference.relative
-
-    @property
-    def can_be_grafted(self) -> bool:
-        """Whether a module shows it, in both runs, as something that can be put in."""
-        key = self.key
-        is_shown = key.kind in ("activation", "router", "logits", "activation_gradient")
-        has_one_form = self.difference is not None and self.difference.dtypes is None
-        return is_shown and has_one_form and not key.name.endswith(_CHOICE)
-
-
-def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Differing]:
+def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[DifferingTensor]:
     """All that differs, in execution order. is_exact: whether equal means equal bits, or within the bounds."""
-    found: dict[TraceKey, Differing] = {}
+    found: dict[TraceKey, DifferingTensor] = {}
     for item in comparison.differences:
         if not item.bit_equal if is_exact else item.exceeds:
-            found[item.key] = Differing(key=item.key, difference=item)
+            found[item.key] = DifferingTensor(key=item.key, difference=item)
     measured = {item.key: item for item in comparison.differences}
     for finding in comparison.findings:
         if finding.kind in TRACE_KINDS and not finding.is_selection:
             key = TraceKey(step=finding.step, update=finding.update or 0, kind=finding.kind, name=finding.name)
-            found[key] = Differing(key=key, problem=finding.message, lacks_tokens=finding.lacks_tokens)
+            found[key] = DifferingTensor(key=key, finding=finding)
     for conflict in comparison.candidate_conflicts:
-        text = f"copies within the candidate differ: {conflict.describe()}"
-        found[conflict.key] = Differing(key=conflict.key, difference=measured.get(conflict.key), problem=text)
+        key = conflict.key
+        found[key] = DifferingTensor(key=key, difference=measured.get(key), conflict=conflict)
     return [found[key] for key in order_keys(found)]
 
 
@@ -89,12 +47,7 @@ def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | No
     return min(steps, default=None)
 
 
-def pass_of(key: TraceKey) -> PassName:
-    """Which part of a step computes a tensor."""
-    return _PASSES[PHASES[key.kind]]
-
-
-def in_pass(differing: Sequence[Differing], key: TraceKey) -> list[Differing]:
+def in_pass(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
     """Of these, what the same pass of the same update computes."""
     place = (key.step, key.update, pass_of(key))
     return [item for item in differing if (item.key.step, item.key.update, pass_of(item.key)) == place]
@@ -102,19 +55,20 @@ def in_pass(differing: Sequence[Differing], key: TraceKey) -> list[Differing]:
 
 @dataclass(kw_only=True, slots=True)
 class GraftWalk:
-    """Which modules of one pass are causes. ``before``: all that differs in it without a graft, in order.
+    """A walk from cause to cause through one pass; ``before``: all that differs in it without a graft, in order.
 
-    Ask ``next_names`` for what to put in; run that; tell ``see`` what still differs in the pass. is_there: whether the
-    reference's trace has a tensor to put in. ended: why no further run is made; empty where all is explained.
+    Ask ``next_names`` for the tensors to put in; run that; tell ``see`` what still differs in the pass. ``is_there``:
+    whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None`` where all is
+    explained.
     """
 
-    before: Sequence[Differing]
+    before: Sequence[DifferingTensor]
     max_runs: int
     is_there: Callable[[TraceKey], bool] = lambda key: True
-    causes: list[Differing] = field(default_factory=list)
-    healed: list[list[Differing]] = field(default_factory=list)
-    remaining: list[Differing] = field(default_factory=list)
-    ended: str = ""
+    causes: list[DifferingTensor] = field(default_factory=list)
+    healed: list[list[DifferingTensor]] = field(default_factory=list)
+    remaining: list[DifferingTensor] = field(default_factory=list)
+    end: GraftEnd | None = None
     num_runs: int = 0
 
     def __post_init__(self) -> None:
@@ -122,32 +76,31 @@ class GraftWalk:
 
     @property
     def kind(self) -> GraftKind:
-        """Of the grafts."""
+        """The kind of tensor that is put in."""
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
         """The names to put in next: every cause so far and the first that still differs; empty where it has ended."""
-        if self.ended or not self.remaining:
+        if self.end is not None or not self.remaining:
             return ()
-        first = self.remaining[0]
-        if any(first.key == cause.key for cause in self.causes):
-            self.ended = f"{first.key.name} differs although the reference's tensor was put in"
-        elif first.lacks_tokens:
-            self.ended = (
-                f"tokens of {first.key.name} are held by no rank, so there is nothing in whose place the reference's "
-                "could be put; the cause lies in which rows the ranks were given, not in a module"
-            )
-        elif not first.can_be_grafted:
-            self.ended = f"{first.key.name} ({first.key.kind.replace('_', ' ')}) is nothing that can be put in"
-        elif not self.is_there(first.key):
-            self.ended = f"{first.key.name} is not in the reference's trace, which has the first that differ alone"
-        elif self.num_runs >= self.max_runs:
-            self.ended = f"no further run was made after {self.max_runs}; the next cause would be {first.key.name}"
-        if self.ended:
+        cause = self._find_end(self.remaining[0])
+        if cause is not None:
+            self.end = GraftEnd(cause=cause, key=self.remaining[0].key, num_runs=self.num_runs)
             return ()
-        return (*(cause.key.name for cause in self.causes), first.key.name)
+        return (*(item.key.name for item in self.causes), self.remaining[0].key.name)
 
-    def see(self, differing: Sequence[Differing]) -> None:
+    def _find_end(self, first: DifferingTensor) -> GraftEndCause | None:
+        if any(first.key == cause.key for cause in self.causes):
+            return GraftEndCause.STILL_DIFFERS
+        if first.lacks_tokens:
+            return GraftEndCause.TOKENS_NOWHERE
+        if not first.can_be_grafted:
+            return GraftEndCause.NO_GRAFT
+        if not self.is_there(first.key):
+            return GraftEndCause.NOT_TRACED
+        return GraftEndCause.RUNS_SPENT if self.num_runs >= self.max_runs else None
+
+    def see(self, differing: Sequence[DifferingTensor]) -> None:
         """What differs in the same pass of the run with ``next_names`` put in; none of the rest of the step."""
         cause, still = self.remaining[0], {item.key for item in differing}
         self.num_runs += 1
@@ -155,9 +108,10 @@ class GraftWalk:
         self.healed.append([item for item in self.remaining[1:] if item.key not in still])
         self.remaining = list(differing)
 
-    def give_up(self, reason: str) -> None:
-        """The run with ``next_names`` could not be made."""
-        self.ended = reason
+    def give_up(self, error: str) -> None:
+        """Say that the run with ``next_names`` could not be made."""
+        first = self.remaining[0].key
+        self.end = GraftEnd(cause=GraftEndCause.RUN_FAILED, key=first, num_runs=self.num_runs, error=error)
 
     @property
     def is_explained(self) -> bool:
@@ -165,7 +119,7 @@ class GraftWalk:
         return bool(self.causes) and not self.remaining
 
 
-def find_reduction_faults(differing: Sequence[Differing], key: TraceKey) -> list[Differing]:
+def find_reduction_faults(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
     """Main gradients of the update of ``key`` that differ though all activations and their gradients are as the
     reference has them: their own reduction or accumulation does it."""
     return [item for item in differing if item.key.update == key.update and pass_of(item.key) == "gradient"]

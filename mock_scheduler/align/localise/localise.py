@@ -1,4 +1,4 @@
-"""Where a divergence begins: further runs narrow it down to step, tensor and module, and end in one sentence.
+"""Where a divergence begins: further runs narrow it down to step, tensor and module.
 
 1. *Over steps.* Sketches of all tensors of every step, of both runs: one pair of runs gives the first step that
    differs, so nothing is searched for by halves. They end with the step at which the runs are known to differ.
@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.align.localise.decisions import (
-    Differing,
     GraftWalk,
     find_differing,
     find_first_step,
     find_reduction_faults,
     in_pass,
-    pass_of,
 )
+from mock_scheduler.align.localise.facts import build_localisation
 from mock_scheduler.align.localise.runs import (
     MakeRun,
     choose_names,
@@ -36,13 +35,6 @@ from mock_scheduler.align.localise.runs import (
     graft_overrides,
     guess_bytes,
     sketch_overrides,
-)
-from mock_scheduler.align.localise.text import (
-    compare_command,
-    describe_amplifiers,
-    describe_causes,
-    describe_sentence,
-    said_pass,
 )
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds
@@ -54,7 +46,7 @@ from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.proofs import Localisation
+from mock_scheduler.verdict.localisation import DifferingTensor, Localisation, pass_of
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30
@@ -85,24 +77,14 @@ def localise(
     stage = search.narrow(first)
     origin = stage.differing[0]
     walk, reductions = search.graft(stage, origin, max_grafts=max_grafts)
-    is_exact = bounds is None
-    return Localisation(
-        sentence=describe_sentence(
-            search.explain(stage, origin),
-            stage.differing,
-            stage.comparison,
-            walk=walk,
-            reductions=reductions,
-            is_exact=is_exact,
-        ),
-        step=origin.key.step,
-        update=origin.key.update,
-        phase=said_pass(origin.key),
-        name=origin.key.name,
-        causes=() if walk is None else describe_causes(walk, is_exact=is_exact),
-        amplifiers=() if walk is None else describe_amplifiers(walk),
+    return build_localisation(
+        search.explain(stage, origin),
+        stage.differing,
+        stage.comparison,
+        walk=walk,
+        reductions=reductions,
+        is_exact=bounds is None,
         trace_dirs=stage.full,
-        command=compare_command(stage.full, origin.key.step),
         seconds=time.perf_counter() - started_s,
     )
 
@@ -117,7 +99,7 @@ class _Stage:
     level: str
     compared: Path
     comparison: TensorComparison
-    differing: list[Differing]
+    differing: list[DifferingTensor]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +127,9 @@ class _Search:
         )
         return self._trace_whole(found) if size <= self.max_trace_bytes else self._trace_some(found, sketches)
 
-    def graft(self, stage: _Stage, origin: Differing, *, max_grafts: int) -> tuple[GraftWalk | None, list[Differing]]:
+    def graft(
+        self, stage: _Stage, origin: DifferingTensor, *, max_grafts: int
+    ) -> tuple[GraftWalk | None, list[DifferingTensor]]:
         """The causes in the origin's pass, and the main gradients that differ for a reason of their own."""
         if pass_of(origin.key) not in ("forward", "backward"):
             return None, []
@@ -157,7 +141,7 @@ class _Search:
             max_runs=max_grafts,
             is_there=there.__contains__,
         )
-        rest: list[Differing] = []
+        rest: list[DifferingTensor] = []
         while names := walk.next_names():
             overrides = graft_overrides(
                 self.candidate,
@@ -170,7 +154,7 @@ class _Search:
             try:
                 grafted = self._run(self.candidate, overrides, f"graft-{walk.num_runs + 1}") / TRACE_FOLDER
             except AlignmentError as error:
-                walk.give_up(f"the graft could not be made: {error}")
+                walk.give_up(str(error))
                 break
             rest = find_differing(self._compare((stage.compared, grafted), stage.step), is_exact=self.bounds is None)
             walk.see(in_pass(rest, origin.key))
@@ -178,7 +162,7 @@ class _Search:
         is_last = walk.kind == "activation_gradient" and walk.is_explained
         return walk, find_reduction_faults(rest, origin.key) if is_last else []
 
-    def explain(self, stage: _Stage, item: Differing) -> Differing:
+    def explain(self, stage: _Stage, item: DifferingTensor) -> DifferingTensor:
         """The tensor with what its difference looks like, which a comparison says of the first ones alone."""
         difference = item.difference
         if difference is None or difference.residual is not None or difference.localities:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mock_scheduler.align.localise.decisions import Differing, GraftKind
 from mock_scheduler.align.plan.overrides import quote_override, quote_value
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.verdict.localisation import DifferingTensor, GraftKind
 
 #: At least so many of the first tensors that differ are traced whole, however large they are.
 _FEWEST_NAMES = 8
@@ -83,7 +83,7 @@ def guess_bytes(run: PlannedRun, trace: TraceReader, *, num_ranks: int) -> int:
     return (num_tokens * by_token + 6 * num_updates * num_parameters) * item_bytes * (1 + num_ranks)
 
 
-def choose_names(differing: Sequence[Differing], *, budget: int, bytes_by_element: int) -> list[str]:
+def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_element: int) -> list[str]:
     """Of what differs, in order, the names whose tensors fit; at least a few. With experts, also what tokens chose."""
     names: dict[str, None] = {}
     total = 0

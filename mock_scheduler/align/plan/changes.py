@@ -1,6 +1,6 @@
-"""What a candidate changes: which keys, and whether any of them may move a bit beyond the order of sums.
+"""Finds the keys in which a candidate differs, and judges whether one may move a bit beyond the order of sums.
 
-Contract: of the values of two checked configurations and of what their keys decide; nothing is run.
+Contract: two checked configurations are compared by what their keys decide; nothing is run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSID
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """The keys that differ, by their dotted names, each in one of three classes."""
+    """The dotted keys in which two configurations differ, each in one of three classes."""
 
     neutral: tuple[str, ...]
     layout: tuple[str, ...]
@@ -28,7 +28,7 @@ class Changes:
 
     @property
     def kind(self) -> ChangeKind:
-        """The gravest class that has any key."""
+        """The gravest class with a key in it."""
         if self.other:
             return "other"
         return "layout" if self.layout else "nothing"

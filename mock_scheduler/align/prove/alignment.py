@@ -40,10 +40,11 @@ from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceEr
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.runs import judge_runs
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 
 SaveResult = Callable[[AlignmentResult], None]
 
@@ -95,9 +96,8 @@ class AlignmentRunner:
             item.summary = summary
             item.direct = self._compare(baseline, item, EXACT)
             return
-        verdict = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
-        how = f"the run failed (exit code {summary.exit_code}): " if summary.exit_code else ""
-        item.direct = failed_run(verdict, f"{how}{summary.message}")
+        kind = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
+        item.direct = Verdict(kind=kind, why=RunFailed(exit_code=summary.exit_code, error=summary.message))
 
     def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Verdict:
         assert item.summary is not None
@@ -139,13 +139,14 @@ class AlignmentRunner:
         """One run for all candidates that need the same reference."""
         by_config: dict[str, PlannedRun] = {}
         for item in noisy:
-            item.emulation_note = _why_not_emulated(item)
-            if item.emulation_note:
+            why_not = _why_not_emulated(item)
+            if why_not is not None:
+                item.not_emulated = why_not
                 continue
             try:
                 run = plan_emulated(item.run, self.plan.baseline, load=self.load, root=self.plan.proofs_dir)
             except ConfigError as error:
-                item.emulation_note = f"its order of sums cannot be followed: {error}"
+                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=str(error))
                 continue
             values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
             item.emulated_run = by_config.setdefault(str(values), run)
@@ -184,7 +185,7 @@ class AlignmentRunner:
         assert item.summary is not None
         reference = self.store.summarise(item.emulated_run, outcome)
         if isinstance(reference, RunFailure):
-            item.emulation_note = f"the run in its order of sums failed: {reference.message}"
+            item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
@@ -202,7 +203,7 @@ class AlignmentRunner:
             ]
         except ConfigError as error:
             for item in wanted:
-                item.wide_note = f"it cannot be run in float64: {error}"
+                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=str(error))
                 item.judge()
             return
         with self.store.timed("referee"):
@@ -210,11 +211,10 @@ class AlignmentRunner:
         wide_baseline = self.store.summarise(runs[0], outcomes[runs[0].name])
         for item, run in zip(wanted, runs[1:], strict=True):
             wide = self.store.summarise(run, outcomes[run.name])
-            if isinstance(wide_baseline, RunFailure) or isinstance(wide, RunFailure):
-                failure = wide if isinstance(wide, RunFailure) else wide_baseline
-                item.wide_note = (
-                    f"a run in float64 failed: {failure.message if isinstance(failure, RunFailure) else ''}"
-                )
+            if isinstance(wide, RunFailure):
+                item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide.message)
+            elif isinstance(wide_baseline, RunFailure):
+                item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide_baseline.message)
             else:
                 bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.run.config.precision)
                 with self.store.timed("referee"), self._showing(run, "comparing"):
@@ -222,18 +222,18 @@ class AlignmentRunner:
             item.judge()
 
     def _needs_referee(self, item: CandidateState) -> bool:
-        if item.judgement is None or item.summary is None:
+        if item.judged is None or item.summary is None:
             return False
         referee = self.plan.baseline.config.align.proofs.referee
         if item.run.config.precision == "float64":
-            item.wide_note = "it is float64 already"
+            item.no_referee = NotTried(cause=NotTriedCause.FLOAT64_ALREADY)
         elif referee == "never":
-            item.wide_note = "align.proofs.referee is never"
+            item.no_referee = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.referee",))
         elif referee == "always":
-            return item.alignment.verdict is not VerdictKind.IDENTICAL
+            return item.verdict.kind is not VerdictKind.IDENTICAL
         else:
-            is_refuted = any(proof.outcome == "refuted" for proof in item.judgement.proofs if proof.name != "noise")
-            return item.alignment.verdict in (VerdictKind.SUSPECT, VerdictKind.DIVERGED) and not is_refuted
+            is_refuted = any(proof.outcome == "refuted" for proof in item.judged.proofs if proof.name != "noise")
+            return item.verdict.kind in (VerdictKind.SUSPECT, VerdictKind.DIVERGED) and not is_refuted
         item.judge()
         return False
 
@@ -242,7 +242,7 @@ class AlignmentRunner:
         proofs = self.plan.baseline.config.align.proofs
         closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
-            if item.judgement is None or item.summary is None or item.alignment.verdict is VerdictKind.IDENTICAL:
+            if item.judged is None or item.summary is None or item.verdict.kind is VerdictKind.IDENTICAL:
                 continue
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
@@ -254,7 +254,7 @@ class AlignmentRunner:
                         )
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
-            if proofs.localise and item.alignment.verdict is VerdictKind.DIVERGED:
+            if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
                 with self.store.timed("localisation"):
                     try:
                         item.localisation = closer.localise(item)
@@ -282,16 +282,16 @@ class AlignmentRunner:
         return result
 
 
-def _why_not_emulated(item: CandidateState) -> str:
-    """Why no reference is run in a candidate's order of sums; empty where one is."""
+def _why_not_emulated(item: CandidateState) -> NotTried | None:
+    """Why no reference is run in a candidate's order of sums; ``None`` where one is."""
     if not item.baseline.config.align.proofs.emulate:
-        return "align.proofs.emulate is false"
+        return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
     if is_same_order(item.baseline, item.run):
-        return "it adds in the baseline's order"
+        return NotTried(cause=NotTriedCause.SAME_ORDER)
     if item.run.changes.other and not item.run.must_be_exact:
-        return f"it changes more than its layout ({', '.join(item.run.changes.other)}), which may round"
+        return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
     problem = describe_order_limits(item.run)
-    return f"its order of sums cannot be followed: {problem}" if problem else ""
+    return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
 
 def _seconds(outcome: Outcome) -> float:

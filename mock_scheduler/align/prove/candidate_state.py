@@ -1,4 +1,4 @@
-"""What an alignment knows of one candidate at any time, and the result that it is for reports."""
+"""The state of one candidate while an alignment goes on, and the result that reports show."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.prove.proof_bounds import shrinking_factor
 from mock_scheduler.align.prove.proof_runs import is_same_order
 from mock_scheduler.run_folder.finished_run import RunSummary
-from mock_scheduler.verdict.ladder import Evidence, Judgement, is_settled, judge
-from mock_scheduler.verdict.proofs import Consequence, Localisation
+from mock_scheduler.verdict.consequence.figures import Consequence
+from mock_scheduler.verdict.ladder import Evidence, is_settled, judge
+from mock_scheduler.verdict.localisation import Localisation
+from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
 from mock_scheduler.verdict.results import CandidateResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, failed_run
-
-_NOT_RUN = "not run yet: the alignment is still going, or was interrupted"
-_NOT_JUDGED = "not judged yet: the alignment is still going, or was interrupted"
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
 
 
 @dataclass(kw_only=True, slots=True)
 class CandidateState:
-    """``run``: as planned; ``baseline``: that it is compared with. All else is ``None`` until it is known.
+    """A candidate as planned, its baseline, and everything that is known so far; ``None`` until it is known.
 
-    ``direct``, ``emulated``, ``wide``: as of ``Evidence``; ``emulated_run``: the reference in its order of sums.
+    ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
+    reference in its order of sums. ``judged``: the verdict with its proofs.
     """
 
     run: PlannedRun
@@ -30,10 +30,10 @@ class CandidateState:
     direct: Verdict | None = None
     emulated_run: PlannedRun | None = None
     emulated: Verdict | None = None
-    emulation_note: str = "not needed"
+    not_emulated: NotTried = NOT_NEEDED
     wide: Verdict | None = None
-    wide_note: str = "a stronger proof decides"
-    judgement: Judgement | None = None
+    no_referee: NotTried = STRONGER_PROOF
+    judged: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
 
@@ -53,43 +53,46 @@ class CandidateState:
         return self.direct is not None and not is_settled(self.direct)
 
     @property
-    def alignment(self) -> Verdict:
+    def verdict(self) -> Verdict:
         """The verdict so far."""
-        if self.judgement is not None:
-            return self.judgement.alignment
+        if self.judged is not None:
+            return self.judged
         if self.direct is not None and not self.is_open:
             return self.direct
-        return failed_run(VerdictKind.INCOMPARABLE, _NOT_RUN if self.direct is None else _NOT_JUDGED)
+        missing = StillOpen(missing="run" if self.direct is None else "judgement")
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=missing)
 
     def judge(self) -> None:
         """Judge it by all that is known by now."""
         run, direct = self.run, self.direct
-        if direct is None or direct.verdict in (VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED):
+        if direct is None or direct.kind in WITHOUT_COMPARISON:
             return
-        self.judgement = judge(
+        self.judged = judge(
             Evidence(
                 direct=direct,
                 num_processes=run.config.parallel.world_size,
-                changes=self._describe_changes(),
+                changes=self._own_changes,
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
                 emulated=self.emulated,
-                emulation_note=self.emulation_note,
+                not_emulated=self.not_emulated,
                 layout=run.layout,
                 wide=self.wide,
-                wide_note=self.wide_note,
+                no_referee=self.no_referee,
                 shrinking=shrinking_factor(run.config.precision),
             )
         )
 
-    def _describe_changes(self) -> str:
-        """All that may move a bit, in one phrase."""
-        code = (f"its module {self.own_entry}",) if self.own_entry else ()
-        keys = (*self.run.changes.layout, *self.run.changes.other)
-        return ", ".join((*keys, *code, *self.run.version_changes)) or "nothing"
+    @property
+    def _own_changes(self) -> OwnChanges:
+        return OwnChanges(
+            keys=(*self.run.changes.layout, *self.run.changes.other),
+            entry=self.own_entry,
+            versions=tuple(self.run.version_changes),
+        )
 
     def to_result(self) -> CandidateResult:
-        """As reports show it."""
+        """The result that reports show."""
         run = self.run
         return CandidateResult(
             name=run.name,
@@ -97,10 +100,9 @@ class CandidateState:
             layout=run.layout,
             log_path=run.log_path,
             run=self.summary,
-            alignment=self.alignment,
+            verdict=self.verdict,
             entry=self.own_entry,
             changes=(*run.changes.layout, *run.changes.other),
-            proofs=() if self.judgement is None else self.judgement.proofs,
             emulated=self.emulated,
             localisation=self.localisation,
             consequence=self.consequence,

@@ -1,4 +1,4 @@
-"""Further runs that narrow a candidate's divergence down, and what these are held to."""
+"""Further runs that narrow a candidate's divergence down, and the bounds that they are held to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.program import ConfigLoader
-from mock_scheduler.verdict.proofs import Localisation
+from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.verdict import VerdictKind
 
 #: Perturbed runs that show the noise of what only localisation traces.
@@ -24,7 +24,7 @@ _NUM_PERTURBATIONS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloserLook:
-    """Of one alignment. ``load`` makes a configuration out of overrides; ``store`` makes the runs."""
+    """Localises candidates of one alignment; ``load`` makes configurations of overrides, ``store`` makes the runs."""
 
     plan: AlignPlan
     load: ConfigLoader
@@ -36,8 +36,8 @@ class CloserLook:
         Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
         """
         reference, bounds = self.plan.baseline, None
-        first = item.alignment.first_divergence
-        differs = item.emulated is not None and item.emulated.verdict in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+        first = item.verdict.first
+        differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
         elif not is_same_order(self.plan.baseline, item.run):

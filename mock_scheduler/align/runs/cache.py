@@ -1,19 +1,18 @@
-"""Which finished runs of an alignment may be taken again in the place of running anew.
+"""Finds the finished runs of an alignment that may be taken again in the place of running anew.
 
-``fingerprint.json`` is written into a run's folder when the run has completed. It is a sealed document
-(``digests.seal``) with
+A run that completes leaves ``fingerprint.json`` in its folder, a sealed document (``digests.seal``) with
 
-- ``format_version`` and ``elapsed_s``, the seconds that the run took;
-- ``keys``: all that decides what the run computes, by dotted names: ``config.*`` (its whole checked configuration but
+- ``format_version`` and ``elapsed_s``, the seconds it took;
+- ``keys``: everything that decides its results, by dotted names: ``config.*`` (its whole checked configuration but
   for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
-  project and of the entry's package), ``machine.*`` (what decides the last bits), ``environ.*``, and a digest of each
-  folder that it reads: the ``recording`` that it replays, the ``checkpoint`` that it goes on from, the trace whose
-  tensors are put into it (``graft``);
-- ``files``: what it left, by path: size and a SHA-256, of safetensors files that of the header, which has every
-  tensor's own digest. A run that records has the recording among them.
+  project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
+  ``environ.*``, and a digest of each folder it reads: the ``recording`` it replays, the ``checkpoint`` it goes on
+  from, the trace whose tensors are put into it (``graft``);
+- ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, in
+  which every tensor has its own digest. A run that records has the recording among them.
 
-Contract: a run is taken again only where its keys are the wanted ones and its files lie there as they did when it
-completed; else ``find_cached`` says what is not. An interrupted run has no fingerprint. Nothing is removed here.
+Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
+``find_cached`` names the difference. An interrupted run has no fingerprint. Nothing is removed here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _END_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """All that decides what a run computes."""
+    """Everything that decides the results of a run."""
 
     keys: Mapping[str, JSON]
 
@@ -57,14 +56,14 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reusable:
-    """A finished run that is taken again; ``elapsed_s``: what it took when it ran."""
+    """A finished run to take again; ``elapsed_s``: how long it took when it ran."""
 
     elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotReusable:
-    """``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
+    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
 
     reason: str
     was_there: bool = True
@@ -78,10 +77,14 @@ def compute_fingerprint(
     environ: Mapping[str, str],
     read: Mapping[str, str],
 ) -> Fingerprint:
-    """The fingerprint of a planned run.
+    """Computes the fingerprint of a planned run.
 
-    ``code``: of its sources, by file where there are several; ``machine``: where it runs; ``environ``: settings that it
-    is started with; ``read``: by what they are, the digests of folders that it reads.
+    Args:
+        run: the run, with its checked configuration.
+        code: digests of its sources, by file where there are several.
+        machine: facts about the machine where it runs.
+        environ: the settings it is started with.
+        read: digests of the folders it reads, by their use.
     """
     values = iterate_leaves(run.config.model_dump(mode="json"))
     effects = effects_of(run.program.schema)
@@ -103,9 +106,9 @@ def compute_fingerprint(
 def save_fingerprint(
     run_dir: Path, fingerprint: Fingerprint, *, elapsed_s: float, recording_dir: Path | None = None
 ) -> None:
-    """Say of a run that has just completed what it was and what it left.
+    """Writes the fingerprint of a run that has just completed, with the files it left.
 
-    ``recording_dir``: what it recorded; ``None`` where it replayed. Raises ``OSError``.
+    ``recording_dir``: the recording it made; ``None`` where it replayed. Raises ``OSError``.
     """
     document: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
@@ -119,7 +122,7 @@ def save_fingerprint(
 def find_cached(
     run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
 ) -> Reusable | NotReusable:
-    """Whether the finished run in a folder is the one that ``fingerprint`` describes, and lies there unchanged.
+    """Judges whether the finished run in a folder is the one that ``fingerprint`` describes, and lies there unchanged.
 
     ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
     """
@@ -146,7 +149,7 @@ def find_cached(
 
 
 def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
-    """Size and digest of every file of a finished run that a comparison reads, by its path in the run's folder."""
+    """Reads size and digest of each file of a finished run that comparisons need, by its path in the run's folder."""
     named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
     files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
     files |= _describe_folder(run_dir / TRACE_FOLDER, f"{TRACE_FOLDER}/")
@@ -156,12 +159,12 @@ def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, J
 
 
 def digest_folder(folder: Path) -> str:
-    """SHA-256 (hex) of what the files of a recording or trace say they are; reads no rows and no tensors."""
+    """Computes a SHA-256 (hex) over sizes and headers of a recording or trace; reads no rows and no tensors."""
     return compute_json_digest(_describe_folder(folder, ""))
 
 
 def digest_checkpoint(folder: Path) -> str:
-    """SHA-256 (hex) of a checkpoint's files: of each the size, the two ends and when it was written."""
+    """Computes a SHA-256 (hex) over a checkpoint's files: the size, the two ends and the time of writing of each."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files: dict[str, JSON] = {
         path.relative_to(folder).as_posix(): [*_describe_file(path), path.stat().st_mtime_ns] for path in paths
@@ -170,9 +173,9 @@ def digest_checkpoint(folder: Path) -> str:
 
 
 def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
-    """SHA-256 (hex) of every Python file below the folders, by its path there, and of further files by their names.
+    """Computes the SHA-256 (hex) of every Python file below the folders by its path, and of further files by name.
 
-    Of files with one name all digests, in the order of folders.
+    Files with one name have all their digests there, in the order of the folders.
     """
     found = [(path.relative_to(folder.parent).as_posix(), path) for folder in folders for path in folder.rglob("*.py")]
     digests: dict[str, list[str]] = {}
@@ -196,7 +199,7 @@ def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) ->
 
 
 def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
-    """The files of which two sets of digests differ: a few, and how many more."""
+    """Names some of the files in which two sets of digests differ, and counts the others."""
     names = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
     states = {name: " (new)" if name not in stored else " (gone)" if name not in wanted else "" for name in names}
     return list_some([f"{name}{states[name]}" for name in names], _NUM_NAMED, ", ")
@@ -227,7 +230,7 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _describe_file(path: Path) -> list[int | str]:
-    """Size and SHA-256: of a safetensors file's header, of a large other file's two ends, else of the whole."""
+    """Reads the size and the SHA-256 of a safetensors file's header, a large other file's two ends, else the whole."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if path.suffix == ".safetensors":

@@ -1,7 +1,7 @@
-"""What differs between two recordings, from their contracts down to the first bit.
+"""Compares two recordings, from their contracts down to the first bit.
 
 Contract: equal are recordings of the same steps with bit-equal batches, policy versions, data cursors and scheduler
-states, whose contracts agree in all that must match. How steps are stored, who recorded them and what was measured on
+states, with contracts that agree in every field that must match. The form of storage, the recorder and measurements on
 the way (metrics, provenance) is not compared. A step that cannot be read is an error, never a difference.
 """
 
@@ -42,7 +42,7 @@ class ContractDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDifference:
-    """A step that both have and that differs; ``info``: in what it says about itself."""
+    """A step of both recordings that differs; ``info``: differences in its description of itself."""
 
     folder: str
     step: int
@@ -122,7 +122,7 @@ def _choose_places(reader: RecordingReader, steps: StepRanges | None) -> dict[tu
 def _compare_step(
     readers: tuple[RecordingReader, RecordingReader], places: tuple[StepPlace, StepPlace], *, limit: int
 ) -> StepDifference | None:
-    """What differs in one step; ``None`` where nothing does."""
+    """Compares one step; ``None`` where nothing differs."""
     opened = [open_place(reader, place) for reader, place in zip(readers, places, strict=True)]
     batch = compare_batches(opened[0].load(), opened[1].load(), limit=limit)
     info = tuple(_info_differences(opened[0].info, opened[1].info))

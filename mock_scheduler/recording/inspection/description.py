@@ -1,4 +1,4 @@
-"""What a recording is and what its steps hold.
+"""Describes a recording and the content of its steps.
 
 Contract: every chosen step is read once, one at a time, its digests checked; a step that cannot be read is listed with
 its error beside the others.
@@ -42,7 +42,7 @@ class FolderDescription:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingDescription:
     """A recording. ``start_points``: steps from which a saved checkpoint goes on, where retention has noted any;
-    ``ignored``: what lies in it and is no step; ``problems``: the errors of what could not be read."""
+    ``ignored``: files in it that are no step; ``problems``: the errors of unreadable steps."""
 
     location: str
     run_id: str
@@ -104,7 +104,7 @@ def describe_recording(
 
 
 def missing_text(reader: RecordingReader, steps: StepRanges) -> str:
-    """What is said where none of the chosen steps is recorded: with those that are."""
+    """The message where none of the chosen steps is recorded, with the recorded ones."""
     return (
         f"none of the steps {steps} is recorded in {reader.dump_dir}; steps present: {format_present(reader.steps())}"
     )

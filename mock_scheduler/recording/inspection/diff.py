@@ -1,4 +1,4 @@
-"""What differs between two batches, row by row: rows matched by identity, values compared bit by bit.
+"""Compares two batches row by row: rows matched by identity, values compared bit by bit.
 
 Contract: two batches are identical here exactly where their ``RolloutBatch.digest`` is equal; no tolerance is applied.
 Whole tensors are compared first, rows only where those differ.
@@ -41,7 +41,7 @@ class RowDifference:
 class BatchDifferences:
     """All that differs between batches ``a`` and ``b``.
 
-    ``whole``: what concerns the batch (sampling, group size, meta, kinds of extras); ``only_a`` and ``only_b``: rows of
+    ``whole``: differences of the whole batch (sampling, group size, meta, kinds of extras); ``only_a`` and ``only_b``: rows of
     one side; ``rows``: rows of both that differ, at most as many as were asked for, of ``num_different_rows``;
     ``field_counts``: field -> number of rows that differ in it, over all rows.
     """
@@ -143,7 +143,7 @@ def _count_fields(fields: Sequence[FieldPair], differing: Iterable[Sequence[Fiel
 
 
 def _whole_differences(a: RolloutBatch, b: RolloutBatch) -> list[FieldDifference]:
-    """Differences of what a batch holds beside its rows, every key of sampling and meta alone."""
+    """Compares the parts of a batch beside its rows, every key of sampling and meta alone."""
     values_a, values_b = _whole_values(a), _whole_values(b)
     found = []
     for name in sorted({*values_a, *values_b}):

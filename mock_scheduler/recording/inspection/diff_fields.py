@@ -164,7 +164,7 @@ def json_difference(name: str, a: JSON, b: JSON) -> FieldDifference:
 
 
 def _json_parts(value: JSON) -> dict[str, JSON] | None:
-    """The parts of an object or a list, each under its step of a path; ``None`` for what has no parts."""
+    """The parts of an object or a list, each under its step of a path; ``None`` for a value without parts."""
     if isinstance(value, Mapping):
         return {f".{key}": part for key, part in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -218,7 +218,7 @@ def _kind(column: Column | None) -> str:
 
 
 def column_kind(column: Column) -> str:
-    """What an entry of the column is: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
+    """The kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
     if isinstance(column, JsonColumn):
         return "JSON"
     dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]

@@ -120,7 +120,7 @@ class NumberCounts:
 
 
 def _round_width(least: float) -> float:
-    """The smallest of 1, 2 and 5 · 10^k that is at least ``least``, which is above 0."""
+    """The smallest of 1, 2 and 5 · 10^k that is at least ``least``, a number above 0."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-12))
 

@@ -1,6 +1,6 @@
-"""What recorded steps hold, in numbers.
+"""Describes recorded steps in numbers.
 
-Contract: a step is described from its batch, of which nothing is kept; a recording adds its steps up one by one, so
+Contract: a step is described from its batch, and nothing of it is kept; a recording adds its steps up one by one, so
 that it is described in the memory of one step however long it is.
 """
 
@@ -99,7 +99,7 @@ class RecordingStatistics:
         self._rewards, self._response_lengths = NumberCounts(), NumberCounts()
 
     def add(self, folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
-        """Count one more step, and describe it; ``size_bytes`` is what it takes where it is stored."""
+        """Count one more step, and describe it; ``size_bytes``: its stored size."""
         step = describe_step(folder, batch, info, size_bytes=size_bytes)
         self._rewards.add(batch.rewards.tolist())
         self._response_lengths.add(batch.response_lengths.tolist())

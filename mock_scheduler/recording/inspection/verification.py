@@ -23,7 +23,7 @@ from mock_scheduler.recording.storage import Storage, open_storage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyResult:
-    """``num_bytes``: what was read and found whole, as stored; ``notes``: what is odd and no problem."""
+    """``num_bytes``: read and found whole, as stored; ``notes``: oddities that are no problem."""
 
     location: str
     num_steps: int
@@ -94,7 +94,7 @@ def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]
 
 
 def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whole: bool) -> Iterator[str]:
-    """What lies there and is no step and, where all steps are verified (``is_whole``), which are not there."""
+    """Notes files that are no step and, where all steps are verified (``is_whole``), steps that are missing."""
     yield from listing.ignored
     gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
     if is_whole and gaps.ranges:

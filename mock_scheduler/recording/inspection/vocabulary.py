@@ -1,4 +1,4 @@
-"""What token ids read as: a vocabulary from a file or from a recording's manifest.
+"""Gives the text of token ids: a vocabulary from a file or from a recording's manifest.
 
 Contract: an id without a text reads as ``<17>``; a file that is no vocabulary is an error. Where the texts are those of
 a byte-level BPE tokenizer (GPT-2, Qwen, Llama 3) or of SentencePiece, they are decoded as it does.

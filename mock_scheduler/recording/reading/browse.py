@@ -1,6 +1,6 @@
-"""What is in a recording, for those who look at it rather than replay it: every step, and what lies beside them.
+"""Lists a recording for a person who looks at it rather than replays it: every step, and the files beside them.
 
-Contract: lists what is there, in order, and what is wrong with it; never stops at the first problem.
+Contract: lists everything that is there, in order, with its problems; never stops at the first problem.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderListing:
-    """One folder of steps, such as ``train``: its steps by number, what is wrong with some, and what is no step.
+    """One folder of steps, such as ``train``: its steps by number, problems of some, and files that are no step.
 
-    ``misnamed``: what is named like a step that is not there, and cannot be read as that.
+    ``misnamed``: files named like a step that is not there, and not readable as one.
     """
 
     folder: str
@@ -89,7 +89,7 @@ def name_steps(steps: StepRanges) -> str:
 
 
 def list_recording(storage: Storage) -> list[FolderListing]:
-    """Every folder that holds steps or what is left of them; training first."""
+    """Lists every folder that holds steps or remains of them; training first."""
     listings = [_list_folder(storage, folder) for folder in list_folders(storage)]
     return [listing for listing in listings if listing.places or listing.problems or listing.ignored]
 

@@ -32,7 +32,7 @@ class OpenStep:
 
     @property
     def info(self) -> StepInfo:
-        """What the step says about itself; of a sharded one, what shard 0 does."""
+        """The step's description of itself; of a sharded one, that of shard 0."""
         return self._file(0).info if self._commit is None else self._commit.info
 
     @property
@@ -56,7 +56,7 @@ class OpenStep:
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:
-        """What one process's part says about itself where it was recorded as such; else that of the step."""
+        """The description of one process's part where it was recorded as such; else that of the step."""
         if shard is None or not self.is_recorded_as(shard):
             return self.info
         return replace(self._file(shard.index).info, shard=None)

@@ -19,7 +19,7 @@ from mock_scheduler.scheduler import RolloutRequest
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptDifference:
     """``absent``: digests asked for that the batch lacks, ``not_asked``: those it has beside them, with their counts;
-    ``unit``: what one prompt was asked for and counted by."""
+    ``unit``: one prompt is asked for and counted for each of these."""
 
     num_asked: int
     absent: Counter[str]
@@ -33,7 +33,7 @@ class PromptDifference:
 
 
 def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
-    """Trajectory -> digest of its prompt, which is that of its first row."""
+    """Trajectory -> digest of its prompt, taken from its first row."""
     rows = sorted(
         ((identity.scheduler_id, *identity.numbers), digest)
         for identity, digest in zip(batch.identities, batch.prompt_digests, strict=True)
@@ -47,7 +47,7 @@ def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
 def compare_prompts(
     prompts: Mapping[TrajectoryKey, str], request: RolloutRequest, *, is_part: bool = False
 ) -> PromptDifference | None:
-    """What differs between the prompts that are there and those asked for; None where nothing does, or none was.
+    """Compares the prompts that are there with those asked for; None where nothing differs, or none was asked for.
 
     ``is_part``: the trajectories are one process's part of the batch, so that prompts may be absent.
     """

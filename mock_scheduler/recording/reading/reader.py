@@ -2,7 +2,7 @@
 
 Contract: nothing is invented. A step that is absent, damaged, misplaced, of another run or other than the one asked for
 is an error that names it. The first load of rows verifies every digest of theirs; later loads of them by the same
-reader verify the header only. What a check of the plan verified is verified again by the first load, since a training
+reader verify the header only. Steps that a check of the plan verified are verified again by the first load, since a training
 may lie between.
 """
 
@@ -64,7 +64,7 @@ class RecordingReader:
         return find_step(self.storage, request_name(request)) is not None
 
     def open_step(self, request: RolloutRequest) -> OpenStep:
-        """Open the step that answers ``request``, of which number, mode, scheduler and run are checked.
+        """Open the step that answers ``request``; its number, mode, scheduler and run are checked.
 
         Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
         damaged header, ``RecordingError`` where the file holds another step than its name says.
@@ -103,7 +103,7 @@ class RecordingReader:
     ) -> int:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
-        ``stand_ins``: further steps, which stand for others, as in ``load_step``.
+        ``stand_ins``: further steps in the place of others, as in ``load_step``.
         ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
         how many of how many are checked. Returns the number of bytes that were read. Raises ``StepNotFoundError``
         listing all that are absent, and else as ``load_step``.

@@ -1,6 +1,6 @@
 """The step file: one safetensors file that holds one batch, with digests over every bit of it.
 
-Contract: ``header`` has the format, ``layout`` says which tensors hold a batch, ``step_file`` reads. Nothing is
+Contract: ``header`` has the format, ``layout`` the tensors that hold a batch, ``step_file`` reads. Nothing is
 unpickled. Equal content gives equal bytes, whatever the rows' arrival order.
 """
 
@@ -41,7 +41,7 @@ class EncodedStep:
 def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
     """The step file of a batch.
 
-    Raises ``RecordingError`` where ``info`` holds what is no JSON (NaN, an infinity, an object), naming it, or where
+    Raises ``RecordingError`` where ``info`` holds a value that is no JSON (NaN, an infinity, an object), naming it, or where
     the step is too large for the format.
     """
     tensors, content = pack_batch(batch)
@@ -53,7 +53,7 @@ def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
 def decode_step(
     data: StepBuffer, *, source: str = "step in memory", verify: bool = True
 ) -> tuple[RolloutBatch, StepInfo]:
-    """The batch and what the step says about itself; the inverse of ``encode_step``, bit for bit.
+    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
 
     Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
     ``StepFile.open`` and ``StepFile.load``, naming ``source``.

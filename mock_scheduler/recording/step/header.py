@@ -6,7 +6,7 @@ The header's ``__metadata__`` has one key, ``rollout``, whose value is canonical
 holds each tensor's true dtype, its shape and the digests of its blocks (``blocks``); from it follow how the tensor is
 stored (``stored``) and where: widest dtype first, then by name.
 
-Contract: a header is accepted only where writing what its metadata says gives the same bytes, so that no bit of it can
+Contract: a header is accepted only where writing its metadata again gives the same bytes, so that no bit of it can
 change unnoticed; sizes are bounded before anything is allocated. Equal content gives equal bytes.
 """
 
@@ -82,7 +82,7 @@ def encode_tensors(
 
 
 def read_head(source: ByteSource, *, name: str) -> bytes:
-    """The bytes of a step file's safetensors header, of which only the size is checked; ``name`` is the file's, for
+    """Reads the bytes of a step file's safetensors header; only the size is checked; ``name`` is the file's, for
     messages. Raises ``CorruptRecordingError`` where the file has no header of a size within the bounds."""
     size_bytes = source.size_bytes
     first = source.read(0, min(size_bytes, _FIRST_READ_BYTES))
@@ -92,7 +92,7 @@ def read_head(source: ByteSource, *, name: str) -> bytes:
 
 
 def parse_head(head: bytes, *, size_bytes: int, name: str) -> StepHeader:
-    """What the bytes from ``read_head`` say, checked, of a file of ``size_bytes``.
+    """Parses and checks the bytes from ``read_head``, of a file of ``size_bytes``.
 
     Raises ``CorruptRecordingError`` where any bit of them changed or the file is not as long as they say, and
     ``RecordingError`` where another version of the format, or of torch, wrote it.
@@ -141,7 +141,7 @@ def _find_metadata(head: bytes, source: str) -> str:
 
 
 def _parse_metadata(text: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content and the tensor table, of which nothing is believed yet; another version is refused."""
+    """The content and the tensor table, neither of them believed yet; another version is refused."""
     try:
         document = json.loads(text)
         if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (

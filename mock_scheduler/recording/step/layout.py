@@ -1,4 +1,4 @@
-"""Which tensors hold a batch, and a batch, or some rows of one, from those.
+"""Lays a batch out as tensors, and makes a batch, or some rows of one, of those tensors.
 
 Contract: a column is *dense* (entry i is row i's) or *ragged* (row i's entries lie between the offsets i and i + 1 of
 an offsets tensor ``[B + 1]``). So rows ``start`` to ``stop`` are one range of every tensor. Strings are indices into
@@ -46,7 +46,7 @@ IDENTITY_TENSORS = ("identities", "scheduler_index")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLayout:
     """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: those tensors' names;
-    ``extra_values``: those of extras' values, which are of any dtype, as no others are."""
+    ``extra_values``: those of extras' values, of any dtype, as no others are."""
 
     num_rows: int
     num_trajectories: int
@@ -64,7 +64,7 @@ class RowKeys:
 
 
 def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    """The batch as tensors, which share its memory, and as JSON for the rest; ``unpack_batch`` is the inverse."""
+    """The batch as tensors that share its memory, and as JSON for the rest; ``unpack_batch`` is the inverse."""
     scheduler_ids = sorted({identity.scheduler_id for identity in batch.identities})
     tag_names = sorted(set(batch.tags))
     scheduler_index = {name: index for index, name in enumerate(scheduler_ids)}
@@ -206,7 +206,7 @@ def unpack_batch(
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The tensor ``[n]`` of an array, which it shares; an empty one has strides that torch can work with."""
+    """The tensor ``[n]`` that shares an array's memory; an empty one has strides that torch can work with."""
     tensor = torch.from_numpy(array)
     return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 
@@ -222,7 +222,7 @@ def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.b
 
 
 def unpack_keys(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> RowKeys:
-    """Which rows these are; raises as ``unpack_batch``."""
+    """Tells the rows; raises as ``unpack_batch``."""
     numbers, indices = arrays["identities"].tolist(), arrays["scheduler_index"].tolist()
     return RowKeys(
         keys=tuple([(scheduler_ids[index], *row) for index, row in zip(indices, numbers, strict=True)]),

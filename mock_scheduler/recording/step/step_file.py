@@ -2,7 +2,7 @@
 
 Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
 rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
-memory that was verified, which is the reader's own: nothing that is written to one or to the file reaches the other.
+memory that was verified, and it is the reader's own: nothing written to one or to the file reaches the other.
 Every failure names the file.
 """
 
@@ -101,7 +101,7 @@ class StepFile:
 
     @property
     def group_size(self) -> int | None:
-        """That of the batch which was written."""
+        """The group size of the batch as it was written."""
         group_size: int | None = self._content["group_size"]
         return group_size
 
@@ -119,7 +119,7 @@ class StepFile:
 
     @property
     def extra_kinds(self) -> Mapping[str, JSON]:
-        """Extra -> its kind, dtype and shape of an entry: what must be equal in all shards that have rows."""
+        """Extra -> its kind, dtype and shape of an entry: equal in all shards that have rows."""
         entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
             name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
@@ -142,7 +142,7 @@ class StepFile:
     def verify(self) -> None:
         """Read the whole file, check every digest and that it holds a batch; raises as ``load``.
 
-        Checks anew too what a load believes of a file with right digests: that of every prompt.
+        Checks anew too the one fact that a load believes of a file with right digests: the digest of every prompt.
         """
         batch = self.load()
         with _as_corrupt(self.name):
@@ -155,7 +155,7 @@ class StepFile:
             return unpack_keys(arrays, self._content["scheduler_ids"])
 
     def trajectory_starts(self) -> list[int]:
-        """The rows at which trajectories start, ascending; raises as ``load``."""
+        """The first row of every trajectory, ascending; raises as ``load``."""
         if self.num_trajectories == self.num_rows:
             return list(range(self.num_rows))
         with _as_corrupt(self.name):
@@ -222,10 +222,10 @@ class StepFile:
 
 @lru_cache(maxsize=256)
 def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, StepLayout]:
-    """What a header says, checked.
+    """Parses and checks a header.
 
     The last ones are kept, since a run checks the headers of all its steps before it loads them one by one. It is the
-    very bytes of the header that are looked up, so that a file which changed in between is never taken for the old one.
+    very bytes of the header that are looked up, so that a file changed in between is never taken for the old one.
     """
     header = parse_head(head, size_bytes=size_bytes, name=name)
     kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}
@@ -243,7 +243,7 @@ def _key_changes(arrays: Mapping[str, npt.NDArray[Any]], *, num_numbers: int) ->
 
 @contextmanager
 def _as_corrupt(name: str) -> Iterator[None]:
-    """What a file with right digests but senseless content leads to becomes a ``CorruptRecordingError``."""
+    """Turns the errors of a file with right digests but senseless content into ``CorruptRecordingError``."""
     try:
         yield
     except RecordingError:

@@ -1,6 +1,6 @@
-"""What a step file says about itself, apart from its rows.
+"""A step file's description of itself, apart from its rows.
 
-Contract: plain JSON, bit for bit the same after a write and a read; what would not be is refused when it is made.
+Contract: plain JSON, bit for bit the same after a write and a read; a value that would not be is refused at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mock_scheduler.support.digests import JSON, canonical_json, check_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """Which step this is and how it was played.
+    """Identifies a step and tells how it was played.
 
-    ``metrics``: what the real scheduler measured for this batch, for example seconds and tokens.
+    ``metrics``: measurements of the real scheduler for this batch, for example seconds and tokens.
     ``scheduler_state``: its ``state_dict`` after the batch, so that a replay can make a truthful checkpoint.
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
     whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
-    ``RecordingError`` that lists every value which a file could not give back as it is: another type (a NumPy number
+    ``RecordingError`` that lists every value that a file could not give back as it is: another type (a NumPy number
     too), NaN, an infinity, a tuple, a key that is no text.
     """
 
@@ -99,7 +99,7 @@ def info_differences(recorded: StepInfo, played: StepInfo) -> list[str]:
 
 
 def _number_problems(info: StepInfo) -> list[str]:
-    """Fields of another type than theirs, of which a type checker may not have been asked."""
+    """Lists fields of another type than theirs: a type checker may not have been asked."""
     kinds = {
         "step": (info.step, int),
         "mode": (info.mode, str),

@@ -1,8 +1,8 @@
-"""How one tensor lies in a step file: under which safetensors name, dtype and shape, and as which bytes.
+"""Stores one tensor in a step file: its safetensors name, dtype and shape, and its bytes.
 
 Contract: bit for bit, for every dtype that has plain storage. bool is packed bits, little endian, under
 ``{name}#bits``; a dtype that not every safetensors reader knows is bytes with one more dimension, of the item's size,
-under ``{name}#{dtype}``; all others are what they are.
+under ``{name}#{dtype}``; every other tensor is stored as it is.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def count_stored_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def stored_form(entry: TensorEntry) -> tuple[str, str, list[int]]:
-    """Name, dtype and shape under which any safetensors reader sees the tensor."""
+    """The name, dtype and shape that any safetensors reader sees."""
     if entry.dtype is torch.bool:
         return f"{entry.name}#bits", "U8", [entry.size_bytes]
     if entry.dtype in _SAFETENSORS_DTYPES:

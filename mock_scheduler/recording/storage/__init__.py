@@ -1,7 +1,7 @@
 """Where a recording lies: a local folder, or an fsspec location such as ``s3://bucket/path``.
 
-Contract: names are relative, with ``/``. What is published is whole or absent and was never there before; a crash
-leaves at most a hidden temporary file, which nothing lists. Nothing is read or written outside the location.
+Contract: names are relative, with ``/``. A published file is whole or absent and was never there before; a crash
+leaves at most a hidden temporary file that nothing lists. Nothing is read or written outside the location.
 """
 
 from __future__ import annotations

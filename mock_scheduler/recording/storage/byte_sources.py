@@ -1,8 +1,8 @@
 """The bytes of one recorded file, readable by range: read from a disk, held in memory, or fetched.
 
-Contract: what a reader gets is memory of its own and writable, so that torch may wrap it: nothing written there reaches
-the file, and nothing that happens to the file later reaches what was read and verified. A file is not mapped for that
-reason: its map shows what another process writes into it, and ends this process where it was truncated. A range that
+Contract: a reader gets memory of its own, writable, so that torch may wrap it: nothing written there reaches
+the file, and nothing that happens to the file later reaches bytes that were verified. A file is not mapped for that
+reason: a map shows the writes of other processes, and ends this process where the file is truncated. A range that
 the file does not have is an error, never a shorter answer.
 """
 
@@ -95,7 +95,7 @@ def open_file(path: str, *, shown_path: str) -> FileSource:
 
 
 def open_regular(path: str, *, shown_path: str) -> int:
-    """A descriptor of a file to read, which the caller closes; what would block for ever, as a pipe does, is refused.
+    """Opens a file to read and gives its descriptor, for the caller to close; files that block for ever are refused.
 
     Raises ``OSError``, or ``CorruptRecordingError`` where it is a folder, a pipe, a socket or a device.
     """

@@ -83,7 +83,7 @@ def open_compressed(data: Buffer, *, path: str, max_bytes: int = MAX_DECOMPRESSE
     """The content of the one frame that ``data`` is; unpacks nothing yet.
 
     Raises ``CorruptRecordingError`` naming ``path`` where ``data`` is no whole frame and nothing else, has no checksum
-    or size, or says a size above ``max_bytes`` or above what its blocks can hold; ``RecordingError`` where zstandard is
+    or size, or says a size above ``max_bytes`` or above the most its blocks can hold; ``RecordingError`` where zstandard is
     not installed.
     """
     zstandard = _load_zstandard()
@@ -111,7 +111,7 @@ def open_compressed(data: Buffer, *, path: str, max_bytes: int = MAX_DECOMPRESSE
 def _measure_blocks(view: memoryview, position: int, *, path: str) -> int:
     """How many bytes the blocks from ``position`` on unpack to at most; raises where the frame does not end the file.
 
-    The decoder takes a frame that lacks its checksum for whole, and passes over what follows one. (RFC 8878, 3.1.1.2:
+    The decoder takes a frame that lacks its checksum for whole, and passes over bytes after one. (RFC 8878, 3.1.1.2:
     a block has a header of 3 bytes, little endian: 1 bit for the last one, 2 for its kind, 21 for its size.)
     """
     most_bytes, is_last = 0, False

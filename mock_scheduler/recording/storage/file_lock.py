@@ -44,7 +44,7 @@ class FileLock:
 
 
 class _ChildCleanup:
-    """Closes a forked child's copies of the files, which would keep the lock when its parent has ended."""
+    """Closes a forked child's copies of the files; they would keep the lock when its parent has ended."""
 
     def __init__(self, lock: FileLock) -> None:
         self._lock = weakref.ref(lock)
@@ -59,7 +59,7 @@ class _ChildCleanup:
 def lock_folder(
     folder: Path, *, part: str | None = None, is_patient: bool = False, drops_folder: bool = False
 ) -> FileLock | None:
-    """Take the right to write into ``folder``, which is made where it is missing.
+    """Take the right to write into ``folder``; the folder is made where it is missing.
 
     ``part``: only the right to write the files of this part (a shard): several hold different parts at once, and none
     while another holds the folder. ``is_patient``: wait until it is free. ``drops_folder``: on release, remove the
@@ -114,7 +114,7 @@ def claim_folder(folder: Path, run_id: str) -> FileLock | None:
 
 
 def _share_claim(descriptor: int, run_id: str) -> str:
-    """Hold the claim together with others of the run; returns what another run, which has it, says of itself."""
+    """Hold the claim together with others of the run; returns the description of another run that has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -30,7 +30,7 @@ from mock_scheduler.support.files import (
 
 
 class LocalStorage:
-    """The folder ``root``, which ``location`` (the user's spelling, perhaps a ``file://`` URL) means."""
+    """The folder ``root``, meant by ``location`` (the user's spelling, perhaps a ``file://`` URL)."""
 
     def __init__(self, location: str, *, root: str | None = None) -> None:
         self._location = location
@@ -130,7 +130,7 @@ class LocalStorage:
             ) from error
 
     def free_bytes(self) -> int | None:
-        """Space left for a user without privileges on the disk of the folder, which need not exist yet."""
+        """Space left for a user without privileges on the disk of the folder; the folder need not exist yet."""
         folder = Path(self._root).absolute()
         while not folder.exists():
             folder = folder.parent
@@ -141,7 +141,7 @@ class LocalStorage:
     def lock(self, folder: str, *, part: str | None = None, is_patient: bool = False) -> FileLock | None:
         """Take the right to write into a folder, or only its files of one part, as ``file_lock.lock_folder`` says.
 
-        What crashed writers left there goes, where this process alone may write there.
+        Leftovers of crashed writers go, where this process alone may write there.
         """
         path = self._inside(folder)
         with _as_recording_error(path, "cannot lock"):

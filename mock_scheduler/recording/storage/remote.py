@@ -176,7 +176,7 @@ class FsspecStorage:
         return None
 
     def lock(self, folder: str, *, part: str | None = None, is_patient: bool = False) -> None:
-        """None: object stores have no locks; creation of what does not exist is what keeps writers apart."""
+        """None: object stores have no locks; they refuse to create an existing object, and so keep writers apart."""
         del folder, part, is_patient
 
     def claim(self, run_id: str) -> None:
@@ -241,7 +241,7 @@ class FsspecStorage:
 
     @contextmanager
     def _translated(self, name: str, what: str, *, size_bytes: int | None = None) -> Iterator[None]:
-        """Turns what the client raises into ``RecordingError``; an absent or taken name keeps its plain error."""
+        """Turns a client's errors into ``RecordingError``; an absent or taken name keeps its plain error."""
         try:
             yield
         except RecordingError:
@@ -263,7 +263,7 @@ class FsspecStorage:
 
 
 class _ObjectSource:
-    """An object, each range of which is one request."""
+    """An object; each range is one request."""
 
     def __init__(self, storage: FsspecStorage, name: str, *, size_bytes: int) -> None:
         self._storage = storage

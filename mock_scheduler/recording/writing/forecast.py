@@ -30,7 +30,7 @@ _WHAT_TO_DO = (
 
 
 class DiskForecast:
-    """Compares what is still to be written with the space that is left.
+    """Compares the bytes still to be written with the space that is left.
 
     ``num_planned``: steps that this writer will record; 0: not known, and nothing is forecast. ``num_writers``: how
     many write as much as this one onto the same disk (the shards of a step).
@@ -67,7 +67,7 @@ class DiskForecast:
         )
 
     def add_step(self, size_bytes: int, *, count_kept: Callable[[int], int]) -> None:
-        """Count a written step and compare what is to come with the free space.
+        """Count a written step and compare the coming ones with the free space.
 
         ``count_kept(n)``: how many more steps than now lie on the disk at most while ``n`` more are written. Raises
         ``RecordingError``, or logs a warning, where they do not fit; it warns again after there was enough space.

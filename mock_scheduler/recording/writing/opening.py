@@ -47,7 +47,7 @@ def open_recording(
     An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
     is continued only with ``resume``, or joined by a caller that gives the same ``run_id`` (several schedulers or ranks
     of one run share a recording); both need an equal contract. ``run_id`` None: that of the recording, else a new one.
-    With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is what the caller
+    With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is the caller's
     adds to it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
 
     Raises ``StepExistsError`` naming the steps, ``ContractError`` or ``RecordingError``; so it does where another

@@ -50,7 +50,7 @@ class FolderLocks:
 
 
 def check_addition(storage: Storage, recorded: Contract, current: Contract) -> None:
-    """Refuse a run whose contract is not that of the recording to which it would add; raises ``ContractError``."""
+    """Refuse to add to a recording with another contract than the run's own; raises ``ContractError``."""
     try:
         check_contract(recorded, current, "error", source=storage.location)
     except ContractError as error:

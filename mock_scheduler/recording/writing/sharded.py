@@ -1,6 +1,6 @@
-"""What the writers of a sharded step do together: wait for all shards and commit; clear what was never committed.
+"""The common work of a sharded step's writers: wait for all shards and commit; clear shards that were never committed.
 
-Contract: the writer of shard 0 clears, under resume, before it writes anything, and it alone commits. So what it
+Contract: the writer of shard 0 clears, under resume, before it writes anything, and it alone commits. So every shard it
 commits was written after that by writers of this run, none of whom may write before shard 0's writer is open (in
 training a collective lies between).
 """
@@ -26,7 +26,7 @@ _SAID_AFTER_S, _SAID_EVERY_S = 5.0, 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long to wait for the other processes of a run, by which clock (seconds, monotonic), and how to pause.
+    """How long to wait for the other processes of a run, by a clock (seconds, monotonic), and how to pause.
 
     A condition is looked at before the first pause, and once more when the time is over.
     """
@@ -38,7 +38,7 @@ class Patience:
     def wait_until(self, condition: Callable[[], bool], *, describe: Callable[[], str]) -> bool:
         """Look at ``condition`` until it holds, with pauses that grow to a second; whether it did in time.
 
-        ``describe``: what is waited for, such as ``shard 3 of 4 of train step 0``; a wait that takes long says so, in a
+        ``describe``: the awaited event, such as ``shard 3 of 4 of train step 0``; a wait that takes long says so, in a
         warning after 5 s and then every 30 s.
         """
         started_s, pause_s = self.clock(), _FIRST_PAUSE_S

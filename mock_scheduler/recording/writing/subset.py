@@ -1,6 +1,6 @@
-"""A recording of some whole groups of another one, with its own run id and a manifest that says what it was cut from.
+"""Cuts a recording: some whole groups of another one, with its own run id and a manifest that names its source.
 
-Contract: rows are the recorded ones, bit for bit, in their order, with their identities. What was measured of a whole
+Contract: rows are the recorded ones, bit for bit, in their order, with their identities. Measurements of a whole
 batch, and where the data stood after it, is not said of a part: ``metrics`` are empty and ``data_cursor`` is ``None``.
 """
 

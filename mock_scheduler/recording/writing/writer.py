@@ -136,7 +136,7 @@ class RecordingWriter:
     def submit(self, batch: RolloutBatch, info: StepInfo) -> None:
         """Copy a step and queue it to be written; returns at once unless one is being written and one waits.
 
-        Without ``options.background`` it is on disk when this returns. Raises what writing an earlier step raised or,
+        Without ``options.background`` it is on disk when this returns. Raises the error of an earlier write or,
         where a call raised that already, ``RecordingError`` about it: nothing more is recorded then.
         """
         if self._options.background:

@@ -1,4 +1,4 @@
-"""Builds what all reports of an alignment say, from its result and the folders that it names.
+"""Builds the view that all reports of an alignment are drawn from, out of its result and the folders that it names.
 
 Contract: folders are only read; one that is gone leaves its part empty and says so. Bounded: each list by
 ``MAX_LISTED``, figures by the number of candidates that have any, so that a page of a hundred candidates stays small.
@@ -19,43 +19,46 @@ from mock_scheduler.recording.matching import show
 from mock_scheduler.report.alignment.curves import Curve, load_curves
 from mock_scheduler.report.alignment.environment import compare_environments, describe_ledger
 from mock_scheduler.report.alignment.folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
-from mock_scheduler.report.alignment.heat import build_error_map, describe_ratio
+from mock_scheduler.report.alignment.heat import build_error_map
 from mock_scheduler.report.alignment.rows import (
     MAX_LISTED,
     all_seconds,
     candidate_seconds,
-    consequence_rows,
     describe_built,
     describe_metrics,
     list_findings,
-    localisation_rows,
     run_seconds,
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView, ProofView, TensorLine
-from mock_scheduler.report.alignment.words import (
-    complete_ladder,
-    describe_proof,
-    describe_proved_by,
-    describe_reason,
-    describe_smallest_error,
-    write_headline,
-)
 from mock_scheduler.report.comparison.view import (
     describe_details,
     describe_equal_metrics,
     format_bound,
     format_relative,
     tensors_to_show,
-    worst_judged,
 )
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.verdict.coverage import find_nearest
+from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
-from mock_scheduler.verdict.verdict import VerdictKind, worst_exit_code
+from mock_scheduler.verdict.verdict import GRAVEST_FIRST, VerdictKind
+from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
+from mock_scheduler.verdict.wording.legend import TONES, Tone
+from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
+from mock_scheduler.verdict.wording.numbers import describe_ratio
+from mock_scheduler.verdict.wording.proofs import describe_proof
+from mock_scheduler.verdict.wording.verdicts import (
+    describe_beside_proofs,
+    describe_proved_by,
+    describe_sentence,
+    describe_smallest_error,
+    write_headline,
+)
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map
@@ -64,21 +67,6 @@ _MAX_PANELS = 120  # of all metric curves of a page
 _MOST_PANELS = 6
 _LAYOUT = re.compile(r"(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp)(?:-(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp))*")
 _PLAIN = "plain"
-_GRAVEST_FIRST = (
-    VerdictKind.DIVERGED,
-    VerdictKind.SUSPECT,
-    VerdictKind.INCOMPARABLE,
-    VerdictKind.UNVERIFIED,
-    VerdictKind.ROUNDING,
-    VerdictKind.EMULATED,
-    VerdictKind.IDENTICAL,
-)
-_TONES = {
-    VerdictKind.IDENTICAL: "good",
-    VerdictKind.EMULATED: "good",
-    VerdictKind.ROUNDING: "good",
-    VerdictKind.DIVERGED: "bad",
-}
 
 
 def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
@@ -94,10 +82,10 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
             _view_candidate(candidate, sources, sizes, anchor=f"candidate-{number}")
             for number, candidate in enumerate(result.candidates, start=1)
         )
-    verdicts = [candidate.alignment.verdict for candidate in result.candidates]
-    code = worst_exit_code(verdicts)
+    verdicts = [candidate.verdict.kind for candidate in result.candidates]
+    code = result.exit_code
     found = Counter(verdicts)
-    counts = tuple((verdict, found[verdict]) for verdict in _GRAVEST_FIRST if verdict in found)
+    counts = tuple((verdict, found[verdict]) for verdict in GRAVEST_FIRST if verdict in found)
     options = {candidate.option for candidate in candidates if candidate.layout_name}
     is_matrix = len(options) > 1 and any(candidate.layout_name for candidate in candidates)
     settings = baseline.settings or recording.settings
@@ -106,7 +94,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         output_dir=str(result.output_dir),
         recording_dir="" if result.recording_dir is None else str(result.recording_dir),
         exit_code=int(code),
-        tone="good" if code == 0 else "bad" if VerdictKind.DIVERGED in verdicts else "warn",
+        tone=_worst_tone(verdicts),
         counts=counts,
         headline=_headline(counts, len(candidates)),
         baseline_layout=result.baseline.layout,
@@ -135,7 +123,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, candidates: Sequence[CandidateResult]) -> _Sizes:
-        num_differing = sum(candidate.alignment.verdict is not VerdictKind.IDENTICAL for candidate in candidates)
+        num_differing = sum(candidate.verdict.kind is not VerdictKind.IDENTICAL for candidate in candidates)
         cells = _MAX_CELLS // (_TABLES * max(num_differing, 1))
         return cls(
             max_cells=min(max(cells, _LEAST_CELLS), _MOST_CELLS),
@@ -143,9 +131,14 @@ class _Sizes:
         )
 
 
+def _worst_tone(verdicts: Sequence[VerdictKind]) -> Tone:
+    tones = {TONES[verdict] for verdict in verdicts}
+    return "bad" if "bad" in tones else "warn" if "warn" in tones else "good"
+
+
 def _headline(counts: Sequence[tuple[VerdictKind, int]], num_candidates: int) -> str:
     """``3 of 5 candidates pass: 1 diverged, 1 incomparable, 2 rounding, 1 identical``; of one that it does, or not."""
-    passing = sum(count for verdict, count in counts if verdict.exit_code == 0)
+    passing = sum(count for verdict, count in counts if verdict.passes)
     listed = ", ".join(f"{count} {verdict.value}" for verdict, count in counts)
     if num_candidates == 1:
         return f"the one candidate {'passes' if passing else 'does not pass'}: {listed}"
@@ -166,17 +159,18 @@ class _Sources:
 
 def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes, *, anchor: str) -> CandidateView:
     result, is_full = sources.result, sources.is_full
-    alignment, tensors = candidate.alignment, candidate.alignment.tensors
+    verdict, tensors = candidate.verdict, candidate.verdict.tensors
+    localisation, consequence = candidate.localisation, candidate.consequence
     layout_name, option = split_name(candidate.name)
     facts = load_run_facts(candidate.run.output_dir) if is_full and candidate.run is not None else RunFacts()
-    metrics = alignment.metrics
+    metrics = verdict.metrics
     curves: tuple[Curve, ...] = ()
     if is_full and metrics is not None and candidate.run is not None:
         folders = result.baseline.output_dir, candidate.run.output_dir
         curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
     has_environment = is_full and candidate.run is not None
     heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
-    worst = None if tensors is None else worst_judged(tensors)
+    worst = find_nearest(tensors)
     return CandidateView(
         name=candidate.name,
         anchor=anchor,
@@ -186,21 +180,21 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         overrides=candidate.overrides,
         entry=candidate.entry,
         changes=candidate.changes,
-        verdict=alignment.verdict,
-        exit_code=int(alignment.verdict.exit_code),
-        tone=_TONES.get(alignment.verdict, "warn"),
-        headline=write_headline(candidate),
-        reason=describe_reason(candidate),
-        first_divergence=alignment.sentence or "",
-        proved_by=describe_proved_by(candidate),
-        smallest_error=describe_smallest_error(candidate),
+        verdict=verdict.kind,
+        exit_code=int(verdict.exit_code),
+        tone=TONES[verdict.kind],
+        headline=write_headline(verdict, emulated=candidate.emulated, localisation=localisation),
+        reason=describe_beside_proofs(verdict),
+        first_divergence=describe_sentence(verdict),
+        proved_by=describe_proved_by(verdict),
+        smallest_error=describe_smallest_error(verdict),
         proofs=tuple(
             ProofView(
-                name=proof.name, outcome=proof.outcome, text=describe_proof(proof, alignment),
+                name=proof.name, outcome=proof.outcome, text=describe_proof(proof, said=verdict.first),
                 num_compared=proof.num_compared,
                 num_equal=proof.num_equal, seconds=proof.seconds,
             )
-            for proof in complete_ladder(candidate)
+            for proof in complete_ladder(verdict)
         ),
         worst=None if worst is None else _tensor_line(worst, result.bounds),
         emulated=_describe_emulated(candidate),
@@ -210,15 +204,15 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         num_differing_metrics=0 if metrics is None else sum(not item.bit_equal for item in metrics.differences),
         error_map=None
         if tensors is None or not is_full
-        else build_error_map(alignment, max_cells=sizes.max_cells),
+        else build_error_map(verdict, max_cells=sizes.max_cells),
         tensors_heading=heading,
         tensors=tuple(_tensor_line(item, result.bounds) for item in shown[:MAX_LISTED]),
         num_tensors=len(shown),
         lists=list_findings(candidate),
-        localisation=localisation_rows(candidate),
-        command="" if candidate.localisation is None else candidate.localisation.command,
-        consequence=consequence_rows(candidate),
-        consequence_text="" if candidate.consequence is None else candidate.consequence.text,
+        localisation=localisation_rows(localisation),
+        command="" if localisation is None else compare_command(localisation),
+        consequence=consequence_rows(consequence, limit=MAX_LISTED),
+        consequence_text="" if consequence is None else describe_consequence(consequence),
         environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
         versions=candidate.versions,
         seconds=candidate_seconds(candidate, facts),

@@ -14,9 +14,9 @@ from pathlib import Path
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.errors import TraceError
-from mock_scheduler.report.alignment.heat import describe_times
 from mock_scheduler.report.comparison.view import metrics_to_show
 from mock_scheduler.support.run_files import METRICS_FILE
+from mock_scheduler.verdict.wording.numbers import describe_times
 
 MAX_STEPS = 200
 

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.report.comparison.error_path import (
+    OUTSIDE,
     Grid,
     PathPoint,
-    bound_ratio,
     find_error_path,
     layer_grids,
     list_points,
     step_grid,
 )
-from mock_scheduler.report.comparison.view import format_bound, format_relative, format_times
+from mock_scheduler.report.comparison.view import format_bound, format_relative
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.wording.numbers import bound_ratio, format_share
 
 LEAST_COLUMNS = 4
 
@@ -37,8 +38,6 @@ SHADES: tuple[tuple[str, float], ...] = (
     ("out3", math.inf),
 )
 EQUAL, NO_NUMBER, NOT_JUDGED = "equal", "none", "unjudged"
-_WHOLE_PERCENT = 0.01
-INFINITE = "∞"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +84,12 @@ class ErrorMap:
     steps: HeatTable | None
 
 
-def build_error_map(alignment: Verdict, *, max_cells: int) -> ErrorMap | None:
+def build_error_map(verdict: Verdict, *, max_cells: int) -> ErrorMap | None:
     """The tables of a comparison, of ``max_cells`` cells each at most; ``None`` where all bits are equal."""
-    points = list_points(alignment)
+    points = list_points(verdict)
     if all(point.tier == "identical" for point in points):
         return None
-    path = find_error_path(points, alignment)
+    path = find_error_path(points, verdict)
     over_steps = step_grid(points)
     return ErrorMap(
         step=path.step,
@@ -113,36 +112,11 @@ def shade_of(difference: TensorDifference | None) -> str:
     return next(shade for shade, end in SHADES if ratio <= end)
 
 
-def describe_ratio(difference: TensorDifference) -> str:
-    """``12% of its bound``, ``31 times its bound``, or that it is not judged."""
-    if not difference.is_judged:
-        return "not judged: no larger than rounding"
-    return describe_times(bound_ratio(difference))
-
-
-def describe_times(ratio: float) -> str:
-    """A difference in shares of its bound: ``12% of its bound``, ``31 times its bound``."""
-    if ratio > 1:
-        return f"{format_times(ratio) if math.isfinite(ratio) else INFINITE} times its bound"
-    return f"{ratio_text(ratio)} of its bound" if ratio else "equal"
-
-
-def ratio_text(ratio: float) -> str:
-    """``=``, ``<1%``, ``12%``, ``31×``, ``∞``: how much of its bound a difference is, in few characters."""
-    if ratio == 0:
-        return "="
-    if not math.isfinite(ratio):
-        return INFINITE
-    if ratio > 1:
-        return f"{format_times(ratio)}×"
-    return "<1%" if ratio < _WHOLE_PERCENT else f"{ratio:.0%}"
-
-
 def shrink_grid(grid: Grid, max_cells: int) -> tuple[Grid, int]:
     """The grid with as many columns put together, worst first, as ``max_cells`` asks for; and how many are one."""
     most = max(max_cells // max(len(grid.rows), 1), LEAST_COLUMNS)
-    is_apart = bool(grid.columns) and grid.columns[-1] == "outside"  # what is in no layer stays by itself
-    inner = len(grid.columns) - is_apart
+    is_apart = bool(grid.spans) and grid.spans[-1][0] == OUTSIDE  # the parts of no layer stay by themselves
+    inner = len(grid.spans) - is_apart
     size = max(-(-inner // max(most - is_apart, 1)), 1)
     if size == 1:
         return grid, 1
@@ -152,7 +126,7 @@ def shrink_grid(grid: Grid, max_cells: int) -> tuple[Grid, int]:
         Grid(
             title=grid.title,
             rows=grid.rows,
-            columns=tuple(_span_label(grid.columns[start:stop]) for start, stop in spans),
+            spans=tuple((grid.spans[start][0], grid.spans[stop - 1][1]) for start, stop in spans),
             cells=tuple(tuple(_worst(row[start:stop]) for start, stop in spans) for row in grid.cells),
             note=grid.note,
         ),
@@ -186,7 +160,7 @@ def _heat_cell(point: PathPoint) -> HeatCell:
     if shade == EQUAL:
         text, words = "=", "equal to the last bit" if difference.bit_equal else "equal within the rounding of storing"
     else:
-        text = "~" if shade == NOT_JUDGED else ratio_text(ratio)
+        text = "~" if shade == NOT_JUDGED else format_share(ratio)
         words = f"{format_relative(difference)}, bound {format_bound(difference)}"
     return HeatCell(
         shade=shade,
@@ -201,10 +175,3 @@ def _worst(points: Sequence[PathPoint | None]) -> PathPoint | None:
     found = [point for point in points if point is not None]
     first = next((point for point in found if point.is_first), None)
     return first or max(found, key=lambda point: point.severity, default=None)
-
-
-def _span_label(labels: Sequence[str]) -> str:
-    """``4 to 7`` of ``4``, ``5``, ``6 to 7``."""
-    if len(labels) == 1:
-        return labels[0]
-    return f"{labels[0].partition(' to ')[0]} to {labels[-1].rpartition(' to ')[2]}"

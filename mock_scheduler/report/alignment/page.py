@@ -15,7 +15,7 @@ from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.report.alignment.curve_drawing import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.trajectory import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.report.alignment.words import LEGEND, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from mock_scheduler.display.text import print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.report.alignment.words import LEGEND, PROOF_MARKS
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
+from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS
 
 _NUM_SHOWN = 5
 _NUM_TENSORS = 3

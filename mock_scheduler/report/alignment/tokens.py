@@ -55,11 +55,11 @@ def open_if_there(trace_dir: Path) -> Iterator[TraceReader | None]:
 
 def choose_sample(candidate: CandidateResult, baseline: TraceReader | None) -> ChosenSample | None:
     """The sample to show; ``None`` where none differs or can be named. ``baseline``: its trace, where that is there."""
-    alignment = candidate.alignment
-    if alignment.tensors is None or candidate.run is None:
+    verdict = candidate.verdict
+    if verdict.tensors is None or candidate.run is None:
         return None
-    differing = [item for item in alignment.tensors.differences if not item.bit_equal]
-    first = None if alignment.first_divergence is None else alignment.first_divergence.difference
+    differing = [item for item in verdict.tensors.differences if not item.bit_equal]
+    first = None if verdict.first is None else verdict.first.difference
     named = _worst_named([first] if first is not None else differing)
     wanted = [item.key for item in (first, *_scores(differing), named) if item is not None]
     with open_if_there(candidate.run.output_dir / TRACE_FOLDER) as reader:

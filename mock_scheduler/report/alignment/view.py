@@ -12,8 +12,9 @@ from mock_scheduler.report.alignment.curves import Curve
 from mock_scheduler.report.alignment.environment import EnvironmentView
 from mock_scheduler.report.alignment.heat import ErrorMap
 from mock_scheduler.report.alignment.sample import SampleView
-from mock_scheduler.verdict.proofs import Outcome, ProofName
-from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.reasons import ProofName
+from mock_scheduler.verdict.verdict import Outcome, VerdictKind
+from mock_scheduler.verdict.wording.legend import Tone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class CandidateView:
     changes: tuple[str, ...]
     verdict: VerdictKind
     exit_code: int
-    tone: str
+    tone: Tone
     headline: str
     reason: str
     first_divergence: str
@@ -113,7 +114,7 @@ class AlignmentView:
     output_dir: str
     recording_dir: str
     exit_code: int
-    tone: str
+    tone: Tone
     counts: tuple[tuple[VerdictKind, int], ...]
     headline: str
     baseline_layout: str

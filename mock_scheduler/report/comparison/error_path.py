@@ -7,7 +7,6 @@ and a cell is the worst of all that it stands for.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.wording.numbers import bound_ratio
 
 MAX_POINTS = 1500
 MAX_COLUMNS = 200
@@ -84,22 +84,24 @@ class ErrorPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Worst points by row and column; a cell is ``None`` where there is no tensor. ``note``: what was put together."""
+    """The worst points by row and column.
+
+    Args:
+        spans: The first and the last label that each column stands for.
+        cells: ``None`` where there is no tensor.
+        note: How many columns were put together.
+    """
 
     title: str
     rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    spans: tuple[tuple[str, str], ...]
     cells: tuple[tuple[PathPoint | None, ...], ...]
     note: str = ""
 
-
-def bound_ratio(difference: TensorDifference | None) -> float:
-    """relative / bound; 0 for equal bits, inf where there is no number or a bound of 0."""
-    if difference is None or math.isnan(difference.relative):
-        return math.inf
-    if difference.relative == 0:
-        return 0.0
-    return difference.relative / difference.tolerance if difference.tolerance else math.inf
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns' labels: ``8``, or ``8 to 11``."""
+        return tuple(first if first == last else f"{first} to {last}" for first, last in self.spans)
 
 
 @lru_cache(maxsize=1 << 16)  # a name comes back at every step
@@ -114,9 +116,9 @@ def find_place(name: str) -> TensorPlace:
     return TensorPlace(layer=None if match is None else int(match[2]), part=part)
 
 
-def list_points(alignment: Verdict) -> list[PathPoint]:
+def list_points(verdict: Verdict) -> list[PathPoint]:
     """A point for every tensor that was compared or should have been, in the order of computation."""
-    tensors = alignment.tensors
+    tensors = verdict.tensors
     if tensors is None:
         return []
     by_key: dict[TraceKey, TensorDifference | Finding] = {item.key: item for item in tensors.differences}
@@ -124,7 +126,7 @@ def list_points(alignment: Verdict) -> list[PathPoint]:
         key = _key_of(finding)
         if key is not None and not finding.is_selection:
             by_key[key] = finding
-    first = alignment.first_divergence
+    first = verdict.first
     first_key = None if first is None else (first.step, first.update, first.kind, first.name)
     return [
         _point(key, by_key[key], is_first=(key.step, key.update, key.kind, key.name) == first_key)
@@ -132,12 +134,12 @@ def list_points(alignment: Verdict) -> list[PathPoint]:
     ]
 
 
-def find_error_path(points: Sequence[PathPoint], alignment: Verdict) -> ErrorPath:
+def find_error_path(points: Sequence[PathPoint], verdict: Verdict) -> ErrorPath:
     """The path of the update in which the runs first part; where they do not, of the one nearest to its bounds.
 
     ``points``: those of ``list_points``; there must be at least one.
     """
-    step, update = _choose_update(points, alignment)
+    step, update = _choose_update(points, verdict)
     chosen = [point for point in points if (point.key.step, point.key.update) == (step, update)]
     return ErrorPath(step=step, update=update, points=_bounded(chosen), all_points=tuple(chosen))
 
@@ -161,7 +163,7 @@ def step_grid(points: Sequence[PathPoint]) -> Grid:
         "over steps",
         points,
         rows=[(kind, kind.replace("_", " ")) for kind in kinds],
-        columns=_column_labels(columns),
+        columns=_column_spans(columns),
         row_of=lambda point: point.key.kind,
         column_of=lambda point: columns[point.key.step],
         note=f"a column is the worst of {size} steps" if size > 1 else "",
@@ -174,15 +176,12 @@ def _bucket(numbers: Sequence[int]) -> tuple[dict[int, int], int]:
     return {number: index // size for index, number in enumerate(numbers)}, size
 
 
-def _column_labels(columns: dict[int, int]) -> list[tuple[Hashable, str]]:
-    """Each column and its label, as ``8`` or ``8 to 11``."""
+def _column_spans(columns: dict[int, int]) -> list[tuple[Hashable, tuple[str, str]]]:
+    """Each column and the first and last number that it stands for."""
     numbers: dict[int, list[int]] = {}
     for number, column in columns.items():
         numbers.setdefault(column, []).append(number)
-    return [
-        (column, str(shared[0]) if len(shared) == 1 else f"{shared[0]} to {shared[-1]}")
-        for column, shared in numbers.items()
-    ]
+    return [(column, (str(shared[0]), str(shared[-1]))) for column, shared in numbers.items()]
 
 
 _GRIDS: tuple[tuple[str, Phase], ...] = (
@@ -191,7 +190,8 @@ _GRIDS: tuple[tuple[str, Phase], ...] = (
     ("gradients of parameters", Phase.GRADIENT),
     ("update", Phase.UPDATE),
 )
-_OUTSIDE = "outside"
+#: The column of what is in no layer.
+OUTSIDE = "outside"
 
 
 def _layer_grid(title: str, points: Sequence[PathPoint]) -> Grid:
@@ -199,14 +199,15 @@ def _layer_grid(title: str, points: Sequence[PathPoint]) -> Grid:
     parts = list(dict.fromkeys(point.place.part for point in sorted(points, key=_is_outside)))
     shown, rest = parts[:MAX_ROWS], parts[MAX_ROWS:]
     other = count_of(len(rest), "other part")
-    outside: list[tuple[Hashable, str]] = [(_OUTSIDE, _OUTSIDE)] if any(map(_is_outside, points)) else []
+    has_outside = any(map(_is_outside, points))
+    outside: list[tuple[Hashable, tuple[str, str]]] = [(OUTSIDE, (OUTSIDE, OUTSIDE))] if has_outside else []
     return _make_grid(
         title,
         points,
         rows=[(part, part) for part in shown] + ([(other, other)] if rest else []),
-        columns=_column_labels(columns) + outside,
+        columns=_column_spans(columns) + outside,
         row_of=lambda point: point.place.part if point.place.part in shown else other,
-        column_of=lambda point: _OUTSIDE if point.place.layer is None else columns[point.place.layer],
+        column_of=lambda point: OUTSIDE if point.place.layer is None else columns[point.place.layer],
         note=f"a column is the worst of {size} layers" if size > 1 else "",
     )
 
@@ -221,19 +222,19 @@ def _make_grid(
     points: Iterable[PathPoint],
     *,
     rows: Sequence[tuple[Hashable, str]],
-    columns: Sequence[tuple[Hashable, str]],
+    columns: Sequence[tuple[Hashable, tuple[str, str]]],
     row_of: Callable[[PathPoint], Hashable],
     column_of: Callable[[PathPoint], Hashable],
     note: str,
 ) -> Grid:
-    """``rows`` and ``columns``: what stands for each, and its label."""
+    """``rows`` and ``columns``: the value that stands for each, and its label or span of labels."""
     cells: dict[tuple[Hashable, Hashable], list[PathPoint]] = {}
     for point in points:
         cells.setdefault((row_of(point), column_of(point)), []).append(point)
     return Grid(
         title=title,
         rows=tuple(label for _, label in rows),
-        columns=tuple(label for _, label in columns),
+        spans=tuple(span for _, span in columns),
         cells=tuple(
             tuple(_worst_of(cells[row, column]) if (row, column) in cells else None for column, _ in columns)
             for row, _ in rows
@@ -258,8 +259,8 @@ def _point(key: TraceKey, outcome: TensorDifference | Finding, *, is_first: bool
     return PathPoint(key=key, place=place, tier=tier_of(outcome), difference=outcome, message="", is_first=is_first)
 
 
-def _choose_update(points: Sequence[PathPoint], alignment: Verdict) -> tuple[int, int]:
-    first = alignment.first_divergence
+def _choose_update(points: Sequence[PathPoint], verdict: Verdict) -> tuple[int, int]:
+    first = verdict.first
     when = {(point.key.step, point.key.update) for point in points}
     if first is not None and (first.step, first.update or 0) in when:
         return first.step, first.update or 0

@@ -30,18 +30,19 @@ from mock_scheduler.report.comparison.view import (
     describe_ledgers,
     describe_margin,
     describe_not_compared,
-    describe_rest,
     metrics_to_show,
     name_sides,
     unmatched,
-    worst_judged,
 )
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.legend import TONES
+from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 MAX_LINES = 50
 MAX_PANELS = 8
@@ -50,12 +51,6 @@ MAX_PANELS = 8
 MORE = "as many as 1,000 with --json"
 
 _NUM_EQUAL_PANELS = 2
-_TONES = {
-    VerdictKind.IDENTICAL: "good",
-    VerdictKind.EMULATED: "good",
-    VerdictKind.ROUNDING: "good",
-    VerdictKind.DIVERGED: "bad",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,18 +107,18 @@ def write_comparison_page(result: ComparisonResult, path: Path) -> None:
 def render_comparison_page(result: ComparisonResult) -> str:
     """The page's text, of 5 MB, nearly all of which is plotly's script."""
     figures: list[JSON] = []
-    alignment = result.alignment
+    verdict = result.verdict
     baseline, candidate = name_sides(result)
     heading = f"{candidate} against {baseline}"
     return render_page(
         "mock_scheduler.report",
         "comparison.html",
-        title=f"{alignment.verdict.value}: {heading}",
+        title=f"{verdict.kind.value}: {heading}",
         heading=heading,
         footer=result.bounds.describe(),
         verdict=_verdict_part(result),
-        tensors=None if alignment.tensors is None else _tensor_part(result, alignment.tensors, figures),
-        metrics=None if alignment.metrics is None else _metric_part(result, alignment.metrics, figures),
+        tensors=None if verdict.tensors is None else _tensor_part(result, verdict.tensors, figures),
+        metrics=None if verdict.metrics is None else _metric_part(result, verdict.metrics, figures),
         lists=_list_parts(result),
         max_lines=MAX_LINES,
         more=MORE,
@@ -132,24 +127,25 @@ def render_comparison_page(result: ComparisonResult) -> str:
 
 
 def _verdict_part(result: ComparisonResult) -> _VerdictPart:
-    alignment = result.alignment
-    tensors = alignment.tensors
+    verdict = result.verdict
+    tensors = verdict.tensors
     sides = zip(name_sides(result), (result.baseline, result.candidate), strict=True)
     rows = [(name, _describe_side(side)) for name, side in sides]
     if tensors is not None:
         level = "sketch: relative differences are estimated" if tensors.level == "sketch" else "full"
         steps = count_of(len(tensors.steps), "step")
         rows.append(("compared", f"{count_of(len(tensors.differences), 'tensor')} over {steps}, level {level}"))
-        worst = worst_judged(tensors)
+        worst = find_nearest(tensors)
         if worst is not None:
             rows.append(("worst", f"{worst.key.describe()}, {describe_margin(worst)}"))
-    if alignment.full_dump:
-        rows.append(("next", f"run both again with {' '.join(alignment.full_dump)}"))
+    if verdict.full_dump:
+        rows.append(("next", f"run both again with {' '.join(verdict.full_dump)}"))
+    sentence, rest = describe_sentence(verdict), describe_rest(verdict)
     return _VerdictPart(
-        tone=_TONES.get(alignment.verdict, "warn"),
-        word=alignment.verdict.value,
-        sentence=alignment.sentence or alignment.reason,
-        rest=describe_rest(alignment) if alignment.sentence else "",
+        tone=TONES[verdict.kind],
+        word=verdict.kind.value,
+        sentence=sentence or rest,
+        rest=rest if sentence else "",
         rows=tuple(rows),
     )
 
@@ -160,8 +156,8 @@ def _describe_side(side: ComparedInput) -> str:
 
 
 def _tensor_part(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> _TensorPart:
-    points = list_points(result.alignment)
-    path = find_error_path(points, result.alignment) if points else None
+    points = list_points(result.verdict)
+    path = find_error_path(points, result.verdict) if points else None
     layers, steps = [], None
     if path is not None:
         figures.append(path_figure(path, "path"))
@@ -241,8 +237,8 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 
 def _list_parts(result: ComparisonResult) -> list[_ListPart]:
     """Lists of lines: findings without a number, replicas, choices of experts, calls, and what was left out."""
-    alignment, tensors = result.alignment, result.alignment.tensors
-    found = [item.message for item in unmatched(alignment.metrics, tensors)]
+    verdict, tensors = result.verdict, result.verdict.tensors
+    found = [item.message for item in unmatched(verdict.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
     if tensors is not None:
         conflicts = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]

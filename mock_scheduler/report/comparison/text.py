@@ -1,4 +1,4 @@
-"""What ``mock-scheduler compare`` and ``replicas`` found, on the terminal: the verdict first, then why.
+"""The findings of ``mock-scheduler compare`` and ``replicas`` on the terminal: the verdict first, then why.
 
 Contract: reads well from 100 columns on and as plain text in a file; less than a screen where all is identical.
 """
@@ -28,7 +28,6 @@ from mock_scheduler.report.comparison.view import (
     describe_flips,
     describe_ledgers,
     describe_not_compared,
-    describe_rest,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -36,6 +35,8 @@ from mock_scheduler.report.comparison.view import (
 from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 _NUM_SHOWN = 5
 _NUM_METRICS = 12
@@ -47,24 +48,24 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
 
     ``files``: what was written, by what it is; ``json``, where it is among them, has what is not shown here.
     """
-    alignment = result.alignment
+    verdict = result.verdict
     more = _say_where(files)
     _print_verdict(result, console)
     if result.recordings is not None:
         print_differences(result.recordings, console)
-    if alignment.tensors is not None:
-        _print_tiers(count_tiers(alignment.tensors), console)
-        print_tensors(alignment.tensors, console, more=more)
-    _print_findings(unmatched(alignment.metrics, alignment.tensors), console, more=more)
-    if alignment.tensors is not None:
-        _print_ranks(alignment.tensors, console, more=more)
-    if alignment.metrics is not None:
-        _print_metrics(alignment.metrics, console, more=more)
-    if alignment.tensors is not None:
-        _print_list("Not compared", describe_not_compared(alignment.tensors), console, more=more)
-    _print_next(alignment.full_dump, console)
+    if verdict.tensors is not None:
+        _print_tiers(count_tiers(verdict.tensors), console)
+        print_tensors(verdict.tensors, console, more=more)
+    _print_findings(unmatched(verdict.metrics, verdict.tensors), console, more=more)
+    if verdict.tensors is not None:
+        _print_ranks(verdict.tensors, console, more=more)
+    if verdict.metrics is not None:
+        _print_metrics(verdict.metrics, console, more=more)
+    if verdict.tensors is not None:
+        _print_list("Not compared", describe_not_compared(verdict.tensors), console, more=more)
+    _print_next(verdict.full_dump, console)
     console.print()
-    if alignment.tensors is not None or alignment.metrics is not None:
+    if verdict.tensors is not None or verdict.metrics is not None:
         print_wrapped(console, Text(f"Bounds: {result.bounds.describe()}", style="dim"))
     for what, path in files.items():
         console.print(Text(f"{what}: {path}"), soft_wrap=True)
@@ -105,22 +106,23 @@ def _describe_replicas(result: ReplicaResult) -> str:
 
 
 def _print_verdict(result: ComparisonResult, console: Console) -> None:
-    alignment = result.alignment
+    verdict = result.verdict
     baseline, candidate = name_sides(result)
-    style = VERDICT_STYLES[alignment.verdict]
+    style = VERDICT_STYLES[verdict.kind]
     print_wrapped(
-        console, Text.assemble((alignment.verdict.value, style), ": ", (f"{candidate} against {baseline}", "bold"))
+        console, Text.assemble((verdict.kind.value, style), ": ", (f"{candidate} against {baseline}", "bold"))
     )
     for name, side in ((baseline, result.baseline), (candidate, result.candidate)):
         if side.run is not None and side.run.layout:
             print_wrapped(console, Text(f"{name}: {side.run.layout}", style="dim"), indent=2)
-    if alignment.tensors is not None and alignment.tensors.level == "sketch":
+    if verdict.tensors is not None and verdict.tensors.level == "sketch":
         note = "level sketch: relative differences are estimated, and what stands beside them is their error bar"
         print_wrapped(console, Text(note, style="yellow"), indent=2)
-    if alignment.sentence:
+    sentence = describe_sentence(verdict)
+    if sentence:
         console.print()
-        print_wrapped(console, Text(alignment.sentence, style="bold"), indent=2)
-    rest = describe_rest(alignment)
+        print_wrapped(console, Text(sentence, style="bold"), indent=2)
+    rest = describe_rest(verdict)
     if rest:
         console.print()
         print_wrapped(console, Text(rest), indent=2)

@@ -1,4 +1,4 @@
-"""What all reports of a comparison show: counts by tier, the tensors to look at, and their figures in words.
+"""Everything that all reports of a comparison show: counts by tier, the tensors to look at, their figures in words.
 
 Contract: plain data out of results, without a terminal or a page, so that text, JSON and HTML say the same.
 """
@@ -26,7 +26,8 @@ from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.numbers import format_times
 
 #: How a verdict's word looks in a terminal.
 VERDICT_STYLES: Mapping[VerdictKind, str] = {
@@ -42,7 +43,6 @@ VERDICT_STYLES: Mapping[VerdictKind, str] = {
 _NUM_RANKS = 3
 _NUM_NAMES = 3
 _LARGEST_SLOPE = 1000
-_MANY = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +110,6 @@ def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:
     )
 
 
-def describe_rest(alignment: Verdict) -> str:
-    """The reason without the sentence that stands before it; empty where it says nothing else."""
-    sentence = alignment.sentence
-    if not sentence:
-        return alignment.reason
-    return alignment.reason.removeprefix("first divergence: ").removeprefix(sentence).removeprefix("; ")
-
-
 def tensors_to_show(tensors: TensorComparison) -> tuple[str, tuple[TensorDifference, ...]]:
     """A heading and the tensors under it: those beyond their bound in the order of computation.
 
@@ -133,12 +125,6 @@ def tensors_to_show(tensors: TensorComparison) -> tuple[str, tuple[TensorDiffere
     if not apart:
         return "", ()
     return "Nearest to their bound, worst first", tuple(sorted(apart, key=lambda item: item.margin))
-
-
-def worst_judged(tensors: TensorComparison) -> TensorDifference | None:
-    """The tensor nearest to its bound, or furthest beyond it; ``None`` where nothing that is judged differs."""
-    apart = [item for item in tensors.differences if not item.bit_equal and item.is_judged]
-    return min(apart, key=lambda item: item.margin, default=None)
 
 
 def metrics_to_show(metrics: MetricComparison) -> tuple[MetricDifference, ...]:
@@ -186,11 +172,6 @@ def format_bound_share(difference: MetricDifference) -> str:
     if difference.bit_equal:
         return "0"
     return f"{difference.times_bound:.2g}" if difference.is_judged else "not judged"
-
-
-def format_times(times: float) -> str:
-    """``3.1``, ``1,300``, ``2.4e+09``."""
-    return f"{times:.1f}" if times < 10 else f"{times:,.0f}" if times < _MANY else f"{times:.1e}"
 
 
 def describe_margin(difference: TensorDifference) -> str:

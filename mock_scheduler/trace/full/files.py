@@ -7,7 +7,7 @@ This is the format, version 3::
 *Parts.* A rank's step is one or more parts, numbered from 0. All are ordinary safetensors files, written aside, fsynced
 and renamed, so that a file's presence is its completeness. The last part is written last and says how many there are:
 its presence is the completeness of the rank's step. A step is complete where every rank that writes the trace is.
-Hidden ``.*.tmp`` files are what a crashed writer leaves; nothing reads them. Equal content gives equal bytes.
+Hidden ``.*.tmp`` files are left by crashed writers; nothing reads them. Equal content gives equal bytes.
 
 *Pieces.* A part stores pieces of tensors under ``{update:06d}/{kind}/{canonical name}``. A token tensor (its first
 dimension is ``token``: all tokens of the step's batch, row after row, without padding) may have several pieces from one
@@ -15,27 +15,27 @@ rank, one for each micro-batch; those after the first have ``#1``, ``#2``, ... b
 A piece has its local shape, or is flat where the rank owns only a range of the flattened local tensor.
 
 *Header.* One metadata key, ``mock_scheduler.trace``, holds canonical JSON that carries its own SHA-256 as ``digest``
-(``digests.seal``), which is checked before anything else in it is believed:
+(``digests.seal``). It is checked before anything else in the header is believed:
 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis) and ``part``;
 - ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
-  ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (what each dimension counts; empty
+  ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (the name of each dimension; empty
   where nobody said), ``is_masked`` (a token tensor that is defined at some tokens only), ``sha256`` and ``crc32``;
 - ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: those indices
   of the local tensor are these of the whole one. Local indices in no block belong to no canonical element;
 - ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
-  one header seals a rank's whole step; and ``footer``, which has
+  one header seals a rank's whole step; and ``footer`` with
 
   - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the
     positions of the rows that it trains on;
-  - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: what was
+  - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: the tensors
     selected;
-  - ``unobserved``: ``[kind, name, reason]`` of what the selection asks for and the model does not show; ``ledgers``:
+  - ``unobserved``: ``[kind, name, reason]`` of tensors that are selected and the model does not show; ``ledgers``:
     by ledger ``calls``, each ``[operation, group, dtype, number of elements]``, and ``order``, a position in ``calls``
     for each time that one was made.
 
-*Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: what was
-moved, turned round or converted has another. Whatever is read is checked against its CRC-32, which finds any damage of
+*Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: a tensor
+moved, turned round or converted has another. Every read is checked against the CRC-32. It finds any damage of
 up to 32 adjacent bits for certain and costs a quarter of SHA-256; ``TraceReader.verify`` checks every SHA-256.
 
 Nothing is pickled, no code runs on load. ``writing`` writes a step in the background, ``reader`` reads.
@@ -95,7 +95,7 @@ STORABLE_DTYPES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """What only the last part says. earlier_parts: the digests of the headers before it."""
+    """The statements of the last part alone. earlier_parts: the digests of the headers before it."""
 
     footer: StepFooter
     earlier_parts: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ def find_steps(trace_dir: Path) -> list[tuple[int, Path]]:
 def remove_steps_from(trace_dir: Path, step: int) -> None:
     """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
 
-    The others write their first trace only after the first batch, for which they wait for each other. A step is gone as
+    The others write their first trace only after the first batch, and for that they wait for each other. A step is gone as
     a whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
     """
     for number, folder in find_steps(trace_dir):

@@ -1,4 +1,4 @@
-"""The header of a trace file as typed values: what a rank says of each stored piece, and of its whole step.
+"""The header of a trace file as typed values: a rank's description of each stored piece, and of its whole step.
 
 Contract: ``files`` describes the JSON. Two parts of it are stored more compactly than they are used. Many pieces lie at
 the same places, as the pieces of all layers in one micro-batch do: places are listed once, under ``blocks``, and a
@@ -46,7 +46,7 @@ WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """One step of one rank: what every trace file says first of itself."""
+    """One step of one rank: the first statements of every trace file."""
 
     step: int
     place: RankPlace
@@ -109,7 +109,7 @@ def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:
 
 
 def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
-    """Records an entry, with digests, whose tensor is just what is stored under ``name``."""
+    """Records an entry, with digests; its tensor is exactly the one stored under ``name``."""
     return PieceRecord(
         key=TraceKey(step=step, update=entry.update, kind=entry.kind, name=entry.spec.name),
         stored_name=name,
@@ -332,7 +332,7 @@ def parse_footer(content: object) -> StepFooter:
 
 
 def shared_statements(footer: StepFooter | _StoredFooter) -> dict[str, Any]:
-    """Gives what all ranks say alike of a step, by field; the rest of a footer is each rank's own."""
+    """Gives the statements about a step that are the same on all ranks, by field; the others are each rank's own."""
     return {
         "rows": footer.rows,
         "update_rows": footer.update_rows,

@@ -56,11 +56,11 @@ class MemoryPool:
 
     @property
     def kept_bytes(self) -> int:
-        """Of memory in which nothing lies."""
+        """Bytes of memory in which nothing lies."""
         return sum(map(len, self._free))
 
     def clear(self) -> None:
-        """Let go of what nothing lies in; tensors stay valid."""
+        """Let go of memory in which nothing lies; tensors stay valid."""
         self._free.clear()
 
     def _find_free(self, size_bytes: int) -> mmap.mmap | None:

@@ -1,4 +1,4 @@
-"""Puts a tensor together from all ranks' pieces, and says which replicas disagree and which elements are missing.
+"""Puts a tensor together from all ranks' pieces, and tells replicas that disagree and elements that are missing.
 
 Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. The others are copied
 block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
@@ -159,7 +159,7 @@ def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Te
 def _copy_families(
     families: list[_Family], load: Load, conflicts: ConflictTally, memory: MemoryPool, *, is_full: bool
 ) -> torch.Tensor:
-    """Whole local tensors that do not overlap; what none of them holds is 0."""
+    """Copies whole local tensors that do not overlap; elements held by none are 0."""
     spec, dtype = families[0][0][0].spec, families[0][0][0].record.dtype
     if len(families) == 1 and len(families[0]) == 1 and spec.is_whole:
         return _load_group(families[0][0], load, conflicts)
@@ -219,7 +219,7 @@ def _common(first: _Group, second: _Group) -> Piece:
 def _check_present(
     key: TraceKey, pieces: Sequence[Piece], held: torch.Tensor | None, expectation: Expectation
 ) -> tuple[torch.Tensor | None, str]:
-    """What ``MergedTensor.present`` and ``missing`` are, from which elements are held: bool of the whole shape.
+    """Gives ``MergedTensor.present`` and ``missing``. held: bool of the whole shape, True where an element is held.
 
     ``held``: ``None`` for all. Raises ``TraceError`` where elements are missing, or tokens there, against the
     expectation.
@@ -247,7 +247,7 @@ def _check_present(
 
 
 def _by_token(held: torch.Tensor | None, *, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool ``[T]`` each: tokens of which some element is held, and tokens that are held entirely."""
+    """Marks the tokens of which some element is held, and the tokens held entirely: bool ``[T]`` each."""
     if held is None:
         everything = torch.ones(num_tokens, dtype=torch.bool)
         return everything, everything
@@ -271,7 +271,7 @@ def _describe_token(token: int, rows: RowTable) -> str:
 
 
 def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> None:
-    """No token is held that is of a row which the step or update does not have."""
+    """Raises where a token is held of a row that the step or update does not have."""
     expected, rows = expectation.tokens, expectation.rows
     assert expected is not None
     extra = some & ~expected
@@ -299,7 +299,7 @@ def _describe_missing(pieces: Sequence[Piece], some: torch.Tensor, expectation: 
 
 
 def _describe_same_rows(pieces: Sequence[Piece]) -> str:
-    """Which ranks of other ``dp`` places, which share out the rows, hold the same ones, in words; else empty."""
+    """Names ranks of other ``dp`` places that hold the same rows, though ``dp`` shares rows out; else empty."""
     tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
     dp_places: dict[int, int] = {}
     for piece in pieces:

@@ -42,14 +42,14 @@ DAMAGED = "the file was changed or damaged after it was written"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPart:
-    """What a part's header says beside the rank's step, the pieces and the footer."""
+    """The statement of a part's header beside the rank's step, the pieces and the footer."""
 
     part: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredEnding:
-    """What the last part's header says beside the footer."""
+    """The statements of the last part's header beside the footer."""
 
     num_parts: Count
     earlier_parts: tuple[str, ...]
@@ -60,7 +60,7 @@ _ENDING = Document[_StoredEnding](_StoredEnding)
 
 
 class Handle(Protocol):
-    """What is used of an open safetensors file (its own class is untyped in safetensors 0.8)."""
+    """The methods used of an open safetensors file (its own class is untyped in safetensors 0.8)."""
 
     def metadata(self) -> dict[str, str] | None:
         """The texts in the header."""
@@ -166,7 +166,7 @@ def _open_step(folder: Path) -> OpenedStep:
 
 
 def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
-    """Files that are not what their path says, and parts that are there twice."""
+    """Lists files whose content does not match their path, and parts that are there twice."""
     problems = []
     seen: dict[tuple[int, int], str] = {}
     for part in parts:

@@ -36,7 +36,7 @@ def open_trace(trace_dir: Path) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
 
     Raises ``TraceError`` that lists everything that is wrong with a step: a rank or part that is missing, a file that
-    is not what its name says, ranks that do not say the same of the step; and at once where there is no trace, or a
+    does not match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
     return TraceReader(open_steps(trace_dir))
@@ -78,11 +78,11 @@ class TraceReader:
         return key.step in self._steps and key in self._steps[key.step].pieces
 
     def footer(self, step: int) -> StepFooter:
-        """What the first rank says of the whole step; rows and selection are the same on every rank."""
+        """The first rank's statements about the whole step; rows and selection are the same on every rank."""
         return self._steps[step].ranks[0].footer
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """What each rank says, by global rank: ledgers and what is unobserved are its own."""
+        """Each rank's statements, by global rank: ledgers and unobserved tensors are its own."""
         return tuple((rank_files.place, rank_files.footer) for rank_files in self._steps[step].ranks)
 
     def size_bytes(self, step: int) -> int:
@@ -90,7 +90,7 @@ class TraceReader:
         return sum(piece.record.size_bytes for rank_files in self._steps[step].ranks for piece in rank_files.pieces)
 
     def pieces(self, key: TraceKey) -> tuple[Piece, ...]:
-        """What the ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
+        """The pieces that ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
         if not self.has(key):
             raise TraceError(f"no rank wrote the {key.describe()}")
         return self._steps[key.step].pieces[key]
@@ -101,7 +101,7 @@ class TraceReader:
         return record.dtype, record.spec.global_shape
 
     def dims(self, key: TraceKey) -> tuple[DimName, ...]:
-        """What each dimension counts; empty where nobody said."""
+        """The name of each dimension; empty where nobody said."""
         return self.pieces(key)[0].record.dims
 
     def is_masked(self, key: TraceKey) -> bool:
@@ -121,10 +121,10 @@ class TraceReader:
         A tensor that one piece holds entirely is a view of the mapped file; writing to it changes no file.
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
-        none. Of a token tensor, where the trace says which rows an update has, a token of another row is an error, and
+        none. Where the trace tells the rows of an update, a token tensor with a token of another row is an error, and
         (unless it is masked) one of these rows that no rank holds.
-        ``may_lack_tokens``: of a run that is judged, the latter is no error but what it did: ``missing`` says it.
-        ``ranks``: put together what these global ranks hold, and nothing else; what they do not hold is absent.
+        ``may_lack_tokens``: the run is being judged, and a row it left out is a finding, told by ``missing``.
+        ``ranks``: put together the pieces of these global ranks and nothing else; other elements are absent.
         """
         pieces, rows = self.pieces(key), self.footer(key.step).rows
         if ranks is None:

@@ -109,7 +109,7 @@ class FullSink:
             self._part = _Part(index=part.index)
 
     def abandon(self) -> None:
-        """Write nothing more, and remove what was written; nothing where the step was closed."""
+        """Write nothing more, and remove the written parts; does nothing where the step was closed."""
         if not self._is_closed:
             self._is_closed = True
             self._remove_parts()

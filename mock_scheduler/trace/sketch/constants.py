@@ -11,7 +11,7 @@ Contract, so that any other program computes the same sketches. All arithmetic i
 - ``key(i) = (random(2, p) | 1) * (random(5, k) | 1)``
 - bucket b of B has weight ``sign of random(6, slot * MAX_BUCKETS + b) / sqrt(B)`` for a slot.
 
-NUM_SLOTS is prime, so that the elements of a column of a matrix, which lie a fixed distance apart, spread over all
+NUM_SLOTS is prime, so that the elements of a column of a matrix, a fixed distance apart, spread over all
 slots unless that distance is a multiple of it. One table serves all blocks, so that a CPU keeps it in its cache.
 """
 
@@ -41,7 +41,7 @@ _Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
-    """What depends on the place in a block: signs float64 and keys int64, ``[BLOCK]`` each.
+    """The constants of a place in a block: signs float64 and keys int64, ``[BLOCK]`` each.
 
     slots: 0, 1, ... int64 ``[NUM_SLOTS]``.
     """
@@ -53,7 +53,7 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockConstants:
-    """What depends on the block: signs float64, shifts int64 and keys int64, ``[number of blocks]`` each."""
+    """The constants of a block: signs float64, shifts int64 and keys int64, ``[number of blocks]`` each."""
 
     signs: torch.Tensor
     shifts: torch.Tensor

@@ -5,14 +5,14 @@ This is the format, version 1::
     {trace_dir}/step_000000/rank_00000.sketch.safetensors
 
 A file is written aside, fsynced and renamed: its presence is its completeness. It stores three tables with one row for
-each traced tensor, of which the rank holds all or a part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
+each traced tensor that the rank holds in whole or in part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
 ``counts`` int64 ``[K, 4]``: elements, NaN, infinities, and the fingerprint as a signed integer; ``sketch`` says what
 these are. One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that carries its own SHA-256 as ``digest``
 (``digests.seal``):
 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
 - ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
-- ``parts``: which elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
+- ``parts``: the elements of the whole tensor that a rank holds: lists of rectangles ``[origin, sizes]``, put together
   where they touch, so that ranks that hold the same elements say the same;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
@@ -79,7 +79,7 @@ def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """What all pieces of a tensor have alike."""
+    """The form that all pieces of a tensor share."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class _Form:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Held:
-    """What a rank has given of one tensor."""
+    """The part of one tensor that a rank has given."""
 
     form: _Form
     sums: SketchSums
@@ -187,7 +187,7 @@ class SketchSink:
         self._held = {}
 
     def _own_part(self, key: TraceKey, held: _Held, joined: _Joined) -> ElementSet:
-        """What the rank holds. joined: what was found already, as many tensors of a step have the same rectangles."""
+        """Gives the rank's part. joined: parts found already, as many tensors of a step have the same rectangles."""
         rectangles = tuple(held.rectangles)
         if rectangles not in joined:
             joined[rectangles] = join(rectangles), count_union(rectangles)

@@ -34,7 +34,7 @@ _TableMap = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredSketch:
-    """What a rank holds of one tensor. part: which elements; none where it is empty."""
+    """A rank's sketch of one tensor. part: the elements it covers; empty where there are none."""
 
     sketch: Sketch
     dtype: str
@@ -103,7 +103,7 @@ def _open_step(folder: Path) -> tuple[RankSketches, ...]:
 
 
 def _name_problems(folder: Path, ranks: Sequence[RankSketches]) -> list[str]:
-    """Files that are not what their path says."""
+    """Lists files whose content does not match their path."""
     problems = []
     for rank in ranks:
         name = SKETCH_FILE.fullmatch(rank.path.name)

@@ -29,7 +29,7 @@ from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
-    ``sketch.num_elements`` is less than the shape says for a token tensor of which some tokens are not trained on, and
+    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens that are not trained on, and
     in a trace that not all ranks wrote. ``missing``: as of ``MergedTensor``.
     """
 
@@ -97,11 +97,11 @@ class SketchReader:
         return any(key in rank.tensors for rank in self._steps.get(key.step, ()))
 
     def footer(self, step: int) -> StepFooter:
-        """What the first rank says of the whole step; rows and selection are the same on every rank."""
+        """The first rank's statements about the whole step; rows and selection are the same on every rank."""
         return self._steps[step][0].footer
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """What each rank says, by global rank: ledgers and what is unobserved are its own."""
+        """Each rank's statements, by global rank: ledgers and unobserved tensors are its own."""
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
@@ -111,10 +111,10 @@ class SketchReader:
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """The sketch of the whole tensor, and the replicas that disagree.
 
-        Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or what they hold overlaps
+        Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
         tensor that is not masked, these are the elements of the update's rows. ``may_lack_tokens``: of a run that is
-        judged, tokens that no rank holds are no error but what it did: ``missing`` says it.
+        judged, tokens held by no rank are a finding, told by ``missing``, and no error.
         """
         stored = self._stored(key)
         _check_agreement(key, stored)
@@ -164,7 +164,7 @@ def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> 
 
 
 def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
-    """By what is held; ranks without an element are in none."""
+    """Groups ranks by the elements they hold; ranks without an element are in no group."""
     by_elements: dict[ElementSet, list[tuple[RankPlace, Sketch]]] = {}
     for place, item in stored:
         if item.part:
@@ -173,7 +173,7 @@ def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
 
 
 def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
-    """The sum over one set of parts that hold everything once, which every other such set must equal."""
+    """Adds up one set of parts that hold everything once; every other such set must give the same sum."""
     conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))

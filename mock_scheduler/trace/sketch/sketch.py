@@ -1,7 +1,7 @@
 """Sketches: a few hundred bytes of a tensor that say whether another has the same bits, and about how far it is off.
 
 Contract. A sketch is linear: those of disjoint parts of a tensor add up to that of the whole, exactly in its counts and
-its fingerprint, and to rounding in its sums. What an element is multiplied with depends on its index in the whole
+its fingerprint, and to rounding in its sums. The factor of an element depends on its index in the whole
 tensor alone (``constants``), so two layouts, or two programs, give sketches that can be compared.
 
 - *Sums*: an element goes with its sign into one of 2,039 slots, and the slots with further signs into each of the B
@@ -52,7 +52,7 @@ _SMALLEST_NORM = 1e-150
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sketch:
-    """What is kept of a tensor, or of a part of one.
+    """The summary kept of a tensor, or of a part of one.
 
     sums: float64 ``[B]`` on the CPU. sum_of_squares: of all finite elements, exact to rounding; inf where it overflows.
     fingerprint: 0 to 2^64 - 1.
@@ -125,7 +125,7 @@ def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_
 
 
 def finish_sketches(all_sums: Sequence[SketchSums], *, num_buckets: int) -> list[Sketch]:
-    """The sketches of what was summed; raises ``TraceError`` where there are not 1 to 4096 buckets."""
+    """Finishes the sketches of these sums; raises ``TraceError`` where there are not 1 to 4096 buckets."""
     if not 1 <= num_buckets <= MAX_BUCKETS:
         raise TraceError(f"a sketch has 1 to {MAX_BUCKETS} buckets, not {num_buckets}; change trace.sketch_buckets")
     sketches: list[Sketch] = []

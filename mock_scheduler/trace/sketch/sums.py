@@ -1,8 +1,8 @@
-"""Sums a tensor's elements up to what a sketch is made of, one piece at a time, on the device where the piece is.
+"""Sums a tensor's elements into the parts of a sketch, one piece at a time, on the device where the piece is.
 
 A piece is walked through in windows of the canonical order, a cache's worth at a time: one that holds just the elements
 of a whole window is read where it lies, any other is first put into a window of zeros, which add nothing. So a piece
-cut along its last dimension costs what the part of the whole tensor costs that it lies in.
+cut along its last dimension costs as much as the part of the whole tensor that it lies in.
 Every sum has a fixed order: there are no atomic operations, and a number of threads changes rounding at most.
 """
 
@@ -51,7 +51,7 @@ class SketchSums:
 
     @torch.no_grad()
     def add(self, tensor: torch.Tensor, spec: ShardSpec) -> list[Rectangle]:
-        """Add a piece, and return which elements of the whole it holds.
+        """Add a piece, and return the elements of the whole that it holds.
 
         Raises ``TraceError`` where its shape is not that of its spec.
         """
@@ -79,7 +79,7 @@ class SketchSums:
 
 
 class _WindowSums:
-    """Sums over windows; ``is_finite``: nobody looks for NaN and infinities, which make ``sum_of_squares`` so too."""
+    """Sums over windows; ``is_finite``: NaN and infinities are not looked for, and make ``sum_of_squares`` so too."""
 
     def __init__(self, device: torch.device, *, is_finite: bool) -> None:
         self.is_finite = is_finite
@@ -143,7 +143,7 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _write_words(words: torch.Tensor, window: torch.Tensor) -> None:
-    """Write to int64 ``words`` what the fingerprint takes of each element's bits.
+    """Write to int64 ``words`` the word of each element's bits for the fingerprint.
 
     Bits of 64-bit elements are taken as halves, since their highest ones alone would lose most bits of the key.
     """
@@ -175,7 +175,7 @@ class _Run:
         return _Run(start=start, stride=self.stride, values=self.values[first:last, columns])
 
     def clip(self, begin: int, end: int) -> Iterator[_Run]:
-        """What lies in ``begin`` to ``end``: whole rows, and at both edges what is left of a row."""
+        """Yields the part within ``begin`` to ``end``: whole rows, and at both edges the rest of a row."""
         num_rows, length = self.values.shape
         first = min(max(-((self.start - begin) // self.stride), 0), num_rows)
         last = min(max((end - self.start - length) // self.stride + 1, 0), num_rows)

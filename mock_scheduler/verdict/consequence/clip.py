@@ -9,13 +9,16 @@ clipped where sgn(A)·clip(ℓ, -low, high) < sgn(A)·ℓ.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.program import ClipRule
+from mock_scheduler.verdict.consequence.figures import ClipState
 
 #: By their numbers in ``clip_states``.
-CLIP_STATES = ("not clipped", "clipped low", "clipped high", "dual clipped")
+CLIP_STATES: tuple[ClipState, ...] = get_args(ClipState)
 
 _LOW, _HIGH, _DUAL = range(1, len(CLIP_STATES))
 

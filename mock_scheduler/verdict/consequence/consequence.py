@@ -2,8 +2,8 @@
 
 Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Figures are in
 float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
-What the traces do not hold is left out of the figures, and the text says what to trace. Of all response tokens only
-|train - rollout| is kept, for its quantiles.
+A figure is left out where the traces do not hold its tensors. Of all response tokens only |train - rollout| is kept,
+for its quantiles.
 """
 
 from __future__ import annotations
@@ -27,18 +27,8 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
-from mock_scheduler.verdict.consequence.text import describe_consequence
+from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
-from mock_scheduler.verdict.proofs import ClipFlip, Consequence, RolloutGap
-
-_REFERENCE, _ROLLOUT = "KL to the reference policy", "KL from the rollout policy"
-
-_KINDS: tuple[TraceKind, ...] = ("initial", "input", "score", "advantage", "output", "loss", "parameter")
-
-
-def consequence_kinds() -> tuple[TraceKind, ...]:
-    """The kinds of tensors that ``find_consequence`` is made of: ``trace.kinds`` of both runs, at level ``full``."""
-    return _KINDS
 
 
 def find_consequence(
@@ -121,7 +111,7 @@ class _Collected:
     rules: tuple[ClipRule, ClipRule]
     num_tokens: int | None = None
     flips: Counter[tuple[int, int]] | None = None
-    kl_name: str | None = None
+    kl_to: KlTarget | None = None
     kl_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     num_kl_tokens: int = 0
     max_advantage_change: float | None = None
@@ -168,8 +158,8 @@ class _Collected:
 
     def _add_kl(self, new: _Tokens, reference: _Tokens | None, rollout: _Tokens | None) -> None:
         other = rollout if reference is None else reference
-        name = _ROLLOUT if reference is None else _REFERENCE
-        if other is None or self.kl_name not in (None, name):
+        target: KlTarget = "rollout" if reference is None else "reference"
+        if other is None or self.kl_to not in (None, target):
             return
         present = new.present & other.present & other.values[0].isfinite() & other.values[1].isfinite()
         for side in range(2):
@@ -177,7 +167,7 @@ class _Collected:
             # Tokens are samples of the policy for the first, and of the rollout policy for the second.
             log_ratio = current - compared if reference is None else compared - current
             self.kl_sums[side] += float((torch.expm1(log_ratio) - log_ratio).sum())
-        self.kl_name = name
+        self.kl_to = target
         self.num_kl_tokens += int(present.sum())
 
     def _add_states(
@@ -206,21 +196,22 @@ class _Collected:
         self.flips.update({divmod(pair, len(CLIP_STATES)): count for pair, count in enumerate(counts) if count})
 
     def result(self) -> Consequence:
-        """All figures, and the text that says them."""
+        """All figures."""
         has_clip = any(rule.has_clip for rule in self.rules)
         flips = self.flips if has_clip else None
         changed = [] if flips is None else [(pair, count) for pair, count in flips.most_common() if pair[0] != pair[1]]
         kl = [total / self.num_kl_tokens if self.num_kl_tokens else None for total in self.kl_sums]
         gaps = [_gap(parts) for parts in self.differences]
-        found = Consequence(
+        return Consequence(
             num_tokens=self.num_tokens,
             num_clipped=None if flips is None else sum(count for pair, count in flips.items() if pair[0]),
             num_clip_flips=None if flips is None else sum(count for _, count in changed),
+            has_clip=has_clip,
             clip_flips=tuple(
                 ClipFlip(baseline=CLIP_STATES[pair[0]], candidate=CLIP_STATES[pair[1]], num_tokens=count)
                 for pair, count in changed
             ),
-            kl_name=self.kl_name if self.num_kl_tokens else None,
+            kl_to=self.kl_to if self.num_kl_tokens else None,
             kl_baseline=kl[0],
             kl_candidate=kl[1],
             max_advantage_change=self.max_advantage_change,
@@ -230,9 +221,8 @@ class _Collected:
             updates=tuple((item.step, item.update) for item in self.directions.found),
             update_cosine=tuple(item.cosine for item in self.directions.found),
             update_ratio=tuple(item.ratio for item in self.directions.found),
-            text="",
+            left_out=tuple(sorted(self.directions.left_out)),
         )
-        return describe_consequence(found, has_clip=has_clip, kinds=_KINDS, left_out=sorted(self.directions.left_out))
 
 
 def _old_logprobs(rule: ClipRule, side: int, old: _Tokens | None, rollout: _Tokens | None) -> torch.Tensor:

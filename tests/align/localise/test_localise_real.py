@@ -12,10 +12,12 @@ from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.wording.localisation import describe_localisation
 from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 from tests.align.output_scaled_on_one_rank import FAULTY
@@ -79,7 +81,8 @@ class Bench:
 
 
 def first_at(step: int) -> Divergence:
-    return Divergence(step=step, update=0, kind="gradient", name="w", value=1.0, tolerance=0.0, message="w differs")
+    finding = Finding(kind="gradient", step=step, update=0, name="w", message="w differs")
+    return Divergence(step=step, update=0, kind="gradient", name="w", evidence=finding)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +102,11 @@ def test_a_gradient_that_is_not_reduced_is_named_with_its_reason(bench: Bench) -
     found = localise(bench.plan("baseline"), candidate, first=None, run=bench.run, bounds=BOUNDS)
     print(found)
     assert (found.step, found.update, found.phase, found.name) == (0, 0, "backward", NORM)
-    assert found.sentence.startswith(
+    assert describe_localisation(found).startswith(
         f"step 0, backward, {NORM} gradient: not summed over tp: each tp rank holds its own part, and their sum is the "
         "baseline; so are 4 others: "
     )
-    assert "every other tensor within their bounds" in found.sentence
+    assert "every other tensor within their bounds" in describe_localisation(found)
     assert (found.causes, found.amplifiers) == ((), ())
     stages = ("sketches-reference", "sketches-candidate", "full-reference", "full-candidate")
     assert bench.made[-4:] == [f"localise-norms-{stage}" for stage in stages]
@@ -117,8 +120,8 @@ def test_a_module_that_one_rank_computes_otherwise_is_the_only_cause(bench: Benc
     print(found)
     assert (found.step, found.update, found.phase, found.name) == (0, 0, "forward", FAULTY)
     assert [cause.name for cause in found.causes] == [FAULTY]
-    assert found.sentence.startswith(f"step 0, forward, {FAULTY} output: ")
-    assert "of the pass that differed are within their bounds: they pass it on" in found.sentence
+    assert describe_localisation(found).startswith(f"step 0, forward, {FAULTY} output: ")
+    assert "of the pass that differed are within their bounds: they pass it on" in describe_localisation(found)
     passed_on = [module.name for module in found.amplifiers]
     assert passed_on[:2] == ["decoder.layers.1.mlp.linear_fc2", "decoder.layers.1.mlp"]
     assert "output_layer" in passed_on

@@ -21,7 +21,9 @@ from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.update import UpdateDirections
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
 
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -144,10 +146,10 @@ def test_what_one_token_turns_is_counted_and_is_rounding(tmp_path: Path, element
     assert (bias.relative, bias.tolerance) == (len(elements) / 8, 2 / 8)
     assert (bias.num_decisions, bias.num_flipped_decisions, bias.exceeds) == (8, len(elements), False)
     alignment = judge(found)
-    assert alignment.verdict is VerdictKind.ROUNDING
+    assert alignment.kind is VerdictKind.ROUNDING
     described = f"parameter of {BIAS} at step 0, update 0"
-    assert f"rounding turned {len(elements)} of 8 decisions, first in {described}" in alignment.reason
-    assert "0.0001 of parameters" in alignment.reason  # a bound of decisions is no relative error
+    assert f"rounding turned {len(elements)} of 8 decisions, first in {described}" in describe_reason(alignment)
+    assert "0.0001 of parameters" in describe_reason(alignment)  # a bound of decisions is no relative error
 
 
 def test_updates_behind_it_that_decide_alike_are_within_their_bounds(tmp_path: Path) -> None:
@@ -157,17 +159,18 @@ def test_updates_behind_it_that_decide_alike_are_within_their_bounds(tmp_path: P
 
 def test_more_than_one_token_turns_is_a_divergence_with_its_name(tmp_path: Path) -> None:
     alignment = judge(compare(tmp_path, Run(signs=(turned(0, 1, 2), LATER))))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.first_divergence is not None
-    assert (alignment.first_divergence.name, alignment.first_divergence.update) == (BIAS, 0)
-    assert (alignment.first_divergence.value, alignment.first_divergence.tolerance) == (3 / 8, 2 / 8)
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert alignment.first is not None
+    assert (alignment.first.name, alignment.first.update) == (BIAS, 0)
+    assert (alignment.first.value, alignment.first.bound) == (3 / 8, 2 / 8)
 
 
 def test_a_rule_that_moves_the_other_way_is_a_divergence(tmp_path: Path) -> None:
     alignment = judge(compare(tmp_path, Run(signs=(tuple(-sign for sign in SIGNS), LATER))))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.sentence is not None
-    assert f"parameter of {BIAS} differs by 0.875 (bound 0.25)" in alignment.sentence  # 7 of 8, as one stays at 0
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert f"parameter of {BIAS} differs by 0.875 (bound 0.25)" in describe_sentence(
+        alignment
+    )  # 7 of 8, as one stays at 0
 
 
 def test_another_rate_is_judged_as_every_update(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_sign_turns_only_where_other_tokens_were_counted(tmp_path: Path) -> No
     candidate = Run(signs=(turned(2), LATER), choice=TOKENS)
     found = compare(tmp_path, candidate, Run(choice=TOKENS))
     assert (bias_of(found).tolerance, bias_of(found).exceeds) == (0.0, True)
-    assert judge(found).verdict is VerdictKind.DIVERGED
+    assert judge(found).kind is VerdictKind.DIVERGED
 
 
 def test_a_sign_may_turn_where_a_token_chose_another_expert(tmp_path: Path) -> None:
@@ -198,32 +201,33 @@ def test_a_sign_may_turn_where_a_token_chose_another_expert(tmp_path: Path) -> N
 def test_nothing_turns_where_all_must_be_equal_to_the_last_bit(tmp_path: Path) -> None:
     found = compare(tmp_path, Run(signs=(turned(2), LATER)), bounds=EXACT)
     assert (bias_of(found).exceeds, bias_of(found).num_decisions) == (True, 0)
-    assert judge(found, EXACT).verdict is VerdictKind.DIVERGED
+    assert judge(found, EXACT).kind is VerdictKind.DIVERGED
 
 
 def test_copies_that_decide_differently_are_a_divergence_however_few(tmp_path: Path) -> None:
     """Each dp rank moved its bias by its own tokens: the first one's copy is the baseline's."""
     alignment = judge(compare(tmp_path, Run(copy=turned(2))))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.sentence is not None
-    assert f"{BIAS}: ranks dp0 and dp1 hold different parameters at step 0" in alignment.sentence
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert f"{BIAS}: ranks dp0 and dp1 hold different parameters at step 0" in describe_sentence(alignment)
 
 
 def test_what_is_beyond_its_bound_behind_a_turned_decision_is_suspect(tmp_path: Path) -> None:
     """The gradient of update 1 is 1 % larger: from another bias tokens go to other experts. Without one: diverged."""
     found = compare(tmp_path / "turned", Run(signs=(turned(2), LATER), grows=0.02))
     alignment = judge(found)
-    assert alignment.verdict is VerdictKind.SUSPECT
-    assert alignment.reason.startswith("beyond an estimated bound only: first divergence: step 0, update 1, backward")
-    assert f"rounding turned 1 of 8 decisions, first in parameter of {BIAS} at step 0, update 0 before" in (
-        alignment.reason
+    assert alignment.kind is VerdictKind.SUSPECT
+    assert describe_reason(alignment).startswith(
+        "beyond an estimated bound only: first divergence: step 0, update 1, backward"
     )
-    assert judge(compare(tmp_path / "equal", Run(grows=0.02))).verdict is VerdictKind.DIVERGED
+    assert f"rounding turned 1 of 8 decisions, first in parameter of {BIAS} at step 0, update 0 before" in (
+        describe_reason(alignment)
+    )
+    assert judge(compare(tmp_path / "equal", Run(grows=0.02))).kind is VerdictKind.DIVERGED
 
 
 def test_a_gradient_beyond_its_bound_before_a_turned_decision_is_a_divergence(tmp_path: Path) -> None:
     later = turned(2, signs=LATER)
-    assert judge(compare(tmp_path, Run(signs=(SIGNS, later), grows=0.02))).verdict is VerdictKind.DIVERGED
+    assert judge(compare(tmp_path, Run(signs=(SIGNS, later), grows=0.02))).kind is VerdictKind.DIVERGED
 
 
 def test_noise_of_decisions_is_the_largest_number_that_a_perturbed_run_turned(tmp_path: Path) -> None:
@@ -273,5 +277,5 @@ def test_a_run_whose_bias_alone_moves_has_trained_nothing(tmp_path: Path) -> Non
     ]
     save_rank_trace(baseline, step=0, global_rank=0, world_size=1, coordinates={}, entries=entries)
     alignment = judge(compare_trace_folders(baseline, baseline, bounds=UNBOUNDED), UNBOUNDED)
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert alignment.reason.startswith("nothing was trained: no update of the baseline changed a parameter")
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert describe_reason(alignment).startswith("nothing was trained: no update of the baseline changed a parameter")

@@ -15,7 +15,9 @@ from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFoote
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated
 
 BOUNDS = stated()
@@ -82,9 +84,9 @@ def test_gradients_that_were_not_summed_over_tensor_parallel_ranks_are_called_so
         for place in places(tp=2)
     ]
     alignment, exceeding = judge(baseline, write(tmp_path / "b", ranks))
-    assert alignment.verdict is VerdictKind.DIVERGED
+    assert alignment.kind is VerdictKind.DIVERGED
     largest = float((own[NORM][0].double() - own[NORM][1].double()).abs().max())
-    assert alignment.sentence == (
+    assert describe_sentence(alignment) == (
         f"step 0, update 0, backward: copies within the candidate differ: {NORM}: ranks tp0 and tp1 hold different "
         f"gradients at step 0 (64 elements, by up to {largest:.3g}): not summed over tp: each tp rank holds its own "
         "part, and their sum is the baseline; the 1 tensor before it is equal"

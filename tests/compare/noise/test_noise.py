@@ -23,7 +23,9 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.verdicts import describe_reason
 
 WEIGHT = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.mlp.linear_fc1.weight")
 HIDDEN = "decoder.layers.0"
@@ -264,7 +266,7 @@ def measured(tmp_path: Path) -> tuple[Path, NoiseBounds]:
 def judge(baseline: Path, candidate: Path, noise: NoiseBounds) -> tuple[VerdictKind, str]:
     compared = compare_trace_folders(baseline / "trace", candidate / "trace", bounds=noise)
     alignment = decide(None, compared, bounds=noise)
-    return alignment.verdict, alignment.reason
+    return alignment.kind, describe_reason(alignment)
 
 
 def test_a_token_of_128_with_no_gradient_is_suspicious_though_the_norm_is_within_its_noise(tmp_path: Path) -> None:

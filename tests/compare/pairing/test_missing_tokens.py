@@ -15,7 +15,10 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_evidence
+from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated
 
 BOUNDS = stated()
@@ -63,13 +66,13 @@ def judge(found: TensorComparison) -> Verdict:
 def test_ranks_that_hold_the_same_rows_are_a_divergence_that_names_the_rows_that_nobody_holds(tmp_path: Path) -> None:
     baseline = write(tmp_path / "a", [ALL])
     alignment = judge(compare(baseline, write(tmp_path / "b", [range(5), range(5)])))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.sentence == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert describe_sentence(alignment) == (
         "step 0, update 0, inputs: input of tokens at step 0, update 0: 5 of 10 tokens are held by no rank, the first "
         "is position 0 of row g1/e0; global ranks 0 and 1 hold the same rows; nothing was compared before it"
     )
-    assert alignment.first_divergence is not None
-    assert (alignment.first_divergence.kind, alignment.first_divergence.name) == ("input", "tokens")
+    assert alignment.first is not None
+    assert (alignment.first.kind, alignment.first.name) == ("input", "tokens")
 
 
 def test_a_row_that_is_dropped_is_a_divergence_without_ranks_that_are_alike(tmp_path: Path) -> None:
@@ -126,9 +129,9 @@ def test_a_damaged_trace_is_refused_whatever_it_lacks(tmp_path: Path) -> None:
 def test_sketches_say_that_elements_are_held_by_nobody(tmp_path: Path) -> None:
     sides = [write(tmp_path / "a", [ALL], is_sketch=True), write(tmp_path / "b", [range(5), range(5)], is_sketch=True)]
     alignment = judge(compare(*sides))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.first_divergence is not None
-    assert alignment.first_divergence.message == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert alignment.first is not None
+    assert describe_evidence(alignment.first) == (
         "input of tokens at step 0, update 0: 5 elements are held, where there are 10; parts come from global rank 0, 1"
     )
     with pytest.raises(TraceError, match="elements are held, where there are"):

@@ -28,8 +28,10 @@ from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch.files import SketchSink
+from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.replicas import check_replicas
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
 
 BOUNDS = stated()
@@ -113,8 +115,8 @@ def compare_with(tmp_path: Path, candidate: Run, baseline: Run | None = None) ->
 
 def test_equal_traces_are_identical_in_another_layout(tmp_path: Path) -> None:
     alignment = judge(compare(make_run().write(tmp_path / "a"), make_run().write(tmp_path / "b", num_ranks=1)))
-    assert alignment.verdict is VerdictKind.IDENTICAL
-    assert alignment.reason == (
+    assert alignment.kind is VerdictKind.IDENTICAL
+    assert describe_reason(alignment) == (
         "bit-equal: 1 input tensor, 1 activation, 1 gradient, 1 parameter; one changed bit would have been found"
     )
 
@@ -174,7 +176,7 @@ def test_rows_of_one_side_are_findings_and_shared_rows_are_compared(tmp_path: Pa
     ]
     activation = next(item for item in found.differences if item.key.kind == "activation")
     assert (activation.num_elements, activation.num_absent, activation.bit_equal) == (12, 36, True)
-    assert judge(found).verdict is VerdictKind.DIVERGED
+    assert judge(found).kind is VerdictKind.DIVERGED
 
 
 def test_other_tokens_are_a_divergence_by_their_number(tmp_path: Path) -> None:
@@ -208,8 +210,8 @@ def test_a_tensor_that_a_run_was_not_told_to_trace_makes_it_incomparable_and_say
         "input, gradient, parameter"
     )
     alignment = judge(found)
-    assert alignment.verdict is VerdictKind.INCOMPARABLE
-    assert "Compare what both have with --kinds and --patterns" in alignment.reason
+    assert alignment.kind is VerdictKind.INCOMPARABLE
+    assert "Compare what both have with --kinds and --patterns" in describe_reason(alignment)
 
 
 def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) 
     (missing,) = found.not_compared
     assert (missing.name, missing.sides, missing.reason) == (LAYER, ("candidate",), "fused into the next layer")
     assert found.notes == (f"no activation was compared at all: {LAYER} is not shown by both runs",)
-    assert judge(found).verdict is VerdictKind.IDENTICAL
+    assert judge(found).kind is VerdictKind.IDENTICAL
 
 
 def test_a_trace_of_some_ranks_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_nothing_that_matches_is_no_comparison(tmp_path: Path) -> None:
     found = compare(
         make_run().write(tmp_path / "a"), make_run().write(tmp_path / "b"), Selection(patterns=("decoder.layers.9.*",))
     )
-    assert judge(found).verdict is VerdictKind.INCOMPARABLE
+    assert judge(found).kind is VerdictKind.INCOMPARABLE
     assert judge(found).reason == "nothing was compared"
 
 
@@ -349,8 +351,8 @@ def test_a_ledger_that_parts_is_a_divergence_with_the_first_call(tmp_path: Path)
     first = replace(make_run(), footer=base)
     second = replace(make_run(), footer=replace(base, ledgers={"collective": calls[:1]}))
     alignment = judge(compare_with(tmp_path, second, first))
-    assert alignment.verdict is VerdictKind.DIVERGED
-    assert alignment.sentence == (
+    assert alignment.kind is VerdictKind.DIVERGED
+    assert describe_sentence(alignment) == (
         "step 0, global rank 0 (tp0): collective call 1 is all_reduce of 8 float32 over ranks 0, 1 in the baseline, "
         "and absent (1 in all) in the candidate"
     )
@@ -360,13 +362,13 @@ def test_sketches_find_equal_bits_and_a_divergence_and_say_which_full_trace_to_t
     run = make_run()
     first = run.write(tmp_path / "a", is_sketch=True)
     equal = judge(compare(first, run.write(tmp_path / "b", is_sketch=True, num_ranks=1)))
-    assert equal.verdict is VerdictKind.IDENTICAL
+    assert equal.kind is VerdictKind.IDENTICAL
     assert equal.reason.startswith("bit-equal by the fingerprints of sketches: ")
     wrong = run.with_tensor("gradient", WEIGHT, run.tensors["gradient", WEIGHT] * 1.5)
     diverged = judge(compare(first, wrong.write(tmp_path / "c", is_sketch=True)))
-    assert diverged.verdict is VerdictKind.DIVERGED
-    assert diverged.first_divergence is not None
-    assert diverged.first_divergence.value == pytest.approx(0.5, rel=0.5)
+    assert diverged.kind is VerdictKind.DIVERGED
+    assert diverged.first is not None
+    assert diverged.first.value == pytest.approx(0.5, rel=0.5)
     assert diverged.full_dump == (
         "trace.level=full",
         "trace.steps=0",
@@ -379,7 +381,7 @@ def test_a_full_trace_is_compared_with_sketches(tmp_path: Path) -> None:
     run = make_run()
     found = compare(run.write(tmp_path / "a"), run.write(tmp_path / "b", is_sketch=True))
     assert found.level == "sketch"
-    assert judge(found).verdict is VerdictKind.IDENTICAL
+    assert judge(found).kind is VerdictKind.IDENTICAL
 
 
 def test_a_sketch_on_both_sides_of_its_bound_is_suspect(tmp_path: Path) -> None:
@@ -388,9 +390,9 @@ def test_a_sketch_on_both_sides_of_its_bound_is_suspect(tmp_path: Path) -> None:
     other = run.with_tensor("gradient", WEIGHT, gradient * (1 + 1e-4))
     first, second = run.write(tmp_path / "a", is_sketch=True), other.write(tmp_path / "b", is_sketch=True)
     alignment = judge(compare(first, second))
-    assert alignment.verdict is VerdictKind.SUSPECT
-    assert alignment.verdict.exit_code == ExitCode.SUSPECT
-    assert "on which side of its bound it is" in alignment.reason
+    assert alignment.kind is VerdictKind.SUSPECT
+    assert alignment.kind.exit_code == ExitCode.SUSPECT
+    assert "on which side of its bound it is" in describe_reason(alignment)
 
 
 def test_micro_batches_of_tokens_are_put_together_before_they_are_compared(tmp_path: Path) -> None:

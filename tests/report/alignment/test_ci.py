@@ -12,8 +12,8 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.verdict import VerdictKind, failed_run
-from tests.report.alignments import COMMAND, EVIL, SENTENCE, make_result
+from mock_scheduler.verdict.wording.verdicts import describe_reason
+from tests.report.alignments import EVIL, SENTENCE, command, make_result, no_run
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_summary_names_every_candidate_and_the_reason_of_those_that_do_not_p
         f"  tp2.clip: diverged: {SENTENCE}\n"
         "  dp2.clip: suspect: within its bounds, and yet 12 gradients have a slope of 0.9991\n"
         f"  broken: incomparable: the run failed: {EVIL}\n"
-        "  loose: unverified: DETERMINISTIC_MODE is not 1\n"
+        f"  loose: unverified: {describe_reason(result.candidates[6].verdict)}\n"
         "  rounding: dp2.plain\n"
         "  identical (emulated): tp2.plain\n"
         "  identical: pp2.plain\n"
@@ -80,7 +80,7 @@ def test_junit_has_seconds_reasons_and_what_opens_the_traces(result: AlignmentRe
     assert failure is not None
     assert (failure.get("type"), failure.get("message")) == ("diverged", SENTENCE)
     assert failure.text is not None
-    assert f"open the traces: {COMMAND}" in failure.text
+    assert f"open the traces: {command(result)}" in failure.text
     broken = suite.find("testcase[@name='broken']")
     assert broken is not None
     assert broken.get("time") == "0.000"
@@ -105,9 +105,7 @@ def test_junit_has_versions_as_properties(result: AlignmentResult, tmp_path: Pat
 
 def test_characters_that_xml_does_not_have_are_replaced(result: AlignmentResult, tmp_path: Path) -> None:
     """A terminal's colours in an error made the whole file unreadable."""
-    coloured = replace(
-        result.candidates[5], alignment=failed_run(VerdictKind.INCOMPARABLE, "\x1b[31mfailed\x1b[0m\x00")
-    )
+    coloured = replace(result.candidates[5], verdict=no_run("\x1b[31mfailed\x1b[0m\x00"))
     suite = read(replace(result, candidates=(coloured,)), tmp_path / "junit.xml")
     error = suite.find("testcase/error")
     assert error is not None

@@ -13,7 +13,7 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.page import render_alignment_page, write_alignment_page
 from mock_scheduler.verdict.results import AlignmentResult
-from tests.report.alignments import COMMAND, EVIL, SENTENCE, WORST_SAMPLE, make_result, with_amplifiers
+from tests.report.alignments import EVIL, SENTENCE, WORST_SAMPLE, command, make_result, with_amplifiers
 from tests.report.chromium import look_at, need_chromium, print_pdf
 from tests.report.pages import text_of
 from tests.report.pdf_text import read_pdf_text
@@ -49,7 +49,7 @@ def test_the_sections_come_in_order_verdict_first(page: str) -> None:
     assert text.index(SENTENCE) < text.index("Matrix of candidates")
 
 
-def test_a_candidate_has_all_its_parts(page: str) -> None:
+def test_a_candidate_has_all_its_parts(result: AlignmentResult, page: str) -> None:
     start = page.index('id="candidate-2"')
     part = page[start : page.index('id="candidate-3"')]
     assert [unescape(text) for text in re.findall(r"<h4>(.*?)</h4>", part)] == [
@@ -67,8 +67,8 @@ def test_a_candidate_has_all_its_parts(page: str) -> None:
     ]
     text = text_of(part)
     for expected in (
-        f"Open the traces: {COMMAND}",
-        "3 of 24 response tokens change their clip state.",
+        f"Open the traces: {command(result)}",
+        "The baseline clips 2 of 24 response tokens (each counted in every update); 3 (12.5 %) change their clip state",
         f"{WORST_SAMPLE} , step 1: terminated, reward 1, 7 tokens, 3 of them sampled",
         "3 turn 0 Right 2.5e-01",
         "configuration pg_clip 0.2 0.1 may differ",
@@ -98,8 +98,9 @@ def test_a_module_of_its_own_is_named_as_what_may_move_a_bit(result: AlignmentRe
 
 def test_five_that_only_pass_it_on_are_listed_and_the_rest_is_counted(result: AlignmentResult) -> None:
     five, eight = (text_of(render_alignment_page(build_view(with_amplifiers(result, number)))) for number in (5, 8))
-    assert "module.4 (activation): as it is and 3 more, in the JSON result traces" in eight
-    assert "module.4 (activation): as it is traces" in five
+    fifth = "module.4 (activation): only passes on what decoder.layers.1.mlp does: 0.1, as it is"
+    assert f"{fifth} and 3 more, in the JSON result traces" in eight
+    assert f"{fifth} traces" in five
     assert "module.5" not in eight
 
 
@@ -252,7 +253,7 @@ def test_paper_has_the_verdicts_and_what_was_closed(page: str, tmp_path: Path) -
         "diverged3of7candidatespass:1diverged,1suspect",
         "Exitcode1:atleastonecandidatediverged.",
         SENTENCE.replace(" ", ""),
-        "equaltothereferenceintp2'sorder",  # of a candidate that lies closed on the screen
+        "addsintheorderoftp2pp1dp1",  # of a candidate that lies closed on the screen
         "Howtoreadaverdict",
     ):
         assert expected in text

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.compare.findings import Finding
 from mock_scheduler.report.alignment.builder import build_view, split_name
 from mock_scheduler.report.alignment.curve_drawing import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference
-from mock_scheduler.report.alignment.heat import describe_times, ratio_text, shrink_grid
+from mock_scheduler.report.alignment.heat import shrink_grid
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.error_path import Grid
-from mock_scheduler.verdict.proofs import Proof
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.reasons import RefutedBy
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.verdict import EmulationFacts, Proof, VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.numbers import describe_times, format_share
+from mock_scheduler.verdict.wording.verdicts import describe_reason
 from tests.report.alignments import SENTENCE, WORST_SAMPLE, WORST_TOKEN, WRONG, make_result
 
 
@@ -66,16 +71,21 @@ def test_each_verdict_is_said_in_one_line_with_what_proved_it(view: AlignmentVie
     assert proved_by == "noise"
     assert smallest == "a relative error above 1.0e-04 of gradients; 5.0e-03 of parameters"
     assert said["dp2.clip"] == ("within its bounds, and yet 12 gradients have a slope of 0.9991", "–", "")
-    assert said["loose"] == ("DETERMINISTIC_MODE is not 1", "–", "")
+    headline, *others = said["loose"]
+    assert headline.startswith(
+        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: "
+        "within the stated bounds: 2 metrics over 2 steps"
+    )
+    assert others == ["–", ""]
 
 
 def test_the_ladder_is_complete_and_in_order(view: AlignmentView) -> None:
     ladder = [(proof.name, proof.outcome) for proof in candidate(view, "tp2.plain").proofs]
     assert ladder == [
         ("replicas", "proved"),
-        ("bit-equality", "refuted"),
+        ("bit-equality", "open"),
         ("emulation", "proved"),
-        ("noise", "not tried"),
+        ("noise", "proved"),
         ("referee", "not tried"),
     ]
     failed = candidate(view, "broken").proofs
@@ -94,14 +104,22 @@ def test_a_divergence_has_its_tensors_with_bounds_and_its_place(view: AlignmentV
     assert (doubled.name, doubled.relative) == (WRONG, "1.0e+00")
     assert found.localisation[:3] == (
         ("where", f"step 1, update 0, backward: {WRONG}"),
-        ("cause", "decoder.layers.1.mlp (activation gradient): its graft heals the rest"),
-        ("passes it on", "decoder.layers.0.mlp (activation gradient): 3.1 times as large"),
+        (
+            "cause",
+            "decoder.layers.1.mlp (activation gradient): candidate is 2.000 times the baseline: √rows; all before it "
+            "is equal, and with the reference's tensor in its place 1 tensor behind it is",
+        ),
+        (
+            "passes it on",
+            "decoder.layers.0.mlp (activation gradient): only passes on what decoder.layers.1.mlp does: 0.31, 3.1 "
+            "times its relative difference",
+        ),
     )
     assert found.consequence == (
         ("clipping", "3 of 24 response tokens (12.50%) change their state; 2 are clipped in the baseline"),
         ("KL to the reference policy", "0.0125 in the baseline, 0.025 here"),
         ("advantages", "move by 0 at most; the largest is 1.5"),
-        ("cosine of the update", "0.75 at step 0, update 0"),
+        ("cosine of the update", "0.75 at step 1, update 0 (0.5 times as long)"),
     )
 
 
@@ -229,11 +247,12 @@ def test_only_names_of_layouts_make_a_matrix(name: str, expected: tuple[str, str
     ],
 )
 def test_a_share_of_a_bound_is_said_in_few_characters(ratio: float, short: str, words: str) -> None:
-    assert (ratio_text(ratio), describe_times(ratio)) == (short, words)
+    assert (format_share(ratio), describe_times(ratio)) == (short, words)
 
 
 def test_a_grid_of_many_columns_is_shrunk_and_what_is_outside_of_layers_stays_apart() -> None:
-    grid = Grid(title="t", rows=("a",), columns=(*map(str, range(20)), "outside"), cells=((None,) * 21,))
+    spans = tuple((label, label) for label in (*map(str, range(20)), "outside"))
+    grid = Grid(title="t", rows=("a",), spans=spans, cells=((None,) * 21,))
     shrunk, size = shrink_grid(grid, 6)
     assert size == 4
     assert shrunk.columns == ("0 to 3", "4 to 7", "8 to 11", "12 to 15", "16 to 19", "outside")
@@ -260,35 +279,27 @@ def test_one_candidate_is_no_set_of_candidates(result: AlignmentResult, number: 
 
 def test_a_first_divergence_is_told_once(result: AlignmentResult) -> None:
     """The proof by noise and the reason each repeated the whole paragraph that stands above them."""
-    of_noise = "gradient of w differs by 0.3 (bound 0.01)"
-    rest = "beyond each tensor's noise: 1 of 2 metrics, 3 of 8 tensors"
-    for sentence, reason in (
-        (of_noise, f"first divergence: {of_noise}; {rest}"),
-        (
-            "gradient of v differs by 0.2 (bound 0)",
-            f"not equal to a reference; against the baseline: first divergence: {of_noise}; {rest}; "
-            "first divergence: gradient of v differs by 0.2 (bound 0)",
-        ),
-    ):
-        diverged = result.candidates[1]
-        told = replace(
-            diverged,
-            alignment=replace(diverged.alignment, sentence=sentence, reason=reason),
-            proofs=(
-                Proof(name="emulation", outcome="refuted", text="not equal to a reference"),
-                Proof(name="noise", outcome="refuted", text=f"first divergence: {of_noise}; {rest}"),
-            ),
-        )
+    diverged = result.candidates[1]
+    of_noise, emulated = diverged.verdict, result.candidates[4].verdict
+    assert of_noise.first is not None
+    finding = Finding(kind="gradient", step=0, update=0, name="v", message="gradient of v differs by 0.2 (bound 0)")
+    elsewhere = Divergence(step=0, update=0, kind="gradient", name="v", evidence=finding)
+    facts = EmulationFacts(layout="tp2 pp1 dp1", may_round=False)
+    emulation = Proof(name="emulation", outcome="refuted", facts=facts, compared=emulated)
+    direct = replace(of_noise, proofs=())
+    noise = Proof(name="noise", outcome="refuted", compared=direct)
+    for first, why in ((of_noise.first, of_noise.why), (elsewhere, RefutedBy(proof="emulation"))):
+        told = replace(diverged, verdict=replace(of_noise, first=first, why=why, proofs=(emulation, noise)))
         (view,) = build_view(replace(result, candidates=(told,)), is_full=False).candidates
-        noise = next(proof.text for proof in view.proofs if proof.name == "noise")
+        said = next(proof.text for proof in view.proofs if proof.name == "noise")
         texts = [view.first_divergence, view.reason, *(proof.text for proof in view.proofs)]
-        assert (view.first_divergence, view.reason) == (sentence, "")
-        assert noise.endswith(rest)
-        assert sum(of_noise in text for text in texts) == 1
-        assert sum(sentence in text for text in texts) == 1
+        assert (view.first_divergence, view.reason) == (describe_divergence(first), "")
+        assert "; beyond the stated bounds: 1 of 2 metrics, 2 of 26 tensors" in said
+        assert sum(describe_divergence(of_noise.first) in text for text in texts) == 1
+        assert sum(describe_divergence(first) in text for text in texts) == 1
 
 
 def test_a_reason_keeps_what_neither_sentence_nor_proofs_say(result: AlignmentResult) -> None:
     failed = next(item for item in result.candidates if item.name == "broken")
     (view,) = build_view(replace(result, candidates=(failed,)), is_full=False).candidates
-    assert view.reason == failed.alignment.reason
+    assert view.reason == describe_reason(failed.verdict)

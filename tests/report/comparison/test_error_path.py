@@ -46,7 +46,7 @@ def test_a_name_has_a_layer_and_a_part(name: str, layer: int | None, part: str) 
 
 
 def test_the_path_is_the_update_of_the_first_divergence_in_order(tmp_path: Path) -> None:
-    alignment = diverged(tmp_path).alignment
+    alignment = diverged(tmp_path).verdict
     path = find_error_path(list_points(alignment), alignment)
     assert (path.step, path.update, path.is_aggregated) == (0, 0, False)
     assert len(path.points) == 159  # 158 tensors of the update, and the bias that one side lacks
@@ -58,7 +58,7 @@ def test_the_path_is_the_update_of_the_first_divergence_in_order(tmp_path: Path)
 
 
 def test_without_a_divergence_the_path_is_the_update_nearest_to_its_bounds(tmp_path: Path) -> None:
-    alignment = rounding(tmp_path).alignment
+    alignment = rounding(tmp_path).verdict
     tensors = alignment.tensors
     assert tensors is not None
     worse = [
@@ -70,11 +70,11 @@ def test_without_a_divergence_the_path_is_the_update_nearest_to_its_bounds(tmp_p
 
 
 def test_nothing_compared_gives_no_points(tmp_path: Path) -> None:
-    assert list_points(incomparable(tmp_path).alignment) == []
+    assert list_points(incomparable(tmp_path).verdict) == []
 
 
 def test_grids_are_layers_by_parts_of_each_pass(tmp_path: Path) -> None:
-    alignment = diverged(tmp_path).alignment
+    alignment = diverged(tmp_path).verdict
     path = find_error_path(list_points(alignment), alignment)
     grids = layer_grids(path.all_points)
     assert [grid.title for grid in grids] == [
@@ -98,7 +98,7 @@ def test_grids_are_layers_by_parts_of_each_pass(tmp_path: Path) -> None:
 
 
 def test_the_grid_over_steps_keeps_the_worst_of_each_kind(tmp_path: Path) -> None:
-    alignment = diverged(tmp_path).alignment
+    alignment = diverged(tmp_path).verdict
     grid = step_grid(list_points(alignment))
     assert grid.columns == ("0", "1")
     cell = grid.cells[grid.rows.index("gradient")][0]
@@ -111,7 +111,7 @@ def test_the_grid_over_steps_keeps_the_worst_of_each_kind(tmp_path: Path) -> Non
 
 def test_many_tensors_become_fewer_points_that_lose_neither_count_nor_the_first(tmp_path: Path) -> None:
     result = diverged(tmp_path, layers=300, steps=1)
-    alignment = result.alignment
+    alignment = result.verdict
     path = find_error_path(list_points(alignment), alignment)
     assert len(path.all_points) > 4 * MAX_POINTS
     assert len(path.points) <= MAX_POINTS
@@ -127,7 +127,7 @@ def test_many_tensors_become_fewer_points_that_lose_neither_count_nor_the_first(
 
 
 def test_parts_beyond_the_limit_share_a_row(tmp_path: Path) -> None:
-    alignment = identical(tmp_path).alignment
+    alignment = identical(tmp_path).verdict
     keys = [
         TraceKey(step=0, update=0, kind="gradient", name=f"decoder.layers.0.part{number:02d}.weight")
         for number in range(MAX_ROWS + 5)

@@ -14,8 +14,8 @@ import pytest
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.report.alignment.json import MAX_LISTED
 from mock_scheduler.report.json_file import comparison_to_json, save_comparison, save_replicas
+from mock_scheduler.report.verdict_json import MAX_LISTED
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
@@ -59,7 +59,7 @@ def test_every_result_is_saved_as_strict_json(
     path = tmp_path / "deep" / "v.json"
     save_comparison(make(tmp_path), path)
     content = load_strict(path)
-    assert (content["format_version"], content["verdict"], content["exit_code"]) == (2, verdict, exit_code)
+    assert (content["format_version"], content["verdict"], content["exit_code"]) == (3, verdict, exit_code)
     assert [item.name for item in path.parent.iterdir()] == ["v.json"]
 
 
@@ -114,10 +114,10 @@ def test_a_sketch_keeps_its_error_bars_and_what_to_do_next(tmp_path: Path) -> No
 
 def test_lists_are_bounded_and_their_totals_are_said(tmp_path: Path) -> None:
     result = diverged(tmp_path, layers=60, steps=2)
-    tensors = result.alignment.tensors
+    tensors = result.verdict.tensors
     assert tensors is not None
     many = replace(tensors, notes=("a note",) * 1234)
-    content = comparison_to_json(replace(result, alignment=replace(result.alignment, tensors=many)))["tensors"]
+    content = comparison_to_json(replace(result, verdict=replace(result.verdict, tensors=many)))["tensors"]
     assert isinstance(content, dict)
     assert (len(content["exceeding"]), content["num_exceeding"]) == (MAX_LISTED, len(many.exceeding))
     assert content["num_exceeding"] > MAX_LISTED

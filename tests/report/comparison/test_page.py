@@ -161,7 +161,10 @@ def test_a_sketch_is_called_estimated_and_has_error_bars(tmp_path: Path) -> None
 def test_an_incomparable_result_is_a_verdict_with_its_reason(tmp_path: Path) -> None:
     page = render_comparison_page(incomparable(tmp_path))
     assert headings_of(page) == []
-    assert "incomparable the two runs trained on other rollouts base" in text_of(page)
+    assert (
+        "incomparable the two runs trained on other rollouts from step 1 on (2 of 3 steps), so nothing in"
+        in text_of(page)
+    )
     assert '<section class="verdict warn">' in page
 
 
@@ -175,21 +178,19 @@ def test_an_identical_result_says_that_replicas_agree(tmp_path: Path) -> None:
 
 def test_no_text_of_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
     result = diverged(tmp_path, metric=EVIL)
-    tensors, first = result.alignment.tensors, result.alignment.first_divergence
+    tensors, first = result.verdict.tensors, result.verdict.first
     assert tensors is not None
     assert first is not None
     differences = tuple(
         replace(item, key=replace(item.key, name=f"{item.key.name}{EVIL}")) for item in tensors.differences
     )
-    alignment = replace(
-        result.alignment,
-        sentence=EVIL,
-        reason=EVIL,
+    verdict = replace(
+        result.verdict,
         full_dump=(EVIL,),
         tensors=replace(tensors, differences=differences, notes=(EVIL,)),
-        first_divergence=replace(first, name=f"{first.name}{EVIL}", message=EVIL),
+        first=replace(first, name=f"{first.name}{EVIL}", evidence=differences[0]),
     )
-    result = replace(result, alignment=alignment, candidate=replace(result.candidate, name=EVIL))
+    result = replace(result, verdict=verdict, candidate=replace(result.candidate, name=EVIL))
     write_logs(result, *make_metrics(steps=3, relative=2e-3, name=EVIL))
     page = render_comparison_page(result)
     assert "alert(" in page
@@ -223,13 +224,13 @@ def test_metrics_alone_are_drawn_from_their_files(tmp_path: Path) -> None:
         ComparedInput(name=side.name, path=side.path / "metrics.jsonl", kind="metrics", level=None)
         for side in (result.baseline, result.candidate)
     ]
-    alignment = replace(
-        result.alignment,
-        verdict=VerdictKind.DIVERGED,
+    verdict = replace(
+        result.verdict,
+        kind=VerdictKind.DIVERGED,
         tensors=None,
         metrics=compare_metrics(*logs, bounds=BOUNDS),
     )
-    page = render_comparison_page(replace(result, baseline=sides[0], candidate=sides[1], alignment=alignment))
+    page = render_comparison_page(replace(result, baseline=sides[0], candidate=sides[1], verdict=verdict))
     figure = figures_of(page)["metric0"]
     assert len(figure["data"][0]["x"]) <= MAX_STEPS
     assert figure["data"][0]["y"][0] is None

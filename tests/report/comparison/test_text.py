@@ -18,12 +18,12 @@ from mock_scheduler.report.comparison.view import (
     describe_ranks,
     format_relative,
     format_slope,
-    format_times,
     name_sides,
 )
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.numbers import format_times
 from tests.report.comparisons import (
     SENTENCE,
     TP0,
@@ -53,7 +53,8 @@ def test_an_identical_comparison_is_this_text_of_less_than_a_screen(tmp_path: Pa
         "  base: tp1 pp1 dp1",
         "  tp2: tp2 pp1 dp1",
         "",
-        "  bit-equal: 3 metrics over 3 steps, 84 gradients, 84 parameters",
+        "  bit-equal: 3 metrics over 3 steps, 78 activations, 2 output tensors, 2 loss tensors, 78 activation",
+        "  gradients, 78 gradients, 78 parameters; one changed bit would have been found",
         "",
         "  tensors by kind      compared  identical",
         "  activation                 78         78",
@@ -75,7 +76,7 @@ def test_an_identical_comparison_is_this_text_of_less_than_a_screen(tmp_path: Pa
 def test_a_divergence_begins_with_the_verdict_and_its_sentence(tmp_path: Path) -> None:
     lines = render(diverged(tmp_path)).splitlines()
     assert lines[0] == "diverged: tp2 against base"
-    assert " ".join(line.strip() for line in lines[4:7]) == SENTENCE
+    assert " ".join(line.strip() for line in lines[4:9]) == SENTENCE
 
 
 def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path) -> None:
@@ -116,10 +117,10 @@ def test_everything_beside_the_tensors_is_said(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_counted_with_the_file_that_has_it(tmp_path: Path) -> None:
     result = diverged(tmp_path)
-    tensors = result.alignment.tensors
+    tensors = result.verdict.tensors
     assert tensors is not None
     many = replace(tensors, findings=tensors.findings * 7, candidate_conflicts=tensors.candidate_conflicts * 9)
-    result = replace(result, alignment=replace(result.alignment, tensors=many))
+    result = replace(result, verdict=replace(result.verdict, tensors=many))
     text = render(result, files={"json": Path("v.json")})
     more = [line for line in text.splitlines() if " more" in line]
     assert more == ["  and 291 more, in v.json", "  and 2 more, in v.json", "  and 4 more, in v.json"]
@@ -147,7 +148,9 @@ def test_a_sketch_says_that_it_estimates_and_what_to_run_next(tmp_path: Path) ->
 def test_an_incomparable_result_says_why_and_nothing_else(tmp_path: Path) -> None:
     assert render(incomparable(tmp_path)) == (
         "incomparable: tp2 against base\n  base: tp1 pp1 dp1\n  tp2: tp2 pp1 dp1\n\n"
-        "  the two runs trained on other rollouts\n\n"
+        "  the two runs trained on other rollouts from step 1 on (2 of 3 steps), so nothing in their training\n"
+        "  can be compared; replay the baseline's recording in the candidate: rollout_mock.mode=mock and its\n"
+        "  rollout_mock.dump_dir\n\n"
     )
 
 
@@ -163,11 +166,10 @@ def test_no_line_is_cut_or_wider_than_the_terminal(
 
 
 def test_the_reason_does_not_repeat_the_sentence(tmp_path: Path) -> None:
-    result = diverged(tmp_path)
-    reason = f"first divergence: {SENTENCE}; beyond tolerance: 408 of 441 tensors"
-    text = " ".join(render(replace(result, alignment=replace(result.alignment, reason=reason))).split())
-    assert text.count("is the first that differs") == 1
-    assert "beyond tolerance: 408 of 441 tensors" in text
+    text = " ".join(render(diverged(tmp_path)).split())
+    assert text.count("a partial sum of tp is missing, 98 %") == 1
+    assert "first metric: pg_loss from step 0 on" in text
+    assert "beyond the stated bounds: 1 of 3 metrics, 301 of 316 tensors; 1 could not be compared" in text
 
 
 def test_ranks_are_named_once_where_both_runs_have_the_same() -> None:
@@ -189,7 +191,7 @@ def test_two_sides_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> 
 
 
 def test_tiers_of_a_sketch_add_up_to_what_was_compared(tmp_path: Path) -> None:
-    tensors = sketched(tmp_path).alignment.tensors
+    tensors = sketched(tmp_path).verdict.tensors
     assert tensors is not None
     counts = {item.kind: item for item in count_tiers(tensors)}
     gradient = counts["gradient"]

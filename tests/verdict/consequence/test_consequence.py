@@ -20,9 +20,9 @@ from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
-from mock_scheduler.verdict.consequence.consequence import consequence_kinds
 from mock_scheduler.verdict.consequence.consequence import find_consequence as find_consequence_by
-from mock_scheduler.verdict.proofs import ClipFlip, Consequence
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFlip, Consequence
+from mock_scheduler.verdict.wording.consequence import describe_consequence
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
 from pipelines.config.clip_rule import load_clip_rule
@@ -114,7 +114,7 @@ def test_planted_flips_are_counted_by_the_states_that_they_join(tmp_path: Path) 
         ClipFlip(baseline="dual clipped", candidate="not clipped", num_tokens=1),
         ClipFlip(baseline="not clipped", candidate="clipped high", num_tokens=1),
     ]
-    assert found.text.startswith(
+    assert describe_consequence(found).startswith(
         "The baseline clips 3 of 6 response tokens (each counted in every update); 3 (50 %) change their clip state: 1 "
     )
 
@@ -124,7 +124,7 @@ def test_equal_runs_have_no_consequence(tmp_path: Path) -> None:
     found = consequence(tmp_path, entries, entries)
     assert (found.num_clip_flips, found.max_advantage_change, found.num_sign_flips) == (0, 0.0, 0)
     assert (found.update_cosine, found.update_ratio) == ((1.0,), (1.0,))
-    assert found.text == (
+    assert describe_consequence(found) == (
         "The baseline clips 3 of 6 response tokens (each counted in every update), and the candidate the same ones; "
         f"the KL from the rollout policy stays {mean_k3(RATIOS):.4g}; advantages are equal. The policy's one update "
         "points where the baseline's does to a cosine of 1 (just as long); log-probabilities of trainer and rollout "
@@ -140,16 +140,16 @@ def test_kl_is_to_the_reference_where_there_is_one(tmp_path: Path) -> None:
     """k3 of KL(policy‖reference) with d = ref - new: a token half as likely under the reference gives ½ - 1 + ln 2."""
     half, same = [OLD - math.log(2.0)] * 6, [OLD] * 6
     found = consequence(tmp_path, tokens((1.0,) * 6, ref=half), tokens((1.0,) * 6, ref=same))
-    assert found.kl_name == "KL to the reference policy"
+    assert found.kl_to == "reference"
     assert found.kl_baseline == pytest.approx(math.log(2.0) - 0.5, rel=1e-6)
     assert found.kl_candidate == 0.0
-    assert "the KL to the reference policy goes from 0.1931 to 0 (-0.19)" in found.text
+    assert "the KL to the reference policy goes from 0.1931 to 0 (-0.19)" in describe_consequence(found)
 
 
 def test_advantages_and_their_signs(tmp_path: Path) -> None:
     found = consequence(tmp_path, tokens(), tokens(advantages=(1.0, 1.0, 0.5, 1.0, -1.0, -1.25)))
     assert (found.max_advantage_change, found.max_advantage, found.num_sign_flips) == (1.5, 1.0, 1)
-    assert "advantages move by up to 1.5 where the largest is 1, 1 sign changed" in found.text
+    assert "advantages move by up to 1.5 where the largest is 1, 1 sign changed" in describe_consequence(found)
 
 
 def test_the_gap_to_the_rollout_is_nemo_rls_metric(tmp_path: Path) -> None:
@@ -190,7 +190,10 @@ def test_the_update_is_compared_as_a_whole_over_all_parameters(tmp_path: Path) -
     assert found.updates == ((0, 0), (0, 1))
     assert found.update_cosine == pytest.approx((-0.28, 1.0))
     assert found.update_ratio == pytest.approx((1.0, 2.0))
-    assert "a cosine of -0.2800 in the first and -0.2800 at worst (step 0, update 0, just as long)" in found.text
+    assert (
+        "a cosine of -0.2800 in the first and -0.2800 at worst (step 0, update 0, just as long)"
+        in describe_consequence(found)
+    )
 
 
 def test_an_optimizer_that_stands_still_has_no_direction(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_an_optimizer_that_stands_still_has_no_direction(tmp_path: Path) -> None
     found = consequence(tmp_path, ours, theirs)
     assert math.isnan(found.update_cosine[0])
     assert found.update_ratio == (0.0,)
-    assert "of the policy's updates, 1 update did not move both" in found.text.lower()
+    assert "of the policy's updates, 1 update did not move both" in describe_consequence(found).lower()
 
 
 def test_rows_in_another_order_are_matched_by_who_they_are(tmp_path: Path) -> None:
@@ -247,19 +250,19 @@ def test_a_loss_without_clip_has_no_flips(tmp_path: Path) -> None:
     plain = {"algorithm": {"rollout_correction": {"bypass_mode": True, "loss_type": "reinforce"}}}
     found = find_consequence(side(tmp_path / "a", tokens(), config=plain), side(tmp_path / "b", tokens(), config=plain))
     assert (found.num_tokens, found.num_clipped, found.num_clip_flips) == (6, None, None)
-    assert found.text.startswith("Neither loss clips; ")
+    assert describe_consequence(found).startswith("Neither loss clips; ")
 
 
 def test_what_was_not_traced_is_named_with_the_trace_to_take(tmp_path: Path) -> None:
     entries = [*parameters("initial", BEFORE), *parameters("parameter", {"w": (3.0, 0.0), "b": (4.0,)})]
     found = consequence(tmp_path, entries, entries)
-    assert found.text == (
+    assert describe_consequence(found) == (
         "The policy's one update points where the baseline's does to a cosine of 1 (just as long). Not computed: "
         "clip states, KL, advantages, the gap to the rollout's log-probabilities; run both with trace.level=full "
         "trace.kinds=[initial,input,score,advantage,output,loss,parameter]."
     )
     assert (found.num_tokens, found.kl_baseline, found.max_advantage, found.gaps) == (None, None, None, None)
-    assert ",".join(consequence_kinds()) in found.text
+    assert ",".join(CONSEQUENCE_KINDS) in describe_consequence(found)
 
 
 def test_a_parameter_that_one_side_lacks_is_said(tmp_path: Path) -> None:
@@ -267,7 +270,7 @@ def test_a_parameter_that_one_side_lacks_is_said(tmp_path: Path) -> None:
     theirs = [*parameters("initial", BEFORE), *parameters("parameter", {"w": (3.0, 0.0)})]
     found = consequence(tmp_path, ours, theirs)
     assert found.update_cosine == (1.0,)
-    assert found.text.endswith("The update is without b, which are not traced whole in both runs.")
+    assert describe_consequence(found).endswith("The update is without b, which are not traced whole in both runs.")
 
 
 def test_sketches_are_too_little(tmp_path: Path) -> None:
@@ -281,7 +284,7 @@ def test_sketches_are_too_little(tmp_path: Path) -> None:
     sink.close(StepFooter(rows=ROWS, update_rows=((0, 1),), ranks=(0,)))
     found = find_consequence(ours, theirs)
     assert found.num_tokens is None
-    assert "run both with trace.level=full" in found.text
+    assert "run both with trace.level=full" in describe_consequence(found)
 
 
 def test_traces_without_a_common_step_are_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.verdict.consequence.consequence import consequence_kinds, find_consequence
+from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from pipelines.config.clip_rule import load_clip_rule
 from tests.pipelines.tiny_runs import run_cli, write_tiny_config
 
@@ -30,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
             f"rollout_mock.mode={mode}",
             f"rollout_mock.dump_dir={root / 'recording'}",
             "trace.level=full",
-            f"trace.kinds=[{','.join(consequence_kinds())}]",
+            f"trace.kinds=[{','.join(CONSEQUENCE_KINDS)}]",
             f"pg_clip={CLIPS[name]}",
         ]
         done = run_cli("launch", configs, overrides, environ={"OMP_NUM_THREADS": "1"})
@@ -79,6 +80,6 @@ def test_the_first_updates_agree_and_later_ones_turn_away(runs: Mapping[str, Pat
     assert found.updates == tuple(itertools.product((0, 1), range(4)))
     assert found.update_cosine[0] == 1.0
     assert min(found.update_cosine) < 0.999
-    assert found.kl_name == "KL to the reference policy"
+    assert found.kl_to == "reference"
     assert found.gaps is not None
     assert found.gaps[0].largest < 1e-5 < found.gaps[1].largest

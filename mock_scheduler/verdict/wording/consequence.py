@@ -1,37 +1,75 @@
-"""A consequence in one or two sentences that a trainer understands, and what to trace for the rest."""
+"""A consequence in words: a few sentences that a trainer understands, and rows of its figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.verdict.proofs import Consequence, RolloutGap
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, Consequence, KlTarget, RolloutGap
 
 _NUM_NAMED = 3
+_NUM_UPDATES = 6
 
 
-def describe_consequence(
-    found: Consequence, *, has_clip: bool, kinds: Sequence[str], left_out: Sequence[str]
-) -> Consequence:
-    """The consequence with its ``text``.
+#: What the KL is called.
+KL_NAMES: Mapping[KlTarget, str] = {
+    "reference": "KL to the reference policy",
+    "rollout": "KL from the rollout policy",
+}
+_SIDES = ("baseline:", "candidate:")
 
-    ``has_clip``: whether either loss clips. ``kinds``: what all figures need. ``left_out``: parameters that were not
-    compared.
-    """
-    policy = [_describe_clip(found, has_clip=has_clip), _describe_kl(found), _describe_advantages(found)]
+
+def describe_consequence(found: Consequence) -> str:
+    """The consequence in a few sentences, with the trace that would give the figures which are missing."""
+    policy = [_describe_clip(found), _describe_kl(found), _describe_advantages(found)]
     rest = [_describe_update(found), _describe_gaps(found)]
     sentences = [_sentence(policy), _sentence(rest)]
-    missing = _list_missing(found, has_clip=has_clip)
+    missing = _list_missing(found)
     if missing:
-        sentences.append(
-            f"Not computed: {', '.join(missing)}; run both with trace.level=full trace.kinds=[{','.join(kinds)}]."
-        )
-    if left_out:
-        names = list_some(left_out, _NUM_NAMED, ", ")
+        kinds = ",".join(CONSEQUENCE_KINDS)
+        sentences.append(f"Not computed: {', '.join(missing)}; run both with trace.level=full trace.kinds=[{kinds}].")
+    if found.left_out:
+        names = list_some(found.left_out, _NUM_NAMED, ", ")
         sentences.append(f"The update is without {names}, which are not traced whole in both runs.")
-    return replace(found, text=" ".join(filter(None, sentences)))
+    return " ".join(filter(None, sentences))
+
+
+def consequence_rows(found: Consequence | None, *, limit: int) -> tuple[tuple[str, str], ...]:
+    """Clipping, KL, advantages and the update, as label and text; at most ``limit`` ways of changing a clip state."""
+    if found is None:
+        return ()
+    rows: list[tuple[str, str]] = []
+    if found.num_tokens is not None and found.num_clip_flips is not None:
+        share = found.num_clip_flips / max(found.num_tokens, 1)
+        clipped = "" if found.num_clipped is None else f"; {found.num_clipped:,} are clipped in the baseline"
+        tokens = count_of(found.num_tokens, "response token")
+        rows.append(("clipping", f"{found.num_clip_flips:,} of {tokens} ({share:.2%}) change their state{clipped}"))
+    rows += [
+        ("", f"{count_of(flip.num_tokens, 'token')}: {flip.baseline} in the baseline, {flip.candidate} here")
+        for flip in found.clip_flips[:limit]
+    ]
+    if found.kl_to is not None and found.kl_baseline is not None and found.kl_candidate is not None:
+        rows.append((KL_NAMES[found.kl_to], f"{found.kl_baseline:.6g} in the baseline, {found.kl_candidate:.6g} here"))
+    if found.max_advantage_change is not None and found.max_advantage is not None:
+        moved, largest = found.max_advantage_change, found.max_advantage
+        rows.append(("advantages", f"move by {moved:.3g} at most; the largest is {largest:.3g}"))
+    if found.gaps is not None:
+        gaps = (f"median {gap.median:.2e}, 99 % below {gap.p99:.2e}, largest {gap.largest:.2e}" for gap in found.gaps)
+        rows.append(("|train - rollout| log-probability", "; ".join(map(" ".join, zip(_SIDES, gaps, strict=True)))))
+    if found.update_cosine:
+        rows.append(("cosine of the update", list_some(_list_updates(found), _NUM_UPDATES, "; ")))
+    return tuple(rows)
+
+
+def _list_updates(found: Consequence) -> list[str]:
+    places = found.updates or tuple((step, 0) for step in range(len(found.update_cosine)))
+    ratios = found.update_ratio or (None,) * len(found.update_cosine)
+    return [
+        f"{cosine:.9g} at step {step}, update {update}"
+        + ("" if ratio is None else f" ({_describe_length(ratio, digits=6)})")
+        for (step, update), cosine, ratio in zip(places, found.update_cosine, ratios, strict=True)
+    ]
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -39,8 +77,8 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _describe_clip(found: Consequence, *, has_clip: bool) -> str:
-    if not has_clip:
+def _describe_clip(found: Consequence) -> str:
+    if not found.has_clip:
         return "neither loss clips"
     if found.num_clip_flips is None or not found.num_tokens:
         return ""
@@ -55,12 +93,13 @@ def _describe_clip(found: Consequence, *, has_clip: bool) -> str:
 
 
 def _describe_kl(found: Consequence) -> str:
-    if found.kl_name is None or found.kl_baseline is None or found.kl_candidate is None:
+    if found.kl_to is None or found.kl_baseline is None or found.kl_candidate is None:
         return ""
+    name = KL_NAMES[found.kl_to]
     if found.kl_baseline == found.kl_candidate:
-        return f"the {found.kl_name} stays {found.kl_baseline:.4g}"
+        return f"the {name} stays {found.kl_baseline:.4g}"
     change = found.kl_candidate - found.kl_baseline
-    return f"the {found.kl_name} goes from {found.kl_baseline:.4g} to {found.kl_candidate:.4g} ({change:+.2g})"
+    return f"the {name} goes from {found.kl_baseline:.4g} to {found.kl_candidate:.4g} ({change:+.2g})"
 
 
 def _describe_advantages(found: Consequence) -> str:
@@ -84,17 +123,17 @@ def _describe_update(found: Consequence) -> str:
     first = known[0]
     text = (
         f"the policy's updates point where the baseline's do to a cosine of {_cosine(first[0])} in the first and "
-        f"{_cosine(cosine)} at worst (step {step}, update {update}, {describe_length(ratio)})"
+        f"{_cosine(cosine)} at worst (step {step}, update {update}, {_describe_length(ratio)})"
     )
     if len(known) == 1:
         text = (
             f"the policy's one update points where the baseline's does to a cosine of {_cosine(cosine)} "
-            f"({describe_length(ratio)})"
+            f"({_describe_length(ratio)})"
         )
     return f"{text}; {still}" if still else text
 
 
-def describe_length(ratio: float, *, digits: int = 4) -> str:
+def _describe_length(ratio: float, *, digits: int = 4) -> str:
     """``0.5 times as long``; ``just as long`` where so many digits do not tell them apart."""
     text = f"{ratio:.{digits}g}"
     return "just as long" if text == "1" else f"{text} times as long"
@@ -126,9 +165,9 @@ def _gap(gap: RolloutGap) -> str:
     )
 
 
-def _list_missing(found: Consequence, *, has_clip: bool) -> list[str]:
+def _list_missing(found: Consequence) -> list[str]:
     checks = {
-        "clip states": has_clip and found.num_clip_flips is None,
+        "clip states": found.has_clip and found.num_clip_flips is None,
         "KL": found.kl_baseline is None,
         "advantages": found.max_advantage is None,
         "the update's direction": not found.update_cosine,

@@ -1,0 +1,148 @@
+"""The verdict on two finished runs by their folders, and on two recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.tensors import JUDGED_KINDS
+from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.compare.walk.walk import OnKey
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
+from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.divergences import Divergence, Evidence, StepsOfOneSide
+from mock_scheduler.verdict.reasons import (
+    EqualRecordings,
+    NoCommonStep,
+    NotDeterministic,
+    NotReadable,
+    OtherRecordings,
+    OtherRollouts,
+)
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+
+
+def judge_runs(
+    baseline: RunSummary,
+    candidate: RunSummary,
+    *,
+    bounds: Bounds,
+    is_deterministic: bool,
+    selection: Selection = EVERYTHING,
+    has_metrics: bool = True,
+    on_key: OnKey | None = None,
+) -> Verdict:
+    """The verdict on two finished runs, which must have trained on the same rollouts.
+
+    Args:
+        is_deterministic: Whether both ran under ``DETERMINISTIC_MODE=1``: a difference proves something only where
+            each run would repeat itself.
+        bounds, selection, has_metrics, on_key: As in ``compare_runs``.
+    """
+    other_rollouts = _find_other_rollouts(baseline, candidate)
+    if other_rollouts is not None:
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_rollouts)
+    try:
+        verdict = compare_runs(
+            baseline.output_dir,
+            candidate.output_dir,
+            bounds=bounds,
+            selection=selection,
+            has_metrics=has_metrics,
+            on_key=on_key,
+        )
+    except (AlignmentError, TraceError) as error:
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
+    if is_deterministic or verdict.kind is VerdictKind.IDENTICAL:
+        return verdict
+    return replace(verdict, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=verdict.why))
+
+
+def compare_runs(
+    baseline_dir: Path,
+    candidate_dir: Path,
+    *,
+    bounds: Bounds,
+    selection: Selection = EVERYTHING,
+    has_metrics: bool = True,
+    on_key: OnKey | None = None,
+) -> Verdict:
+    """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
+
+    Unless kinds or names are chosen, gradients and parameters must be among what was compared.
+
+    Args:
+        has_metrics: Whether metrics are compared.
+        on_key: Called with the number of compared tensors and of all.
+
+    Raises:
+        AlignmentError, TraceError: The files cannot be read.
+    """
+    metrics = None
+    if has_metrics:
+        logs = [load_metrics(folder / METRICS_FILE) for folder in (baseline_dir, candidate_dir)]
+        metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
+    tensors = compare_trace_folders(
+        baseline_dir / TRACE_FOLDER,
+        candidate_dir / TRACE_FOLDER,
+        bounds=bounds,
+        selection=selection,
+        on_key=on_key,
+    )
+    is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
+    return decide(metrics, tensors, bounds=bounds, required=() if is_chosen else JUDGED_KINDS, selection=selection)
+
+
+def judge_recordings(differences: RecordingDifferences) -> Verdict:
+    """The verdict on two recordings: bits that differ are a divergence, whatever their size."""
+    divergences = _find_divergences(differences)
+    first = divergences[0] if divergences else None
+    num_equal = sum(count_steps(ranges) for ranges in differences.identical.values())
+    if differences.exit_code is ExitCode.INCOMPARABLE:
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=NoCommonStep(), first=first)
+    if first is None:
+        return Verdict(kind=VerdictKind.IDENTICAL, why=EqualRecordings(num_steps=num_equal))
+    return Verdict(kind=VerdictKind.DIVERGED, why=OtherRecordings(num_equal_steps=num_equal), first=first)
+
+
+def count_steps(ranges: StepRanges) -> int:
+    """How many steps there are; each range must have an end."""
+    return sum((first if last is None else last) - first + 1 for first, last in ranges.ranges)
+
+
+def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRollouts | None:
+    """Where two runs trained on different batches; ``None`` where every step that both made has the same one."""
+    shared = sorted(baseline.batches.keys() & candidate.batches.keys(), key=int)
+    different = [step for step in shared if baseline.batches[step] != candidate.batches[step]]
+    if not different:
+        return None
+    return OtherRollouts(first_step=int(different[0]), num_steps=len(different), num_shared=len(shared))
+
+
+def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
+    """What the contracts do not allow, then steps of one side and steps that differ, in their order."""
+    found = sorted(_list_evidence(differences), key=lambda item: item[0])
+    return [
+        Divergence(step=max(step, 0), update=None, kind="recording", name=name, evidence=evidence)
+        for (step, _, name), evidence in found
+    ]
+
+
+def _list_evidence(differences: RecordingDifferences) -> Iterator[tuple[tuple[int, int, str], Evidence]]:
+    """Each difference with the place by which it is sorted."""
+    for field in differences.contract:
+        if field.must_match:
+            yield (-1, 0, field.name), field
+    for side, own in zip(NAMES, differences.only, strict=True):
+        for folder, steps in own.items():
+            yield (steps.ranges[0][0], 0, folder), StepsOfOneSide(side=side, folder=folder, steps=steps)
+    for step in differences.steps:
+        yield (step.step, 1, step.folder), step

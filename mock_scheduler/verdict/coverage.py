@@ -1,0 +1,143 @@
+"""How far a verdict reaches: the tensor nearest to its bound, the smallest error it would find, its limits and causes.
+
+Contract: pure; facts of a comparison, from which ``wording`` makes sentences and reports make JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mock_scheduler.compare.noise.judging import first_hidden_step
+from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
+from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.verdict.divergences import Divergence
+
+#: A difference that rounding made grow was at least so near to its bound at the update before,
+_NEAR_BEFORE = 0.03
+#: and at the first update smaller than it by this factor.
+_SMALL_AT_FIRST = 0.1
+
+
+def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
+    """The tensor nearest to its bound, or furthest beyond it; ``None`` where no judged tensor differs."""
+    differences = () if tensors is None else tensors.differences
+    apart = [item for item in differences if not item.bit_equal and item.is_judged]
+    return min(apart, key=lambda item: item.margin, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmallestError:
+    """The smallest errors that a verdict of equality would have called a divergence.
+
+    Args:
+        bounds: The largest relative bound of each kind of tensor.
+        num_without_size: Tensors that are 0 in the baseline: no error could be relative to them.
+        nearest_metric: The metric nearest to its bound; ``None`` where no judged metric differs.
+    """
+
+    bounds: Mapping[TraceKind, float]
+    num_without_size: int
+    nearest_metric: MetricDifference | None
+
+
+def find_smallest_error(metrics: MetricComparison | None, tensors: TensorComparison | None) -> SmallestError:
+    """The smallest errors that would have been found, by kind; metrics have bounds of their own at every step."""
+    bounds: dict[TraceKind, float] = {}
+    num_without_size = 0
+    for kind in tensors.kinds if tensors is not None else ():
+        assert tensors is not None
+        of_kind = (item for item in tensors.differences if item.key.kind == kind and item.is_judged)
+        # The bound of turned decisions is a number of elements, not a size.
+        judged = [item for item in of_kind if not item.num_decisions]
+        num_without_size += sum(math.isinf(item.tolerance) for item in judged)
+        bounded = [item.tolerance for item in judged if item.is_bounded]
+        if bounded:
+            bounds[kind] = max(bounded)
+    differing = [item for item in metrics.differences if item.is_judged and not item.bit_equal] if metrics else []
+    nearest = max(differing, key=lambda item: item.times_bound, default=None)
+    return SmallestError(bounds=bounds, num_without_size=num_without_size, nearest_metric=nearest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnedDecisions:
+    """Elements of updates that rounding turned up or down, of ``num_decisions``; ``first``: where."""
+
+    num_turned: int
+    num_decisions: int
+    first: TensorDifference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Everything that limits a verdict which passes; ``hidden_from_step``: noise hides all from there on."""
+
+    num_not_compared: int
+    num_flipped_tokens: int
+    turned: TurnedDecisions | None
+    hidden_from_step: int | None
+    notes: tuple[str, ...]
+
+
+def find_limits(tensors: TensorComparison) -> Limits:
+    """What a comparison of tensors could not show."""
+    return Limits(
+        num_not_compared=len(tensors.not_compared),
+        num_flipped_tokens=sum(item.num_flipped for item in tensors.flips),
+        turned=_count_turned(tensors.flipped_decisions),
+        hidden_from_step=first_hidden_step(tensors),
+        notes=tensors.notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Causes:
+    """What may have led to a divergence, or makes it less than it seems.
+
+    Args:
+        conflict: Replicas of the candidate disagree.
+        has_grown: It grew over the updates before, as rounding does that training amplifies.
+        turned: Decisions that rounding turned before, so that no bound was measured behind them.
+        flips: Tokens for which rounding chose other experts before.
+    """
+
+    conflict: ReplicaConflict | None
+    has_grown: bool
+    turned: TurnedDecisions | None
+    flips: tuple[ExpertFlips, ...]
+
+
+def find_causes(first: Divergence, tensors: TensorComparison) -> Causes:
+    """The causes of a first divergence that its comparison shows."""
+    conflicts = tensors.candidate_conflicts
+    turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]
+    place = first.step, first.update or 0
+    return Causes(
+        conflict=conflicts[0] if conflicts and first.bound != 0.0 else None,
+        has_grown=_has_grown(first, tensors),
+        turned=_count_turned(turned),
+        flips=tuple(item for item in tensors.flips if (item.key.step, item.key.update) <= place),
+    )
+
+
+def _count_turned(turned: list[TensorDifference] | tuple[TensorDifference, ...]) -> TurnedDecisions | None:
+    if not turned:
+        return None
+    return TurnedDecisions(
+        num_turned=sum(item.num_flipped_decisions for item in turned),
+        num_decisions=sum(item.num_decisions for item in turned),
+        first=turned[0],
+    )
+
+
+def _has_grown(first: Divergence, tensors: TensorComparison) -> bool:
+    """Whether the first tensor beyond its bound was near it at the update before, and not at the first one."""
+    series = [item for item in tensors.differences if (item.key.kind, item.key.name) == (first.kind, first.name)]
+    before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
+    if not before or first.value is None or first.bound == 0:
+        return False
+    is_near = before[-1].relative > _NEAR_BEFORE * before[-1].tolerance
+    return is_near and before[0].relative < _SMALL_AT_FIRST * before[-1].relative

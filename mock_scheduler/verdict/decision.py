@@ -1,0 +1,197 @@
+"""From the differences of two runs to one verdict with its reason, all of it facts.
+
+The first divergence is the earliest in the order of computation, as ``divergences`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.noise.judging import judge_noise
+from mock_scheduler.compare.noise.suspicions import NoiseVerdict
+from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
+from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
+from mock_scheduler.verdict.divergences import Divergence, count_before, find_divergences
+from mock_scheduler.verdict.reasons import (
+    BaselineConflict,
+    BeyondBounds,
+    BitEqual,
+    BothBroken,
+    KindsMissing,
+    NotExplainedByNoise,
+    NothingCompared,
+    NothingJudged,
+    NothingTrained,
+    Reason,
+    TracedOtherThings,
+    Undecided,
+    WithinBounds,
+)
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+
+_NUM_DUMPED = 8
+
+
+def decide(
+    metrics: MetricComparison | None,
+    tensors: TensorComparison | None,
+    *,
+    bounds: Bounds,
+    required: Collection[TraceKind] = JUDGED_KINDS,
+    selection: Selection = EVERYTHING,
+) -> Verdict:
+    """The verdict on two compared runs.
+
+    Args:
+        metrics: ``None`` where they were not asked for.
+        tensors: ``None`` likewise.
+        bounds: The bounds that both comparisons were made with.
+        required: Kinds of which a tensor must have been compared, or the rest proves nothing.
+        selection: The choice that was compared.
+    """
+    divergences = find_divergences(metrics, tensors)
+    noise = bounds.noise
+    tested = None if noise is None else judge_noise(metrics, tensors, noise)
+    first = next((item for item in divergences if not item.is_selection), None)
+    evidence = _Evidence(
+        metrics=metrics,
+        tensors=tensors,
+        bounds=bounds,
+        tested=tested,
+        required=tuple(required),
+        selection=selection,
+    )
+    kind, why = evidence.judge(first, divergences)
+    is_sketched = tensors is not None and tensors.level == "sketch"
+    wants_dump = is_sketched and kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+    return Verdict(
+        kind=kind,
+        why=why,
+        first=None if first is None else count_before(first, tensors),
+        metrics=metrics,
+        tensors=tensors,
+        bounds=bounds,
+        suspicions=() if tested is None else tested.suspicions,
+        tests=() if tested is None else tested.tests,
+        full_dump=full_dump_overrides(tensors) if wants_dump and tensors is not None else (),
+    )
+
+
+def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:
+    """The overrides of a full trace of the first differences of two sketched runs; empty where nothing differs."""
+    suspects = [item.key for item in tensors.differences if item.exceeds or item.is_undecided]
+    if not suspects:
+        return ()
+    step = min(key.step for key in suspects)
+    first = [key for key in suspects if key.step == step][:_NUM_DUMPED]
+    kinds = {key.kind for key in first}
+    if "parameter" in kinds:
+        kinds |= {"initial", "gradient"}
+    names = dict.fromkeys(key.name for key in first)
+    return (
+        "trace.level=full",
+        f"trace.steps={step}",
+        f"trace.patterns=[{','.join(quote_text(name) for name in names)}]",
+        f"trace.kinds=[{','.join(kind for kind in TRACE_KINDS if kind in kinds)}]",
+    )
+
+
+def quote_text(text: str) -> str:
+    """A name as an element of a list in Hydra's grammar."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evidence:
+    """Everything that a verdict rests on."""
+
+    metrics: MetricComparison | None
+    tensors: TensorComparison | None
+    bounds: Bounds
+    tested: NoiseVerdict | None
+    required: tuple[TraceKind, ...]
+    selection: Selection
+
+    def judge(self, first: Divergence | None, divergences: Sequence[Divergence]) -> tuple[VerdictKind, Reason]:
+        """The verdict and its reason; ``first``: of the divergences that no choice of what to trace explains."""
+        unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
+        # A tensor that is broken in both runs hides whatever comes with it or behind it.
+        if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
+            return VerdictKind.INCOMPARABLE, BothBroken(finding=unusable)
+        if first is None and divergences:
+            findings = tuple(item.evidence for item in divergences if isinstance(item.evidence, Finding))
+            return VerdictKind.INCOMPARABLE, TracedOtherThings(findings=findings)
+        if first is None and self._is_empty() and self.selection != EVERYTHING:
+            return VerdictKind.INCOMPARABLE, NothingCompared(chosen=self.selection)
+        missing = self._find_missing()
+        if first is None and missing:
+            return VerdictKind.INCOMPARABLE, KindsMissing(kinds=missing)
+        if self._is_empty():
+            return VerdictKind.INCOMPARABLE, NothingCompared()
+        if first is not None:
+            is_estimated = all(item.is_estimate for item in divergences if not item.is_selection)
+            kind = VerdictKind.SUSPECT if is_estimated else VerdictKind.DIVERGED
+            return kind, BeyondBounds(is_estimated=is_estimated)
+        return self._judge_equal()
+
+    def _judge_equal(self) -> tuple[VerdictKind, Reason]:
+        tensors = self.tensors
+        if tensors is not None:
+            idle = self._find_idle(tensors)
+            if idle is not None:
+                return VerdictKind.INCOMPARABLE, idle
+            if tensors.baseline_conflicts:
+                return VerdictKind.INCOMPARABLE, BaselineConflict(conflict=tensors.baseline_conflicts[0])
+            if tensors.undecided:
+                return VerdictKind.SUSPECT, Undecided(num_tensors=len(tensors.undecided))
+        metrics = self.metrics.differences if self.metrics is not None else ()
+        differences = tensors.differences if tensors is not None else ()
+        if self.bounds.source != "stated" and not any(item.is_judged for item in differences or metrics):
+            return VerdictKind.INCOMPARABLE, NothingJudged(kind=None, because=self._without_bound)
+        is_sketched = tensors is not None and tensors.level == "sketch"
+        if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
+            return VerdictKind.IDENTICAL, BitEqual(by_fingerprints=is_sketched)
+        if self.tested is not None and self.tested.suspicions:
+            return VerdictKind.SUSPECT, NotExplainedByNoise(is_estimated=is_sketched)
+        return VerdictKind.ROUNDING, WithinBounds(is_estimated=is_sketched)
+
+    def _find_idle(self, tensors: TensorComparison) -> NothingTrained | NothingJudged | None:
+        """Why nothing comparable was trained; ``None`` where it was, or neither kind was compared."""
+        gradients, changes = (
+            [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
+        )
+        if gradients and all(item.is_zero for item in gradients):
+            return NothingTrained(still="gradient")
+        names = {item.key.name for item in gradients}
+        # A parameter without gradient, such as a router's bias, moves by a rule of its own in idle runs too.
+        changes = [item for item in changes if not names or item.key.name in names]
+        if changes and all(item.is_zero for item in changes):
+            return NothingTrained(still="parameter")
+        is_stated = self.bounds.source == "stated"
+        if not is_stated and gradients and not any(item.is_judged for item in gradients):
+            return NothingJudged(kind="gradient", because=self._without_bound)
+        if changes and not any(item.is_judged for item in changes):
+            return NothingJudged(kind="parameter", because="storage" if is_stated else self._without_bound)
+        return None
+
+    @property
+    def _without_bound(self) -> Literal["noise", "no bound"]:
+        return "no bound" if self.bounds.noise is None else "noise"
+
+    def _find_missing(self) -> tuple[TraceKind | Literal["metric"], ...]:
+        has_no_metric = self.metrics is not None and not self.metrics.differences
+        metric: tuple[Literal["metric"], ...] = ("metric",) if has_no_metric else ()
+        tensors = self.tensors
+        if tensors is None:
+            return metric
+        return (*metric, *(kind for kind in self.required if tensors.group(kind) is None))
+
+    def _is_empty(self) -> bool:
+        has_metrics = self.metrics is not None and bool(self.metrics.differences)
+        return not has_metrics and not (self.tensors is not None and self.tensors.differences)

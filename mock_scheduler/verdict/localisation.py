@@ -1,0 +1,167 @@
+"""Where a divergence begins, as facts; ``wording.localisation`` says them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+
+GraftKind = Literal["activation", "activation_gradient"]
+PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
+"""The part of a step that computes a tensor, in order; ``gradient``: main gradients, behind the backward pass."""
+
+_PASSES: dict[Phase, PassName] = {
+    Phase.START: "start",
+    Phase.DATA: "inputs",
+    Phase.FORWARD: "forward",
+    Phase.SCORES: "scores",
+    Phase.LOSS: "loss",
+    Phase.BACKWARD: "backward",
+    Phase.GRADIENT: "gradient",
+    Phase.NORM: "update",
+    Phase.UPDATE: "update",
+}
+_CHOICE = ".chosen_experts"
+
+
+def pass_of(key: TraceKey) -> PassName:
+    """The part of a step that computes a tensor."""
+    return _PASSES[PHASES[key.kind]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DifferingTensor:
+    """One tensor that differs.
+
+    Args:
+        difference: The measured figures; ``None`` where nothing could be measured.
+        finding: Then what is wrong.
+        conflict: How copies within the candidate disagree, where they do.
+    """
+
+    key: TraceKey
+    difference: TensorDifference | None = None
+    finding: Finding | None = None
+    conflict: ReplicaConflict | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """||a - b|| / ||a||; ``None`` where there is no number."""
+        return None if self.difference is None else self.difference.relative
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether no rank of the candidate holds some of its tokens."""
+        return self.finding is not None and self.finding.lacks_tokens
+
+    @property
+    def can_be_grafted(self) -> bool:
+        """Whether a module shows it, in both runs, in a form that can be put in."""
+        key = self.key
+        is_shown = key.kind in ("activation", "router", "logits", "activation_gradient")
+        has_one_form = self.difference is not None and self.difference.dtypes is None
+        return is_shown and has_one_form and not key.name.endswith(_CHOICE)
+
+
+class GraftEndCause(StrEnum):
+    """Why no further graft was made although something still differs."""
+
+    STILL_DIFFERS = "still differs"
+    TOKENS_NOWHERE = "tokens nowhere"
+    NO_GRAFT = "no graft"
+    NOT_TRACED = "not traced"
+    RUNS_SPENT = "runs spent"
+    RUN_FAILED = "run failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraftEnd:
+    """The end of the grafts at the tensor ``key``; ``num_runs``: that were made; ``error``: of the run that failed."""
+
+    cause: GraftEndCause
+    key: TraceKey
+    num_runs: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraftedModule:
+    """The finding of the grafts on one module.
+
+    Args:
+        name: Canonical name.
+        is_cause: With its tensor replaced by the reference's, what follows is as the reference has it, up to the next
+            cause. Else it only passes on the difference of ``cause``.
+        relative: ||a - b|| / ||a|| without a graft; ``None`` where there is no number.
+        tensor: Of a cause, all that was found of its tensor.
+        num_healed: Of a cause, the tensors behind it that its graft mends.
+        cause: Of any other, the name of the cause before it.
+        growth: Of any other, its relative difference by that of the cause; ``None`` where either has no number.
+    """
+
+    name: str
+    kind: GraftKind
+    is_cause: bool
+    relative: float | None = None
+    tensor: DifferingTensor | None = None
+    num_healed: int = 0
+    cause: str = ""
+    growth: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Localisation:
+    """The beginning of a divergence, as narrowed down by further runs.
+
+    Args:
+        step, update, name: Of the first tensor that differs, in execution order.
+        phase: The part of the step: ``forward``, ``backward``, ``update``, ...
+        origin: All that was found of that tensor.
+        is_exact: Whether equal means equal bits; else within the bounds.
+        made_by: Of a gradient at a module's output, the module whose backward pass comes before it (``loss``: that of
+            the loss); else empty.
+        causes: Modules whose graft heals what follows, in order.
+        amplifiers: Modules that only pass it on or enlarge it, in order.
+        num_before: Tensors of the step that were compared before the origin.
+        num_others: Tensors of the pass that differed beside the causes.
+        remaining: Names of tensors of the pass that still differ with all grafts.
+        end: Why no further graft was made; ``None`` where none was needed.
+        reductions: Main gradients that differ by themselves, behind the grafts.
+        also: Without grafts, the other tensors of the same pass that differ.
+        num_equal: Without grafts, the equal tensors up to the end of that pass.
+        num_later: Without grafts, the tensors that differ behind that pass.
+        trace_dirs: Reference and candidate, kept on disk.
+        seconds: All its runs and comparisons.
+    """
+
+    step: int
+    update: int
+    phase: str
+    name: str
+    origin: DifferingTensor
+    is_exact: bool
+    trace_dirs: tuple[Path, Path]
+    seconds: float
+    made_by: str = ""
+    causes: tuple[GraftedModule, ...] = ()
+    amplifiers: tuple[GraftedModule, ...] = ()
+    num_before: int = 0
+    num_others: int = 0
+    remaining: tuple[str, ...] = ()
+    end: GraftEnd | None = None
+    reductions: tuple[DifferingTensor, ...] = ()
+    also: tuple[DifferingTensor, ...] = ()
+    num_equal: int = 0
+    num_later: int = 0
+
+    @property
+    def kind(self) -> TraceKind:
+        """The kind of the first tensor that differs."""
+        return self.origin.key.kind

@@ -1,0 +1,107 @@
+"""How far a verdict reaches, in words: what was compared, the smallest error that would be found, and the limits."""
+
+from __future__ import annotations
+
+from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
+from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error
+from mock_scheduler.verdict.wording.numbers import count_kind, join_and, name_kinds
+
+
+def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
+    """The compared metrics and tensors by kind, how many of them are equal, and how many had no say."""
+    parts = []
+    if metrics is not None:
+        parts.append(f"{count_of(len(metrics.differences), 'metric')} over {count_of(len(metrics.steps), 'step')}")
+    for kind in tensors.kinds if tensors is not None else ():
+        group = tensors.group(kind) if tensors is not None else None
+        if group is not None:
+            parts.append(f"{count_kind(group.num_compared, kind)}{_describe_group(group)}")
+    return ", ".join(parts)
+
+
+def describe_nearest(tensors: TensorComparison | None) -> str:
+    """The tensor nearest to its bound; empty where no judged tensor differs by a number."""
+    nearest = find_nearest(tensors)
+    if nearest is None or not nearest.relative > 0:
+        return ""
+    margin = f"{nearest.margin:,.0f}" if nearest.margin >= 10 else f"{nearest.margin:.1f}"
+    return (
+        f"nearest to its bound: {nearest.key.describe()}, {nearest.relative:.2e}, {margin} times below "
+        f"{nearest.tolerance:.2g}"
+    )
+
+
+def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
+    """The smallest error that would have been called a divergence, for each kind that was compared."""
+    found = find_smallest_error(metrics, tensors)
+    parts = []
+    if found.bounds:
+        by_bound = _group_by_bound({kind: f"{bound:.2g}" for kind, bound in found.bounds.items()})
+        zero = ""
+        if found.num_without_size:
+            zero = f" ({count_of(found.num_without_size, 'tensor')} of the baseline 0, without a size)"
+        parts.append(f"a divergence would have been any relative error above {by_bound}{zero}")
+    metric = found.nearest_metric
+    if metric is not None:
+        parts.append(
+            f"the metric nearest to its bound, {metric.name}, is at {metric.times_bound:.2g} of it at step "
+            f"{metric.nearest_step}"
+        )
+    return "; ".join(parts)
+
+
+def describe_smallest_tensor(tensors: TensorComparison) -> str:
+    """The same of gradients and parameters alone; where neither was compared, of all kinds."""
+    bounds = find_smallest_error(None, tensors).bounds
+    judged = {kind: bound for kind, bound in bounds.items() if kind in JUDGED_KINDS}
+    if not any(kind in JUDGED_KINDS for kind in tensors.kinds):
+        judged = dict(bounds)
+    if not judged:
+        return ""
+    return f"a relative error above {_group_by_bound({kind: f'{bound:.1e}' for kind, bound in judged.items()})}"
+
+
+def describe_limits(tensors: TensorComparison | None) -> list[str]:
+    """Everything that limits a verdict which passes, a clause for each."""
+    if tensors is None:
+        return ["metrics alone do not prove that gradients are equal"]
+    limits = find_limits(tensors)
+    parts = []
+    if limits.num_not_compared:
+        parts.append(f"{count_of(limits.num_not_compared, 'tensor')} not compared, not being shown by both runs")
+    if limits.num_flipped_tokens:
+        parts.append(f"rounding chose other experts for {count_of(limits.num_flipped_tokens, 'token')}")
+    if limits.turned is not None:
+        parts.append(describe_turned(limits.turned))
+    if limits.hidden_from_step is not None:
+        parts.append(
+            f"from step {limits.hidden_from_step} on nothing can be judged: differences there are noise, whatever they "
+            "are"
+        )
+    return [*parts, *limits.notes]
+
+
+def describe_turned(turned: TurnedDecisions) -> str:
+    """``rounding turned 1 of 4 decisions, first in parameter of … at step 0, update 0``."""
+    decisions = count_of(turned.num_decisions, "decision")
+    return f"rounding turned {turned.num_turned} of {decisions}, first in {turned.first.key.describe()}"
+
+
+def _group_by_bound(texts: dict[TraceKind, str]) -> str:
+    """``1e-4 of gradients and activations; 5e-3 of parameters``."""
+    kinds: dict[str, list[str]] = {}
+    for kind, text in texts.items():
+        kinds.setdefault(text, []).append(name_kinds(kind))
+    return "; ".join(f"{text} of {join_and(names)}" for text, names in kinds.items())
+
+
+def _describe_group(group: TensorGroup) -> str:
+    if group.num_bit_equal == group.num_compared:
+        return ""
+    stored = "" if group.worst.relative else "; the others within the rounding of storing"
+    excluded = f"; {group.fraction_excluded:.2%} of elements left out" if group.fraction_excluded else ""
+    unjudged = f"; {group.num_unjudged} not judged, being no larger than noise" if group.num_unjudged else ""
+    return f" ({group.num_bit_equal} bit-equal{stored}{excluded}{unjudged})"

@@ -1,0 +1,134 @@
+"""What each proof found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.reasons import NotTried, NotTriedCause
+from mock_scheduler.verdict.verdict import (
+    EmulationFacts,
+    EqualityFacts,
+    OwnChanges,
+    Proof,
+    RefereeFacts,
+    Verdict,
+    VerdictKind,
+)
+from mock_scheduler.verdict.wording.coverage import describe_coverage
+from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.reasons import describe_comparison
+
+#: How many times less a difference must be in float64 for that to be said.
+_NOTED_RATIO = 2.0
+_SAID = "as said above"
+_NOT_TRIED: Mapping[NotTriedCause, str] = {
+    NotTriedCause.ONE_PROCESS: "one process holds no copies",
+    NotTriedCause.NOT_NEEDED: "not needed, or not asked for",
+    NotTriedCause.BIT_EQUAL: "the candidate is bit-equal to the baseline",
+    NotTriedCause.STRONGER_PROOF: "a stronger proof decides",
+    NotTriedCause.SAME_ORDER: "it adds in the baseline's order",
+    NotTriedCause.FLOAT64_ALREADY: "it is float64 already",
+    NotTriedCause.NOTHING_MAY_ROUND: "no noise excuses a difference where nothing may round",
+    NotTriedCause.NOTHING_COMPARED: "nothing could be compared",
+    NotTriedCause.NOT_DETERMINISTIC: "the runs are not shown to be deterministic",
+}
+
+
+def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
+    """The finding of a proof; ``said``: a divergence that stands above, which is only pointed to."""
+    match proof.facts:
+        case NotTried():
+            return _describe_not_tried(proof, proof.facts)
+        case ReplicaConflict():
+            return f"replicas disagree: {proof.facts.describe()}"
+        case EqualityFacts():
+            return _describe_equality(proof, proof.facts)
+        case EmulationFacts():
+            return _describe_emulation(proof, proof.facts, said)
+        case RefereeFacts():
+            return _describe_referee(proof, proof.facts, said)
+        case None:
+            if proof.compared is not None:
+                return describe_comparison(proof.compared, said=said)
+            return "all that several ranks hold is equal to the last bit" if proof.name == "replicas" else ""
+
+
+def describe_order(layout: str) -> str:
+    """The reference of a candidate's layout."""
+    return f"a reference in one process that adds in the order of {layout}"
+
+
+def describe_changes(changes: OwnChanges) -> str:
+    """Everything that may move a bit, in one phrase."""
+    code = (f"its module {changes.entry}",) if changes.entry else ()
+    return ", ".join((*changes.keys, *code, *changes.versions)) or "nothing"
+
+
+def _describe_not_tried(proof: Proof, why: NotTried) -> str:
+    match why.cause:
+        case NotTriedCause.TURNED_OFF:
+            return f"{why.keys[0]} is {'never' if proof.name == 'referee' else 'false'}"
+        case NotTriedCause.CHANGES_MORE:
+            return f"it changes more than its layout ({', '.join(why.keys)}), which may round"
+        case NotTriedCause.ORDER_UNKNOWN:
+            return f"its order of sums cannot be followed: {why.error}"
+        case NotTriedCause.CANNOT_RUN:
+            return f"it cannot be run in float64: {why.error}"
+        case NotTriedCause.RUN_FAILED:
+            which = "a run in float64" if proof.name == "referee" else "the run in its order of sums"
+            return f"{which} failed: {why.error}"
+        case _:
+            return _NOT_TRIED[why.cause]
+
+
+def _describe_equality(proof: Proof, facts: EqualityFacts) -> str:
+    if proof.outcome == "proved":
+        return f"bit-equal to the baseline: {_cover(proof.compared)}"
+    found = f"{proof.num_equal:,} of {count_of(proof.num_compared, 'tensor')} are equal to the last bit"
+    changes = describe_changes(facts.changes)
+    if proof.outcome == "refuted":
+        return f"nothing that it changes may move a bit ({changes}), and {found}"
+    why = "what it changes may round" if facts.may_round else "its sums are in another order"
+    return f"{found}; {why} ({changes})"
+
+
+def _describe_emulation(proof: Proof, facts: EmulationFacts, said: Divergence | None) -> str:
+    order = describe_order(facts.layout)
+    compared = proof.compared
+    if compared is None or proof.outcome == "proved":
+        return f"equal to the last bit to {order}: {_cover(compared)}"
+    if compared.kind in (VerdictKind.INCOMPARABLE, VerdictKind.UNVERIFIED):
+        return f"not comparable with {order}: {describe_comparison(compared, said=said)}"
+    found = f"not equal to {order}: {proof.num_equal:,} of {count_of(proof.num_compared, 'tensor')} are"
+    if proof.outcome == "refuted":
+        return found
+    is_rounding = compared.kind is VerdictKind.ROUNDING
+    left = "what is left is rounding" if is_rounding else describe_comparison(compared, said=said)
+    return f"{found}, but what it changes may round; {left}"
+
+
+def _describe_referee(proof: Proof, facts: RefereeFacts, said: Divergence | None) -> str:
+    compared = proof.compared
+    if compared is not None and proof.outcome == "open":
+        return f"in float64 nothing can be told: {describe_comparison(compared, said=said)}"
+    ratio = f"the largest difference is {facts.worst:.1e} in float64 and {facts.worst_here:.1e} here"
+    if 0 < facts.worst < facts.worst_here / _NOTED_RATIO:
+        times = f"{facts.worst_here / facts.worst:.1e} times less"
+        ratio += f", {times} (rounding becomes {facts.shrinking:.1e} times less)"
+    if proof.outcome == "proved":
+        return f"in float64 both compute the same: {ratio}"
+    text = f"in float64 it does not shrink as rounding does: {ratio}"
+    if facts.is_same_place:
+        return f"{text}; it begins at the same place"
+    if compared is None:
+        return text
+    if compared.first is None:
+        return f"{text}; {describe_comparison(compared)}"
+    return f"{text}; first divergence: {_SAID if compared.first == said else describe_divergence(compared.first)}"
+
+
+def _cover(compared: Verdict | None) -> str:
+    return "" if compared is None else describe_coverage(compared.metrics, compared.tensors)

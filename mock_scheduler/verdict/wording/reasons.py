@@ -1,0 +1,252 @@
+"""The reason of one comparison in words, whole or beside a first divergence that was said already."""
+
+from __future__ import annotations
+
+import shlex
+
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.coverage import find_causes
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.reasons import (
+    BaselineConflict,
+    BeyondBounds,
+    BitEqual,
+    BothBroken,
+    EqualRecordings,
+    KindsMissing,
+    NoCommonStep,
+    NotDeterministic,
+    NotExplainedByNoise,
+    NothingCompared,
+    NothingJudged,
+    NothingTrained,
+    NotReadable,
+    OtherRecordings,
+    OtherRollouts,
+    Reason,
+    RunFailed,
+    StaysInFloat64,
+    StillOpen,
+    TracedOtherThings,
+    Undecided,
+    WithinBounds,
+)
+from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.wording.coverage import (
+    describe_coverage,
+    describe_limits,
+    describe_nearest,
+    describe_smallest,
+    describe_turned,
+)
+from mock_scheduler.verdict.wording.divergences import (
+    describe_divergence,
+    describe_evidence,
+    describe_metric,
+    describe_tensor,
+)
+from mock_scheduler.verdict.wording.numbers import name_kind
+
+_NUM_LISTED = 3
+_WITHOUT_REWARD = (
+    "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rollouts whose "
+    "rewards differ within a group, or with an entropy or KL term"
+)
+_STILL = "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
+_TOO_SMALL = "every update changes less than parameters can be stored with; raise training.lr"
+
+
+def describe_comparison(verdict: Verdict, *, said: Divergence | None = None) -> str:
+    """The whole reason; where the first divergence is ``said``, which stands above, it is only pointed to."""
+    return _join([*_list_clauses(verdict, verdict.why, _name_first(verdict, said)), *_list_next(verdict)])
+
+
+def describe_rest(verdict: Verdict) -> str:
+    """The reason without the first divergence and without what to do next, which a report says by themselves."""
+    return _join(_list_clauses(verdict, verdict.why, ""))
+
+
+def _join(clauses: list[str]) -> str:
+    return "; ".join(dict.fromkeys(filter(None, clauses)))
+
+
+def _name_first(verdict: Verdict, said: Divergence | None) -> str:
+    if verdict.first is None:
+        return ""
+    return "as said above" if verdict.first == said else describe_divergence(verdict.first)
+
+
+def _list_next(verdict: Verdict) -> list[str]:
+    if not verdict.full_dump:
+        return []
+    return [f"to see where, trace both runs again with {' '.join(map(shlex.quote, verdict.full_dump))}"]
+
+
+def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
+    """The clauses of a reason; ``first``: the first divergence in words, or empty where it shall not be said."""
+    match why:
+        case BeyondBounds():
+            return _list_beyond(verdict, why, first)
+        case BitEqual() | WithinBounds() | NotExplainedByNoise() | Undecided():
+            return _list_within(verdict, why)
+        case NotDeterministic():
+            clauses = _list_clauses(verdict, why.otherwise, first)
+            return [f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {_join(clauses)}"]
+        case EqualRecordings():
+            return [f"bit-equal: {count_of(why.num_steps, 'step')}", "one changed bit would be found"]
+        case OtherRecordings():
+            said = [f"first divergence: {first}"] if first else []
+            return [*said, f"{count_of(why.num_equal_steps, 'step')} bit-equal"]
+        case StaysInFloat64():
+            return _list_clauses(verdict, why.otherwise, first)
+        case _:
+            return _list_incomparable(verdict, why)
+
+
+def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
+    match why:
+        case BothBroken():
+            return [f"both runs are broken, so neither is a reference: {why.finding.message}"]
+        case TracedOtherThings():
+            listed = "; ".join(finding.message for finding in why.findings[:_NUM_LISTED])
+            coverage = describe_coverage(verdict.metrics, verdict.tensors) or "nothing"
+            return [
+                f"the two runs did not trace the same: {listed}. Compare what both have with --kinds and --patterns, "
+                f"or trace both alike; of the rest nothing is beyond its bound: {coverage}"
+            ]
+        case NothingCompared():
+            return [_describe_nothing(verdict, why)]
+        case KindsMissing():
+            names = " and no ".join("metric" if kind == "metric" else name_kind(kind) for kind in why.kinds)
+            return [f"no {names} was compared: the rest proves nothing"]
+        case NothingTrained():
+            return [_WITHOUT_REWARD if why.still == "gradient" else _STILL]
+        case NothingJudged():
+            return _list_unjudged(verdict, why)
+        case BaselineConflict():
+            return [f"replicas disagree in the baseline, so it is no reference: {why.conflict.describe()}"]
+        case NoCommonStep():
+            return ["nothing was compared: no step is in both recordings"]
+        case _:
+            return [_describe_failure(why)]
+
+
+def _describe_failure(why: Reason) -> str:
+    match why:
+        case OtherRollouts():
+            return (
+                f"the two runs trained on other rollouts from step {why.first_step} on ({why.num_steps} of "
+                f"{why.num_shared} steps), so nothing in their training can be compared; replay the baseline's "
+                "recording in the candidate: rollout_mock.mode=mock and its rollout_mock.dump_dir"
+            )
+        case RunFailed():
+            return f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
+        case NotReadable():
+            return why.error
+        case StillOpen():
+            missing = "run" if why.missing == "run" else "judged"
+            return f"not {missing} yet: the alignment is still going, or was interrupted"
+        case _:
+            raise TypeError(f"{type(why).__name__} is no reason of one comparison")
+
+
+def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:
+    if why.chosen is not None:
+        return f"nothing was compared: neither side has anything of the chosen {why.chosen.describe()}"
+    return f"nothing was compared{'' if verdict.first is None else f': {describe_evidence(verdict.first)}'}"
+
+
+def _list_unjudged(verdict: Verdict, why: NothingJudged) -> list[str]:
+    cause = _TOO_SMALL if why.because == "storage" else _describe_no_bound(verdict.bounds, why)
+    if why.kind is not None:
+        return [f"no {why.kind} was judged: {cause}"]
+    return [f"nothing was judged: {cause}", f"compared: {describe_coverage(verdict.metrics, verdict.tensors)}"]
+
+
+def _describe_no_bound(bounds: Bounds | None, why: NothingJudged) -> str:
+    """Why nothing is judged, and what would let it be."""
+    if why.because == "noise":
+        return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
+    advice = "" if bounds is None else bounds.advice()
+    return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
+
+
+def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedByNoise | Undecided) -> list[str]:
+    """The clauses of a verdict with nothing beyond its bound."""
+    tensors = verdict.tensors
+    coverage = describe_coverage(verdict.metrics, tensors)
+    if isinstance(why, Undecided):
+        first = describe_tensor(tensors.undecided[0]) if tensors is not None else ""
+        return [
+            f"sketches cannot tell for {count_of(why.num_tensors, 'tensor')} on which side of its bound it is, first: "
+            f"{first}",
+            f"compared: {coverage}",
+        ]
+    if isinstance(why, BitEqual):
+        how = " by the fingerprints of sketches" if why.by_fingerprints else ""
+        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), "one changed bit would have been found"]
+    level = "its bounds" if verdict.bounds is None else verdict.bounds.level()
+    estimated = ", as estimated from sketches" if why.is_estimated else ""
+    within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *describe_limits(tensors)]
+    if isinstance(why, NotExplainedByNoise):
+        listed = [item.text for item in verdict.suspicions[:_NUM_LISTED]]
+        rest = len(verdict.suspicions) - _NUM_LISTED
+        more = [f"and {rest} more"] if rest > 0 else []
+        return [f"noise does not explain this: {'; '.join(listed)}", *more, *within]
+    advice = "" if verdict.bounds is None else verdict.bounds.advice()
+    tests = [test.text for test in verdict.tests]
+    smallest = describe_smallest(verdict.metrics, tensors)
+    return [*within, smallest, *tests, f"to {advice}" if advice else ""]
+
+
+def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:
+    """The first divergence, the first metric, counts, causes, and how the bounds would be known better."""
+    divergence, metrics, tensors, bounds = verdict.first, verdict.metrics, verdict.tensors, verdict.bounds
+    said = f"first divergence: {first}" if first else ""
+    if why.is_estimated:
+        said = "beyond an estimated bound only" + (f": {said}" if said else "")
+    parts, counts, num_findings = [said], [], 0
+    if metrics is not None:
+        if metrics.exceeding and (divergence is None or divergence.kind != "metric"):
+            parts.append(f"first metric: {describe_metric(metrics.exceeding[0])}")
+        counts.append(f"{len(metrics.exceeding)} of {count_of(len(metrics.differences), 'metric')}")
+        num_findings += len(metrics.findings)
+    if tensors is not None:
+        counts.append(f"{len(tensors.exceeding)} of {count_of(len(tensors.differences), 'tensor')}")
+        num_findings += len(tensors.findings)
+    level = "their bounds" if bounds is None else bounds.level()
+    parts.append(f"beyond {level}: {', '.join(counts)}")
+    parts += [f"{num_findings} could not be compared"] if num_findings else []
+    if tensors is not None and divergence is not None:
+        parts += _list_causes(verdict, divergence)
+    advice = "" if bounds is None else bounds.advice()
+    if advice and divergence is not None and divergence.value is not None and divergence.bound != 0.0:
+        parts.append(f"whether this is more than this model's own noise was not measured; to {advice}")
+    return parts
+
+
+def _list_causes(verdict: Verdict, first: Divergence) -> list[str]:
+    """What may have led to the first divergence, or makes it less than it seems."""
+    assert verdict.tensors is not None
+    causes = find_causes(first, verdict.tensors)
+    parts = []
+    if causes.conflict is not None:
+        parts.append(f"replicas disagree: {causes.conflict.describe()}")
+    if causes.has_grown:
+        parts.append(
+            "it grew over the updates before, as rounding does that training amplifies; to tell it from a fault, align "
+            "fewer steps"
+        )
+    if causes.turned is not None:
+        parts.append(
+            f"{describe_turned(causes.turned)} before: what follows goes on from other values, of which no bound was "
+            "measured"
+        )
+    if causes.flips:
+        num_flipped = sum(item.num_flipped for item in causes.flips)
+        parts.append(
+            f"rounding chose other experts for {count_of(num_flipped, 'token')} before, first in "
+            f"{causes.flips[0].key.name}: what these compute afterwards differs at its full size"
+        )
+    return parts

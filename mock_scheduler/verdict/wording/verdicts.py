@@ -1,0 +1,188 @@
+"""A verdict in words: its one line, its reason with all proofs, what decided it, and the error that it would find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.support.text import count_of
+from mock_scheduler.verdict.coverage import find_nearest
+from mock_scheduler.verdict.localisation import Localisation
+from mock_scheduler.verdict.reasons import (
+    ApartFromReference,
+    BeyondBounds,
+    EqualToReference,
+    ProofName,
+    RefutedBy,
+    StaysInFloat64,
+    VanishesInFloat64,
+)
+from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
+from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
+from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.localisation import describe_localisation
+from mock_scheduler.verdict.wording.numbers import describe_ratio
+from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
+from mock_scheduler.verdict.wording.reasons import describe_comparison, describe_rest
+
+_AGAINST = "against the baseline: "
+
+
+def describe_sentence(verdict: Verdict) -> str:
+    """The first divergence in one sentence; empty where there is none."""
+    return "" if verdict.first is None else describe_divergence(verdict.first)
+
+
+def describe_reason(verdict: Verdict) -> str:
+    """Everything that a verdict rests on, in the order in which it decides."""
+    why = verdict.why
+    match why:
+        case RefutedBy():
+            return _describe_refuted(verdict, why)
+        case EqualToReference():
+            return _describe_equal(verdict, why)
+        case ApartFromReference():
+            order = f"against {describe_order(_layout(verdict))}"
+            if why.is_refuted:
+                return f"{order}, first divergence: {describe_sentence(verdict)}"
+            apart = verdict.proof("emulation")
+            shown = "" if apart is None or apart.compared is None else describe_comparison(apart.compared)
+            return f"{order}: {shown}; {_describe_direct(verdict)}"
+        case VanishesInFloat64():
+            return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
+        case StaysInFloat64():
+            return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
+        case _:
+            return describe_comparison(verdict)
+
+
+def describe_beside_proofs(verdict: Verdict) -> str:
+    """The reason as far as neither the first divergence nor the proofs, which stand beside it, say it."""
+    why = verdict.why
+    if not verdict.proofs:
+        return describe_rest(verdict)
+    match why:
+        case EqualToReference() if why.vouched_by is None:
+            return "the reference that adds in its order is itself not within the noise of the baseline"
+        case ApartFromReference():
+            return f"judged against {describe_order(_layout(verdict))}, which leaves no rounding of the layout"
+        case _:
+            return ""
+
+
+def describe_proved_by(verdict: Verdict) -> str:
+    """The proofs that decided: ``emulation``; ``noise, referee``; of a divergence ``refuted by noise``."""
+    if verdict.kind is VerdictKind.IDENTICAL:
+        return "bit-equality"
+    if verdict.kind is VerdictKind.EMULATED:
+        return ", ".join(_list_named(verdict, "proved", ("emulation",))) or "–"
+    if verdict.passes:
+        return ", ".join(_list_named(verdict, "proved", ("emulation", "noise", "referee"))) or "–"
+    against = _list_named(verdict, "refuted", ("replicas", "emulation", "noise", "referee"))
+    return f"refuted by {', '.join(against)}" if against else "–"
+
+
+def write_headline(
+    verdict: Verdict, *, emulated: Verdict | None = None, localisation: Localisation | None = None
+) -> str:
+    """The verdict in one line of plain words.
+
+    Args:
+        emulated: The comparison with the reference in the candidate's order of sums, where there is one.
+        localisation: Where further runs found that the divergence begins.
+    """
+    match verdict.kind:
+        case VerdictKind.IDENTICAL:
+            return f"every bit is equal{_describe_extent(verdict.tensors)}"
+        case VerdictKind.EMULATED:
+            compared = None if emulated is None else emulated.tensors
+            extent = _describe_extent(compared or verdict.tensors)
+            return f"every bit is equal to a reference that adds in its order{extent}"
+        case VerdictKind.ROUNDING:
+            worst = find_nearest(verdict.tensors)
+            nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
+            return f"differs by no more than rounding does{nearest}"
+        case VerdictKind.SUSPECT:
+            return _write_suspect(verdict)
+        case VerdictKind.DIVERGED:
+            if localisation is not None:
+                return describe_localisation(localisation)
+            return describe_sentence(verdict) or describe_reason(verdict)
+        case _:
+            return describe_reason(verdict)
+
+
+def describe_smallest_error(verdict: Verdict) -> str:
+    """The smallest error that would have been found, where the verdict passes; empty else."""
+    if verdict.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
+        return "one changed bit"
+    if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:
+        return ""
+    return describe_smallest_tensor(verdict.tensors)
+
+
+def _write_suspect(verdict: Verdict) -> str:
+    noise, referee = verdict.proof("noise"), verdict.proof("referee")
+    if noise is not None and noise.outcome == "refuted":
+        is_excused = referee is not None and referee.outcome == "proved" and verdict.first is not None
+        sentence = describe_sentence(verdict)
+        return f"beyond its bounds, and not in float64: {sentence}" if is_excused else describe_reason(verdict)
+    if isinstance(verdict.why, BeyondBounds):
+        return f"beyond an estimated bound only: {describe_sentence(verdict)}"
+    if verdict.suspicions:
+        return f"within its bounds, and yet {verdict.suspicions[0].text}"
+    if noise is not None and noise.outcome == "open":
+        return f"within its bounds, and yet {describe_proof(noise)}"
+    return describe_reason(verdict)
+
+
+def _describe_refuted(verdict: Verdict, why: RefutedBy) -> str:
+    direct = _describe_direct(verdict)
+    found = _describe_named(verdict, why.proof)
+    match why.proof:
+        case "bit-equality":
+            return f"{found}; {direct}"
+        case "emulation":
+            noise = _describe_named(verdict, "noise")
+            return f"{found}; {_AGAINST}{noise}; first divergence: {describe_sentence(verdict)}"
+        case "referee":
+            return f"{direct}; {found}" if why.is_same_place else f"{found}; {_AGAINST}{direct}"
+        case _:
+            return direct
+
+
+def _describe_equal(verdict: Verdict, why: EqualToReference) -> str:
+    emulation, noise = _describe_named(verdict, "emulation"), _describe_named(verdict, "noise")
+    if why.vouched_by == "noise":
+        return f"{emulation}; {noise}"
+    if why.vouched_by == "referee":
+        return f"{emulation}; {_describe_named(verdict, 'referee')}; {_AGAINST}{noise}"
+    return f"{emulation}, but that reference is itself not within the noise of the baseline: {noise}"
+
+
+def _describe_direct(verdict: Verdict) -> str:
+    """The reason of the comparison with the baseline, before any other proof was judged."""
+    equality = verdict.proof("bit-equality")
+    if equality is None or equality.compared is None:
+        return ""
+    return describe_comparison(equality.compared)
+
+
+def _describe_named(verdict: Verdict, name: ProofName) -> str:
+    proof = verdict.proof(name)
+    return "" if proof is None else describe_proof(proof)
+
+
+def _layout(verdict: Verdict) -> str:
+    proof = verdict.proof("emulation")
+    return proof.facts.layout if proof is not None and isinstance(proof.facts, EmulationFacts) else "its layout"
+
+
+def _list_named(verdict: Verdict, outcome: Outcome, names: Sequence[ProofName]) -> list[str]:
+    return [proof.name for proof in verdict.proofs if proof.outcome == outcome and proof.name in names]
+
+
+def _describe_extent(tensors: TensorComparison | None) -> str:
+    if tensors is None:
+        return ""
+    return f", in {count_of(len(tensors.differences), 'tensor')} over {count_of(len(tensors.steps), 'step')}"

@@ -1,0 +1,150 @@
+"""The one line of a verdict that is no plain pass or failure, and what a proof says beside it."""
+
+from __future__ import annotations
+
+from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.noise.suspicions import Suspicion
+from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.reasons import (
+    ApartFromReference,
+    BeyondBounds,
+    EqualToReference,
+    NotDeterministic,
+    NotExplainedByNoise,
+    Reason,
+    RefutedBy,
+    StillOpen,
+    Undecided,
+    VanishesInFloat64,
+)
+from mock_scheduler.verdict.verdict import (
+    EmulationFacts,
+    EqualityFacts,
+    OwnChanges,
+    Proof,
+    RefereeFacts,
+    Verdict,
+    VerdictKind,
+)
+from mock_scheduler.verdict.wording.proofs import describe_proof
+from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.verdicts import describe_beside_proofs, describe_reason, write_headline
+
+SENTENCE = "a parameter differs by 2.57e-06 (bound 2.2e-06)"
+NOTHING = TensorComparison(
+    steps=(), differences=(), findings=(), baseline_conflicts=(), candidate_conflicts=(), notes=()
+)
+REST = "beyond their bounds: 0 of 0 tensors"
+
+
+def divergence(message: str = SENTENCE) -> Divergence:
+    finding = Finding(kind="parameter", step=0, update=0, name="w", message=message)
+    return Divergence(step=0, update=0, kind="parameter", name="w", evidence=finding)
+
+
+def beyond(message: str = SENTENCE) -> Verdict:
+    """A comparison with one difference beyond its bound."""
+    return Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), first=divergence(message), tensors=NOTHING)
+
+
+EQUALITY = Proof(
+    name="bit-equality",
+    outcome="open",
+    facts=EqualityFacts(changes=OwnChanges(keys=("precision",)), may_round=True, is_same_order=False),
+    compared=beyond(),
+    num_compared=93,
+    num_equal=17,
+)
+NOISE = Proof(name="noise", outcome="refuted", compared=beyond())
+
+
+def referee(outcome: str, *, compared: Verdict, is_same_place: bool = False) -> Proof:
+    facts = RefereeFacts(worst=1e-9, worst_here=1e-9, shrinking=5e8, is_same_place=is_same_place)
+    return Proof(name="referee", outcome="proved" if outcome == "proved" else "refuted", facts=facts, compared=compared)
+
+
+def suspect(*proofs: Proof, why: Reason | None = None, first: Divergence | None = None) -> Verdict:
+    """A verdict that is suspect, without traces."""
+    return Verdict(kind=VerdictKind.SUSPECT, why=why or NotExplainedByNoise(), first=first, proofs=proofs)
+
+
+def test_what_float64_excuses_is_not_called_within_its_bounds() -> None:
+    """It said: within its bounds, and yet 17 of 93 tensors are equal to the last bit."""
+    proofs = (EQUALITY, NOISE, referee("proved", compared=beyond()))
+    found = suspect(*proofs, why=VanishesInFloat64(), first=divergence())
+    assert write_headline(found) == f"beyond its bounds, and not in float64: {SENTENCE}"
+
+
+def test_what_noise_leaves_open_is_said_and_no_other_proof_takes_its_place() -> None:
+    open_noise = Proof(
+        name="noise", outcome="open", compared=Verdict(kind=VerdictKind.SUSPECT, why=Undecided(num_tensors=2))
+    )
+    assert write_headline(suspect(EQUALITY, open_noise)).startswith(
+        "within its bounds, and yet sketches cannot tell for 2 tensors on which side of its bound it is"
+    )
+
+
+def test_a_suspicion_is_the_headline_of_what_is_within_its_bounds() -> None:
+    slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="gradients are 0.9991")
+    found = Verdict(kind=VerdictKind.SUSPECT, why=NotExplainedByNoise(), suspicions=(slope,), proofs=(EQUALITY,))
+    assert write_headline(found) == "within its bounds, and yet gradients are 0.9991"
+
+
+def test_what_is_beyond_an_estimate_is_not_called_within_its_bounds() -> None:
+    """It said: within its bounds, and yet beyond an estimated bound only."""
+    found = suspect(why=BeyondBounds(is_estimated=True), first=divergence())
+    assert write_headline(found) == f"beyond an estimated bound only: {SENTENCE}"
+
+
+def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
+    """``in its own precision:`` stood there, with nothing behind it."""
+    elsewhere = divergence("in float64 elsewhere")
+    own = referee("refuted", compared=beyond("in float64 elsewhere"))
+    why = RefutedBy(proof="referee")
+    found = Verdict(kind=VerdictKind.DIVERGED, why=why, first=elsewhere, proofs=(EQUALITY, NOISE, own))
+    assert describe_beside_proofs(found) == ""
+    shrinks = "in float64 it does not shrink as rounding does: the largest difference is 1.0e-09 in float64 and 1.0e-09"
+    assert describe_proof(own, said=elsewhere) == f"{shrinks} here; first divergence: as said above"
+    assert describe_reason(found) == (
+        f"{shrinks} here; first divergence: in float64 elsewhere; against the baseline: first divergence: {SENTENCE}; "
+        f"{REST}"
+    )
+
+
+def test_a_reference_that_is_none_is_said_beside_the_proofs() -> None:
+    facts = EmulationFacts(layout="tp2 pp1 dp1", may_round=False)
+    emulation = Proof(name="emulation", outcome="proved", facts=facts, compared=Verdict(
+        kind=VerdictKind.IDENTICAL, why=NotExplainedByNoise(), tensors=NOTHING))  # fmt: skip
+    found = suspect(EQUALITY, emulation, NOISE, why=EqualToReference(vouched_by=None), first=divergence())
+    assert describe_beside_proofs(found) == (
+        "the reference that adds in its order is itself not within the noise of the baseline"
+    )
+    apart = suspect(EQUALITY, emulation, NOISE, why=ApartFromReference(is_refuted=False))
+    assert describe_beside_proofs(apart) == (
+        "judged against a reference in one process that adds in the order of tp2 pp1 dp1, which leaves no rounding of "
+        "the layout"
+    )
+
+
+def test_the_first_divergence_is_said_once_and_what_follows_is_not_taken_for_it() -> None:
+    assert describe_proof(NOISE, said=divergence()) == f"first divergence: as said above; {REST}"
+    assert describe_proof(NOISE, said=divergence("another")) == f"first divergence: {SENTENCE}; {REST}"
+    assert describe_rest(beyond()) == REST
+
+
+def test_without_determinism_the_reason_of_the_comparison_stands_behind_that() -> None:
+    found = Verdict(
+        kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=BeyondBounds()), first=divergence(), tensors=NOTHING
+    )
+    prefix = "without DETERMINISTIC_MODE=1 two equal runs may differ as much: "
+    assert describe_reason(found) == f"{prefix}first divergence: {SENTENCE}; {REST}"
+    assert describe_rest(found) == f"{prefix}{REST}"
+
+
+def test_a_verdict_in_one_line_names_the_place_or_what_was_compared() -> None:
+    assert str(beyond()) == "diverged: first in parameter of w at step 0, update 0"
+    assert str(suspect()) == "suspect: compared nothing"
+    waiting = Verdict(kind=VerdictKind.INCOMPARABLE, why=StillOpen(missing="run"))
+    assert describe_reason(waiting) == "not run yet: the alignment is still going, or was interrupted"
+    assert (waiting.exit_code, waiting.passes) == (3, False)
