@@ -5,7 +5,7 @@ metrics. Aligned: the same candidates as an alignment, without the runs that pro
 them. Reported: seconds and the ratio of the alignment (runs and comparisons, without the baseline) to the plain runs;
 what emulation, noise and the rest of the proofs cost beside it. The bar is a ratio of at most 1.3.
 
-Run: ``python -m benchmarks.align [--json FILE] [--rounds 1] [--config quickstart]``.
+Run: ``python -m benchmarks.align [--json FILE] [--rounds 1] [--config-name quickstart]``.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def main() -> None:
     """Run the rounds and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--config-name", default="quickstart")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     rounds = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(_round(options.config, Path(folder)))
+            rounds.append(_round(options.config_name, Path(folder)))
     medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     ratio = medians["alignment"] / medians["plain runs"]
     table = Table("", "seconds")

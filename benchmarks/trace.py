@@ -35,12 +35,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.layouts.cases import Case, build_config
+from benchmarks.layouts.options import merge_changes
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.layouts.cases import Case, build_config
-from pipelines.layouts.options import merge_changes
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.probing.step_probe import StepProbe

@@ -1,9 +1,11 @@
 """The command line: ``mock-scheduler``.
 
-Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports what it
-needs in its own body. A failure that the user can act on is one message on stderr and the exit code of
+The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
+
+Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its
+work in its own body. A failure that the user can act on is one message on stderr and the exit code of
 ``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
-traceback and exit code 70, never 1, which is a verdict.
+traceback and exit code 70, never 1: that is a verdict.
 """
 
 from __future__ import annotations
@@ -36,11 +38,18 @@ app = typer.Typer(
 
 ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, without .yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
-ConfigPath = Annotated[str, typer.Option("--config-path", "--config_path", help="folder of YAML files")]
+ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML files")]
 
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
 Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
 JsonOutput = Annotated[str | None, typer.Option("--json", help="also write all of it to this file; -: JSON instead")]
+JsonCopy = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
+HtmlOutput = Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline to this file")]
+OutputDir = Annotated[Path | None, typer.Option("--output-dir", help="folder of the runs and the result")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
+]
+Entry = Annotated[str | None, typer.Option("--entry", help="module that every process runs; else the program's own")]
 Kinds = Annotated[
     list[str] | None, typer.Option("--kinds", help="only these kinds of tensors, as in gradient,parameter")
 ]
@@ -64,31 +73,16 @@ def launch(
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
     nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
-    node_rank: Annotated[int, typer.Option("--node-rank", "--node_rank", help="this machine, from 0")] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option("--rdzv-endpoint", "--rdzv_endpoint", help="HOST:PORT on machine 0")
-    ] = None,
-    entry: Annotated[
-        str | None, typer.Option("--entry", help="module that every process runs; else the program's own")
-    ] = None,
+    node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
+    entry: Entry = None,
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
-    from mock_scheduler.determinism.environment import check_settings
-    from mock_scheduler.launch.launcher import plan_launch, run_plan  # imports pydantic: not for --help
-    from mock_scheduler.program import find_program, load_config
+    from mock_scheduler.commands.launch import run_launch  # imports pydantic: not for --help
 
     source = _source(config_name, config_path, overrides)
-    program = find_program(config_name, config_path)
-    config = load_config(source, program)
-    check_settings(config.system_envs)
-    plan = plan_launch(
-        config,
-        program.arguments(entry or program.entry, source),
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-    )
-    raise typer.Exit(run_plan(plan))
+    code = run_launch(source, entry=entry, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -96,20 +90,16 @@ def align(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="where runs and verdicts go")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
-    ] = False,
+    output_dir: OutputDir = None,
+    overwrite: Overwrite = False,
     recording: Annotated[
-        Path | None, typer.Option("--recording", help="what the baseline replays too; else it records")
+        Path | None, typer.Option("--recording", help="a recording for the baseline to replay too; else it records")
     ] = None,
     is_ci: Annotated[bool, typer.Option("--ci", help="print a short summary, and write JUnit XML")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the verdicts to this file")] = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write the page to this file")] = None,
+    json_path: JsonCopy = None,
+    html_path: HtmlOutput = None,
 ) -> None:
-    """Record a baseline, replay it under every candidate, and give a verdict for each, with what proves it."""
+    """Record a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
     from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
@@ -142,7 +132,7 @@ def extract(
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
-    from mock_scheduler.align.extract.extract import run_extract  # imports torch: not for --help
+    from mock_scheduler.commands.extract import run_extract  # imports torch: not for --help
 
     code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
     raise typer.Exit(code)
@@ -154,14 +144,10 @@ def minimise(
     candidate: Annotated[str, typer.Argument(help="name of a candidate that diverges", show_default=False)],
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
-    output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="where the alignments and the result go")
-    ] = None,
+    output_dir: OutputDir = None,
     max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
-    ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+    overwrite: Overwrite = False,
+    json_path: JsonCopy = None,
 ) -> None:
     """Shrink a diverged candidate, its layout, changes, model and data, while it still diverges."""
     from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise  # imports torch: not for --help
@@ -181,9 +167,9 @@ def minimise(
 @app.command()
 def compare(
     baseline: Annotated[
-        Path, typer.Argument(help="what to compare with: a run's output_dir, a trace, metrics.jsonl or a recording")
+        Path, typer.Argument(help="the reference: a run's output_dir, a trace, metrics.jsonl or a recording")
     ],
-    candidate: Annotated[Path, typer.Argument(help="what to judge: one of the same kind")],
+    candidate: Annotated[Path, typer.Argument(help="the side to judge: one of the same kind")],
     steps: Steps = None,
     kinds: Kinds = None,
     patterns: Patterns = None,
@@ -196,12 +182,12 @@ def compare(
         typer.Option("--noise", help="noise.json of the baseline, or a perturbed run of it; may be repeated"),
     ] = None,
     json_path: JsonOutput = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+    html_path: HtmlOutput = None,
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
+    from mock_scheduler.commands.common import parse_steps
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.commands.recordings import parse_steps
     from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
@@ -227,8 +213,8 @@ def replicas(
     ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
-    from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
-    from mock_scheduler.commands.recordings import parse_steps
+    from mock_scheduler.commands.common import parse_steps
+    from mock_scheduler.commands.replicas import run_replicas  # imports torch: not for --help
     from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
@@ -242,18 +228,16 @@ def doctor(
     config_path: ConfigPath = "configs",
     step: Annotated[int, typer.Option("--step", help="the training step to replay; those before it run as well")] = 0,
     recording: Annotated[
-        Path | None, typer.Option("--recording", help="what to replay; a new one is recorded where none is given")
+        Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
     ] = None,
-    entry: Annotated[
-        str | None, typer.Option("--entry", help="module that runs the replays; else the program's own")
-    ] = None,
+    entry: Entry = None,
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "--output_dir", help="the runs go to doctor in this folder")
+        Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the diagnosis to this file")] = None,
+    json_path: JsonCopy = None,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
-    from mock_scheduler.doctor.runs import run_doctor  # imports torch: not for --help
+    from mock_scheduler.commands.doctor import run_doctor  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
     code = run_doctor(
@@ -271,7 +255,7 @@ def doctor(
 
 @app.command()
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
-    """Print what a run's processes are started with, as lines for a shell: export NAME=VALUE."""
+    """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import check_settings, launch_environment
     from mock_scheduler.program import load_config
 
@@ -292,16 +276,16 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
-    """Say what a recording is and what its steps hold."""
-    from mock_scheduler.commands.recordings import run_inspect  # imports torch: not for --help
+    """Describe a recording and its steps."""
+    from mock_scheduler.commands.inspect import run_inspect  # imports torch: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
 
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
-    """Read all of a recording and check every digest; exit code 5 where anything is not as it was written."""
-    from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
+    """Read all of a recording and check every digest; exit code 5 where anything was changed."""
+    from mock_scheduler.commands.verify import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -315,7 +299,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
-    from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.diff import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -335,7 +319,7 @@ def show(
     ] = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.show import run_show  # imports torch: not for --help
 
     code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
     raise typer.Exit(code)
@@ -353,14 +337,15 @@ def correction(
         list[str] | None, typer.Option("--preset", help="only this preset; may be given several times")
     ] = None,
     config_name: Annotated[
-        str | None, typer.Option("--config", help="configuration whose rollout_correction comes first; else the run's")
+        str | None,
+        typer.Option("--config-name", help="configuration whose rollout_correction comes first; else the run's"),
     ] = None,
     config_path: ConfigPath = "configs",
     num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
     json_path: JsonOutput = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline")] = None,
+    html_path: HtmlOutput = None,
 ) -> None:
-    """Say how far rollout and training policy are apart, and what each kind of rollout correction would do."""
+    """Show how far rollout and training policy are apart, and the effect of each kind of rollout correction."""
     from mock_scheduler.commands.correction import CorrectionOptions, run_correction  # imports torch
 
     options = CorrectionOptions(
@@ -382,39 +367,16 @@ def replay_actions(
     overrides: Overrides = None,
     config_path: ConfigPath = "configs",
     steps: Steps = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+    json_path: JsonCopy = None,
     entry: Annotated[
         str | None, typer.Option("--entry", help="module that plays the actions; else the program's own")
     ] = None,
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
-    # No other command needs these: not for --help.
-    import os
-    import subprocess
-    import tempfile
+    from mock_scheduler.commands.replay_actions import run_replay_actions  # imports Hydra: not for --help
 
-    from mock_scheduler.errors import ConfigError
-    from mock_scheduler.program import find_program
-    from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
-
-    module = entry or find_program(config_name, config_path).replay_entry
-    if module is None:
-        raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
-    # 1 is a verdict only of an entry that wrote its result; Python ends a module that it cannot run with 1 too.
-    with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
-        result = Path(folder) / "result.json"
-        source = _source(config_name, config_path, overrides)
-        options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
-        code = subprocess.run(
-            [sys.executable, "-m", module, *source.arguments(), *options],
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-            check=False,
-        ).returncode
-        if result.is_file() and json_path is not None:
-            json_path.write_bytes(result.read_bytes())
-        elif code == ExitCode.DIVERGED and not result.is_file():
-            code = int(ExitCode.INTERNAL)
-    raise typer.Exit(128 - code if code < 0 else code)
+    source = _source(config_name, config_path, overrides)
+    raise typer.Exit(run_replay_actions(source, recording, steps=steps, json_path=json_path, entry=entry))
 
 
 @app.command()
@@ -437,13 +399,13 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, as it is: no markup is read from it and no line is broken."""
+    """Write one failure to stderr, unchanged: no markup is read from it and no line is broken."""
     console = Console(stderr=True)
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def _describe_os_error(error: OSError) -> str:
-    """``FILE: No such file or directory``, or whatever the error says where it names no file."""
+    """Describe as ``FILE: No such file or directory``, or with the error's own text where it names no file."""
     if error.filename is None or error.strerror is None:
         return str(error) or type(error).__name__
     return f"{error.filename}: {error.strerror}"

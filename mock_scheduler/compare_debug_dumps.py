@@ -1,16 +1,17 @@
 """Compares debug dumps step by step: ``python -m mock_scheduler.compare_debug_dumps``.
 
-Arguments are those of NexRL's script of this name, and some of ours. Exit codes: 0 all equal within the tolerance,
+It takes the options of NexRL's script of this name, and some of ours. Exit codes: 0 all equal within the tolerance,
 1 different, 3 nothing compared or something missing, 5 bad arguments or a file that cannot be read.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated
+
+import typer
 
 from mock_scheduler.adapters.nexrl.comparison.dumps import StepReport, compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.report import render_report, report_as_json
@@ -18,114 +19,99 @@ from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
+from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.files import save_json
 
 _DEFAULT_STEP = 1
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose usage errors are ConfigErrors: its own exit code, 2, is a verdict here."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the report, write the JSON; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _build_parser().parse_args(arguments)
-        reports = [_compare(options, step) for step in _steps(options)]
+        return parse_arguments(compare, given, prog="python -m mock_scheduler.compare_debug_dumps")
     except MockSchedulerError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
+
+
+def compare(
+    self_hosted_dir: Annotated[Path, typer.Option("--self_hosted_dir", help="debug.dump_dir of the self-hosted run")],
+    remote_api_dir: Annotated[
+        Path | None, typer.Option("--remote_api_dir", help="debug.dump_dir of the run that trains on a service")
+    ] = None,
+    weaver_dir: Annotated[
+        Path | None, typer.Option("--weaver_dir", help="WEAVER_DEBUG_DUMP_DIR, or another run's debug.dump_dir")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help=f"the step, default {_DEFAULT_STEP}; the first step of a run is 0")
+    ] = None,
+    steps: Annotated[str | None, typer.Option("--steps", help="several steps, as in 0-3,7; each must be there")] = None,
+    num_ranks: Annotated[
+        int | None, typer.Option("--num_ranks", help="ranks that there must be; default: as many as there are")
+    ] = None,
+    num_micros: Annotated[
+        int | None, typer.Option("--num_micros", help="micro-batches of a rank that there must be; default: likewise")
+    ] = None,
+    atol: Annotated[float, typer.Option("--atol", help="absolute tolerance")] = Tolerance().atol,
+    rtol: Annotated[float, typer.Option("--rtol", help="relative tolerance")] = Tolerance().rtol,
+    output: Annotated[Path | None, typer.Option("--output", help="also write the report as JSON")] = None,
+) -> int:
+    """Compare debug dumps step by step."""
+    _check_numbers(step=(step, 0), num_ranks=(num_ranks, 1), num_micros=(num_micros, 1), atol=(atol, 0), rtol=(rtol, 0))
+    dumps, tolerance = (self_hosted_dir, remote_api_dir, weaver_dir), Tolerance(atol=atol, rtol=rtol)
+    reports = [
+        compare_dumps(*dumps, chosen, num_ranks, num_micros, tolerance=tolerance)
+        for chosen in _steps(self_hosted_dir, step, steps)
+    ]
     sys.stdout.write("\n\n".join(map(render_report, reports)) + "\n")
     exit_code = _worst(reports)
-    if options.output is not None:
+    if output is not None:
         try:
-            save_json(options.output, _as_json(reports, exit_code), sort_keys=False)
+            save_json(output, _as_json(reports, exit_code), sort_keys=False)
         except OSError as error:
-            sys.stderr.write(f"{options.output} cannot be written: {error}\n")
+            sys.stderr.write(f"{output} cannot be written: {error}\n")
             return ExitCode.USAGE
     return exit_code
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m mock_scheduler.compare_debug_dumps", description="Compare debug dumps.")
-    parser.add_argument(
-        "--self_hosted_dir", required=True, type=Path, metavar="DIR", help="debug.dump_dir of the self-hosted run"
-    )
-    parser.add_argument(
-        "--remote_api_dir", type=Path, metavar="DIR", help="debug.dump_dir of the run that trains on a service"
-    )
-    parser.add_argument(
-        "--weaver_dir", type=Path, metavar="DIR", help="WEAVER_DEBUG_DUMP_DIR, or another run's debug.dump_dir"
-    )
-    parser.add_argument("--step", type=int, help=f"the step, default {_DEFAULT_STEP}; the first step of a run is 0")
-    parser.add_argument("--steps", help="several steps, as in 0-3,7; each must be there")
-    parser.add_argument("--num_ranks", type=int, help="ranks that there must be; default: as many as there are")
-    parser.add_argument("--num_micros", type=int, help="micro-batches of a rank that there must be; default: likewise")
-    parser.add_argument("--atol", type=float, default=Tolerance().atol, help="absolute tolerance (default %(default)s)")
-    parser.add_argument("--rtol", type=float, default=Tolerance().rtol, help="relative tolerance (default %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report as JSON")
-    return parser
-
-
-def _steps(options: argparse.Namespace) -> list[int]:
-    """The steps to compare; an open range ends with the last one of the self-hosted dump."""
-    _check_numbers(options)
-    if options.steps is None:
-        return [_DEFAULT_STEP if options.step is None else options.step]
-    if options.step is not None:
+def _steps(folder: Path, step: int | None, texts: str | None) -> list[int]:
+    """List the steps to compare; an open range ends with the last step of the self-hosted dump."""
+    if texts is None:
+        return [_DEFAULT_STEP if step is None else step]
+    if step is not None:
         raise ConfigError("--step and --steps: give one of them")
     try:
-        chosen = StepRanges.parse(options.steps)
+        chosen = StepRanges.parse(texts)
     except ValueError as error:
-        raise ConfigError(f"--steps {options.steps!r}: {error}") from error
-    folder = options.self_hosted_dir
+        raise ConfigError(f"--steps {texts!r}: {error}") from error
     present = find_steps(folder)
     steps: list[int] = []
     for first, last in chosen.ranges:
         if last is None:
-            steps += [step for step in present if step >= first]
+            steps += [found for found in present if found >= first]
             continue
-        for step in range(first, last + 1):
-            check_step(step, present, f"the Self-Hosted dump {folder}")
-            steps.append(step)
+        for number in range(first, last + 1):
+            check_step(number, present, f"the Self-Hosted dump {folder}")
+            steps.append(number)
     if not steps:
         check_step(chosen.ranges[0][0], present, f"the Self-Hosted dump {folder}")
     return steps
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def _check_numbers(**values: tuple[float | None, int]) -> None:
+    """Refuse values below their least one, by the options' names; typer would name the first one only."""
     problems = [
         f"--{name} is {value}; expected at least {least}"
-        for name, value, least in (
-            ("step", options.step, 0),
-            ("num_ranks", options.num_ranks, 1),
-            ("num_micros", options.num_micros, 1),
-            ("atol", options.atol, 0),
-            ("rtol", options.rtol, 0),
-        )
-        if value is not None and not value >= least
+        for name, (value, least) in values.items()
+        if value is not None and not value >= least  # NaN too
     ]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _compare(options: argparse.Namespace, step: int) -> StepReport:
-    return compare_dumps(
-        options.self_hosted_dir,
-        options.remote_api_dir,
-        options.weaver_dir,
-        step,
-        options.num_ranks,
-        options.num_micros,
-        tolerance=Tolerance(atol=options.atol, rtol=options.rtol),
-    )
-
-
 def _worst(reports: Sequence[StepReport]) -> ExitCode:
-    """1 where any step differs, else 3 where any is incomplete."""
+    """Return 1 where any step differs, else 3 where any is incomplete."""
     codes = {report.exit_code for report in reports}
     for code in (ExitCode.DIVERGED, ExitCode.INCOMPARABLE):
         if code in codes:
@@ -134,7 +120,7 @@ def _worst(reports: Sequence[StepReport]) -> ExitCode:
 
 
 def _as_json(reports: Sequence[StepReport], exit_code: ExitCode) -> dict[str, object]:
-    """One step's report as NexRL has it; several in a list."""
+    """Return one step's report in NexRL's form; several in a list."""
     if len(reports) == 1:
         return dict(report_as_json(reports[0]))
     return {"exit_code": int(exit_code), "steps": [report_as_json(report) for report in reports]}

@@ -1,4 +1,4 @@
-"""Entry of the agentic pipeline: ``python -m pipelines.agentic --config_path configs --config_name NAME a.b=c ...``.
+"""Entry of the agentic pipeline: ``python -m pipelines.agentic --config-path configs --config-name NAME a.b=c ...``.
 
 Every process of a run starts here. The configuration is loaded and its environment applied before torch, NCCL or
 TransformerEngine can read it; only then is the rest imported.

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.determinism.environment import apply_system_envs, read_launched_with
 from mock_scheduler.support.processes import end_with_parent
 from pipelines.config.loading import load_source
@@ -54,6 +53,9 @@ def run_entry(
     end_with_parent(os.environ)
 
     def load() -> PipelineConfig:
+        # Imports typer, for which a session, whose runs come here without arguments, should not wait.
+        from mock_scheduler.config.arguments import parse_config_arguments
+
         return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
     return attempt_run(load, check=check, run=run, prepare=prepare)

@@ -1,15 +1,14 @@
-"""Plays the recorded actions of a recording through its environments again and compares what they answer.
+"""Plays the actions of a recording through its environments again and compares their answers.
 
-``python -m pipelines.replay_actions --config_name NAME --recording DIR [--steps 0-4] [--json PATH] a.b=c ...``, which
-``mock-scheduler replay-actions`` starts. It needs no model and no policy: it shows whether environments, seeds and
-settings of a recording are still those that made it.
+``mock-scheduler replay-actions`` starts it, as ``python -m pipelines.replay_actions --config-name NAME --recording DIR
+[--steps 0-4] [--json PATH] a.b=c ...``. It needs no model and no policy: it shows whether environments, seeds and
+settings are still the recording's.
 
 Exit codes: 0 all equal, 1 a difference, 3 nothing could be compared or another vocabulary, 5 bad input.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
@@ -17,9 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated
+
+import typer
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
+from mock_scheduler.commands.common import parse_steps
+from mock_scheduler.config.arguments import ConfigName, ConfigPath, Overrides, with_one_spelling
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
@@ -27,11 +30,11 @@ from mock_scheduler.recording import RecordingReader
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
-from pipelines.config.loading import load_source
 from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -44,11 +47,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingComparison:
-    """All that was compared, in the chosen ``steps`` of those ``present``, both by folder: ``train 0-4; val 0``.
+    """The result of a comparison. ``steps``: compared, ``present``: recorded, both by folder: ``train 0-4; val 0``.
 
-    ``first``: the first difference, with the step that it is in. ``num_tokens``: tokens of the environments.
-    ``changed_settings``: keys of the configuration that decide what is played and are not as the recording's contract
-    has them; they may be why something differs.
+    ``first``: the first difference, with its step. ``num_tokens``: tokens of the environments. ``changed_settings``:
+    keys of the configuration that differ from the recording's contract and decide the episodes: a likely cause.
     """
 
     steps: str
@@ -63,13 +65,13 @@ class RecordingComparison:
 
     @property
     def exit_code(self) -> ExitCode:
-        """0, 1 or 3."""
+        """The exit code: 0, 1 or 3."""
         if self.num_rows == 0:
             return ExitCode.INCOMPARABLE
         return ExitCode.DIVERGED if self.num_different else ExitCode.ALIGNED
 
     def describe(self) -> str:
-        """The result as lines for a terminal."""
+        """Describe the result in lines for a terminal."""
         counts = (
             f"{count_of(self.num_rows, 'row')}, {count_of(self.num_turns, 'turn')}, "
             f"{count_of(self.num_tokens, 'token')} of the environments"
@@ -89,7 +91,7 @@ class RecordingComparison:
         return "\n".join([*lines, f"verdict      {verdict[self.exit_code]}"])
 
     def as_json(self) -> dict[str, JSON]:
-        """The result as JSON values."""
+        """Return the result as JSON values."""
         first: JSON = None
         if self.first is not None:
             place, difference = self.first
@@ -161,7 +163,7 @@ class _Replayer:
 
 
 def compare_recording(config: PipelineConfig, dump_dir: str, steps: StepRanges | None) -> RecordingComparison:
-    """Replay the chosen steps (``None``: all) of a recording through the environments of ``config``.
+    """Replay the chosen steps of a recording (``None``: all) through the environments of ``config``.
 
     Raises:
         ContractError: the recording's tokens are of another vocabulary, or of none that is known.
@@ -200,7 +202,7 @@ def compare_recording(config: PipelineConfig, dump_dir: str, steps: StepRanges |
 
 
 def _trajectories(batch: RolloutBatch) -> Iterator[list[Trajectory]]:
-    """The rows of each trajectory, which lie side by side and in the order of their turns."""
+    """Yield the rows of each trajectory, which lie side by side, in the order of their turns."""
     for _, rows in groupby(batch.rows(), key=lambda row: row.identity.trajectory_key):
         yield list(rows)
 
@@ -220,7 +222,7 @@ def _check_vocabulary(recorded: Contract, tokenizer: GridTokenizer, dump_dir: st
 
 
 def _changed_settings(recorded: Contract, config: PipelineConfig) -> Iterator[str]:
-    """Each recorded key that decides what is played and is another now: ``seed: recorded 1, configured 2``."""
+    """Yield each changed setting of the episodes: ``seed: recorded 1, configured 2``."""
     sections: dict[str, JSON] = {
         "seed": config.seed,
         "sequence_length": config.sequence_length,
@@ -234,47 +236,29 @@ def _changed_settings(recorded: Contract, config: PipelineConfig) -> Iterator[st
                 yield f"{field.name}: recorded {texts[0]}, configured {texts[1]}"
 
 
-class _ArgumentParser(argparse.ArgumentParser):
-    """argparse whose usage errors are ConfigErrors, so that they exit as every other bad input does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ``ConfigError``."""
-        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _ArgumentParser(prog="pipelines.replay_actions", allow_abbrev=False)
-    parser.add_argument("--config_path", "--config-path", default=DEFAULT_CONFIG_PATH, help="folder of YAML files")
-    parser.add_argument("--config_name", "--config-name", required=True, help="file in it, without .yaml")
-    parser.add_argument("--recording", required=True, help="rollout_mock.dump_dir of a run: folder or URL")
-    parser.add_argument("--steps", help="these only, as in 0-4,7 or 100-")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    parser.add_argument("overrides", nargs="*", help="a.b=c, in Hydra's grammar")
-    return parser.parse_intermixed_args(list(arguments))
-
-
-def _parse_steps(text: str | None) -> StepRanges | None:
-    if text is None:
-        return None
-    try:
-        return StepRanges.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"--steps: {error}") from error
+def replay_actions(
+    config_name: ConfigName,
+    recording: Annotated[str, typer.Option("--recording", help="rollout_mock.dump_dir of a run: folder or URL")],
+    overrides: Overrides = None,
+    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
+    steps: Annotated[str | None, typer.Option("--steps", help="these only, as in 0-4,7 or 100-")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+) -> int:
+    """Play recorded actions through the environments again, and name the first answer that differs."""
+    source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
+    comparison = compare_recording(load_source(source), recording, parse_steps(steps))
+    print(f"recording    {recording}\n{comparison.describe()}", flush=True)
+    if json_path is not None:
+        save_json(json_path, comparison.as_json(), sort_keys=False)
+    return int(comparison.exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the result and return the exit code; ``None``: the process's own arguments."""
     end_with_parent(os.environ)
     try:
-        parsed = _parse(sys.argv[1:] if arguments is None else arguments)
-        steps = _parse_steps(parsed.steps)
-        source = ConfigSource(
-            config_name=parsed.config_name, config_path=parsed.config_path, overrides=tuple(parsed.overrides)
-        )
-        comparison = compare_recording(load_source(source), parsed.recording, steps)
-        print(f"recording    {parsed.recording}\n{comparison.describe()}", flush=True)
-        if parsed.json is not None:
-            save_json(parsed.json, comparison.as_json(), sort_keys=False)
+        given = sys.argv[1:] if arguments is None else arguments
+        return parse_arguments(replay_actions, with_one_spelling(given), prog="python -m pipelines.replay_actions")
     except MockSchedulerError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)
@@ -284,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the edge of the process: Python's own code for it, 1, is a verdict here
         traceback.print_exc()
         return int(ExitCode.INTERNAL)
-    return int(comparison.exit_code)
 
 
 if __name__ == "__main__":

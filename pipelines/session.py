@@ -12,7 +12,6 @@ the rest is for another session. 0 says that every run was made, not that each s
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import sys
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
@@ -49,14 +47,6 @@ class _Planned:
         return self.config
 
 
-class _ArgumentParser(argparse.ArgumentParser):
-    """argparse whose usage errors are ConfigErrors, so that they exit as every other bad input does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ``ConfigError``."""
-        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
-
-
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
     """Makes the runs of a plan in this process, one of the plan's; returns its exit code.
 
@@ -67,10 +57,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
     started_s = time.time()
     first_dir: Path | None = None
     try:
-        parser = _ArgumentParser(prog="pipelines.session", allow_abbrev=False)
-        parser.add_argument("plan", type=Path, help="a plan of mock_scheduler.launch.sessions")
-        plan = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments)).plan
-        runs = read_plan(plan)
+        runs = read_plan(_plan_path(sys.argv[1:] if arguments is None else arguments))
         first_dir = runs[0].output_dir
         planned = [_load(run) for run in runs]
         _start(planned, prepare)
@@ -80,6 +67,15 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         raise
     except BaseException as error:  # noqa: BLE001 - the edge of the process, as in ``pipelines.entry``
         return report_failure(error, first_dir, global_rank=_global_rank(), started_s=started_s)
+
+
+def _plan_path(arguments: Sequence[str]) -> Path:
+    if len(arguments) != 1:
+        raise ConfigError(
+            f"python -m pipelines.session takes one argument, the file of a plan, found {len(arguments)}: "
+            f"{' '.join(arguments) or 'none'}"
+        )
+    return Path(arguments[0])
 
 
 def _global_rank() -> int:

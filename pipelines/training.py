@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
 from mock_scheduler.batch import RolloutBatch
@@ -29,7 +29,9 @@ from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation
 from pipelines.operations import record_operations
-from pipelines.remote.learner import RemoteLearner
+
+if TYPE_CHECKING:
+    from pipelines.remote.learner import RemoteLearner
 
 
 class Training(Protocol):
@@ -146,6 +148,9 @@ class ServiceTraining:
 
     def build(self, resumed: RunState | None) -> None:
         """Greet the service; the configuration has refused to resume."""
+        # Imports httpx, for which no other run should wait.
+        from pipelines.remote.learner import RemoteLearner
+
         self._learner = RemoteLearner(self._config, self._tokenizer, url=self._url)
         self.layout = self._learner.service.layout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
-from mock_scheduler.launch import launcher
+from mock_scheduler.commands import launch
 from mock_scheduler.launch.launcher import LaunchPlan
 from pipelines.config.loading import load_config
 
@@ -55,7 +55,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_env_prints_quoted_export_lines(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["env", "--config_path", config_path, "run"]) == 0
+    assert cli.main(["env", "--config-path", config_path, "run"]) == 0
     assert capsys.readouterr().out == "export A=1\nexport NCCL_ALGO='a b'\n"
 
 
@@ -64,7 +64,7 @@ def test_env_refuses_settings_that_a_run_refuses_and_prints_none(
     setting: str, config_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It exported NCCL_ALGO=Tree under DETERMINISTIC_MODE=1, which ``launch`` refuses."""
-    arguments = ["run", f"system_envs={{NCCL_ALGO: Tree, {setting}}}", "--config_path", config_path]
+    arguments = ["run", f"system_envs={{NCCL_ALGO: Tree, {setting}}}", "--config-path", config_path]
     assert cli.main(["env", *arguments]) == 4
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -73,18 +73,17 @@ def test_env_refuses_settings_that_a_run_refuses_and_prints_none(
     assert capsys.readouterr().err == printed.err
 
 
-@pytest.mark.parametrize("option", ["--config_path", "--config-path"])
 def test_config_prints_yaml_that_loads_back(
-    config_path: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["config", "run", "seed=9", option, config_path, "~system_envs"]) == 0
+    assert cli.main(["config", "run", "seed=9", "--config-path", config_path, "~system_envs"]) == 0
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
     again = load_config("again", config_path=tmp_path)
     assert again == load_config("run", config_path=tmp_path, overrides=["seed=9", "~system_envs"])
 
 
 def test_library_errors_are_one_clean_message(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "run", "rollout_mock.mode='[b]replay'", "--config_path", config_path]) == 5
+    assert cli.main(["config", "run", "rollout_mock.mode='[b]replay'", "--config-path", config_path]) == 5
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
@@ -97,7 +96,7 @@ def test_library_errors_are_one_clean_message(config_path: str, capsys: pytest.C
 def test_unready_deterministic_mode_is_refused_before_anything_starts(
     config_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["launch", "run", "system_envs={DETERMINISTIC_MODE: 1}", "--config_path", config_path]) == 4
+    assert cli.main(["launch", "run", "system_envs={DETERMINISTIC_MODE: 1}", "--config-path", config_path]) == 4
     assert capsys.readouterr().err.startswith("error: system_envs do not make a deterministic run:\n")
 
 
@@ -145,8 +144,8 @@ def test_a_file_that_cannot_be_used_is_one_message_and_exit_code_5(
     message: str,
 ) -> None:
     """It ended with a traceback and exit code 1, which CI takes for ``diverged``."""
-    monkeypatch.setattr(launcher, "run_plan", fail_with(error))
-    assert cli.main(["launch", "run", "--config_path", config_path]) == 5
+    monkeypatch.setattr(launch, "run_plan", fail_with(error))
+    assert cli.main(["launch", "run", "--config-path", config_path]) == 5
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -154,8 +153,8 @@ def test_an_unforeseen_error_is_a_traceback_and_exit_code_70(
     config_path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python's own exit code for it is 1, which CI takes for ``diverged``."""
-    monkeypatch.setattr(launcher, "run_plan", fail_with(ZeroDivisionError("division by zero")))
-    assert cli.main(["launch", "run", "--config_path", config_path]) == 70
+    monkeypatch.setattr(launch, "run_plan", fail_with(ZeroDivisionError("division by zero")))
+    assert cli.main(["launch", "run", "--config-path", config_path]) == 70
     text = capsys.readouterr().err
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith(
@@ -166,11 +165,25 @@ def test_an_unforeseen_error_is_a_traceback_and_exit_code_70(
 
 def test_output_that_nobody_reads_is_not_a_verdict(config_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """typer itself exits with 1 on a closed pipe, as in ``mock-scheduler align ... | head``."""
-    monkeypatch.setattr(launcher, "run_plan", fail_with(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    monkeypatch.setattr(launch, "run_plan", fail_with(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     # typer wraps both streams for good.
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    assert cli.main(["launch", "run", "--config_path", config_path]) == 141
+    assert cli.main(["launch", "run", "--config-path", config_path]) == 141
+
+
+def test_an_option_has_one_spelling_and_another_is_answered_with_it(
+    config_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--config_path`` and ``--config-path`` stood side by side."""
+    assert cli.main(["config", "run", "--config_path", config_path]) == 5
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "error: No such option: --config_path (Possible options: --config-path)"
+    )
+    for name in ("launch", "align", "compare", "minimise", "doctor", "extract", "correction", "replay-actions"):
+        assert cli.main([name, "--help"]) == 0
+        words = capsys.readouterr().out.split()
+        assert [word for word in words if word.startswith("--") and "_" in word] == []
 
 
 def test_launch_runs_the_plan_and_exits_with_its_code(config_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +193,12 @@ def test_launch_runs_the_plan_and_exits_with_its_code(config_path: str, monkeypa
         plans.append(plan)
         return 3
 
-    monkeypatch.setattr(launcher, "run_plan", record)
-    assert cli.main(["launch", "run", "seed=9", "--config_path", config_path]) == 3
+    monkeypatch.setattr(launch, "run_plan", record)
+    assert cli.main(["launch", "run", "seed=9", "--config-path", config_path]) == 3
     assert plans[0].argv[1:] == (
         "-m",
         "pipelines.agentic",
-        *("--config_path", config_path),
-        *("--config_name", "run"),
+        *("--config-path", config_path),
+        *("--config-name", "run"),
         "seed=9",
     )

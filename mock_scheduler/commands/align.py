@@ -36,10 +36,14 @@ JUNIT_FILE = "align.junit.xml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignOptions:
-    """``output_dir``: where all goes; ``None``: as the configuration says. ``overwrite``: run everything anew.
+    """Options of an alignment.
 
-    ``recording_dir``: a recording that baseline and candidates replay; ``None``: the baseline records. ``is_ci``: print
-    a short summary alone, and write JUnit XML. ``json_path``, ``html_path``: further copies of result and page.
+    Attributes:
+        output_dir: the folder of all runs and reports; ``None``: the configuration's.
+        overwrite: run everything anew.
+        recording_dir: a recording to replay in the baseline too; ``None``: the baseline records.
+        is_ci: print only a short summary, and write JUnit XML.
+        json_path, html_path: further copies of result and page.
     """
 
     output_dir: Path | None = None
@@ -61,10 +65,10 @@ def run_align(
 ) -> int:
     """Run an alignment, print its report, and return the exit code of the gravest verdict.
 
-    ``{output_dir}/align.json`` holds the result, saved anew after every stage, so that an interrupt loses none, and
-    ``align.html`` shows it. Runs of an earlier alignment in the same folder that would be made again as they were are
-    taken again. Raises ``ConfigError`` before anything runs, and ``AlignmentError`` where the baseline fails.
-    ``console``: ``None`` is this terminal.
+    ``{output_dir}/align.json`` holds the result, saved anew after every stage, so an interrupt loses none, and
+    ``align.html`` shows it. An earlier alignment's runs in the same folder are taken again where a new run would be the
+    same. Raises ``ConfigError`` before anything runs, and ``AlignmentError`` where the baseline fails. ``console``:
+    ``None`` is this terminal.
     """
     console = console or build_console()
     _check_writable(options)
@@ -129,19 +133,19 @@ def _carry_out(
 
 @dataclass(kw_only=True, slots=True)
 class _Reports:
-    """Saves the result so far. What all reports say of the last one is built once: traces are read for it."""
+    """Saves the result so far. ``view``: of the last result, built once for all reports, since it reads traces."""
 
     result_path: Path
     view: AlignmentView | None = None
 
     def save(self, result: AlignmentResult) -> None:
-        """Write it to ``result_path``; until it has ended without what is read from folders."""
+        """Write it to ``result_path``; before its end without the parts read from folders."""
         self.view = build_view(result, is_full=result.times is not None)
         save_result(result, self.view, self.result_path)
 
 
 def _check_writable(options: AlignOptions) -> None:
-    """Raise ``ConfigError`` for a copy that could not be written, before hours are spent on what it would hold."""
+    """Raise ``ConfigError`` for a copy that could not be written, before hours are spent on its content."""
     for name, path in (("--json", options.json_path), ("--html", options.html_path)):
         if path is None:
             continue
@@ -153,7 +157,7 @@ def _check_writable(options: AlignOptions) -> None:
 def _write_reports(
     result: AlignmentResult, view: AlignmentView, options: AlignOptions, *, files: dict[str, Path]
 ) -> None:
-    """All but the result itself; ``files`` is told of what was not among them."""
+    """Write all reports but the result itself; adds the copies to ``files``."""
     write_alignment_page(view, files["page"])
     if options.html_path is not None:
         files["HTML copy"] = options.html_path

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.commands.recordings import parse_steps, recorded_vocabulary
+from mock_scheduler.commands.common import parse_steps, recorded_vocabulary
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions

@@ -1,34 +1,30 @@
-"""``mock-scheduler minimise``: the smallest case in which a candidate is still diverged, found by alignments of it.
+"""``mock-scheduler minimise``: finds the smallest case of a diverged candidate by aligning smaller and smaller ones.
 
-Contract: every alignment goes to a folder of its workload, where a baseline that has run already is taken again. A
-candidate whose run fails, or that is no longer diverged, counts as one that does not show the fault.
+Contract: a case with a failed run, or without the divergence, counts as one without the fault.
 """
 
 from __future__ import annotations
 
 import io
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.minimise.minimise import Levels, Minimum, minimise
-from mock_scheduler.align.minimise.space import Reduction, ReductionSpace, build_space
+from mock_scheduler.align.minimise.minimise import minimise
+from mock_scheduler.align.minimise.space import ReductionSpace, build_space
+from mock_scheduler.align.minimise.trials import AlignOnce, Trials, only_candidate, remember
 from mock_scheduler.align.plan.matrix import expand_candidates
-from mock_scheduler.align.plan.overrides import quote_value
 from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
-from mock_scheduler.config.align import CandidateConfig, MatrixConfig
+from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.program import ConfigLoader, Program, RunConfig, find_program
+from mock_scheduler.program import ConfigLoader, Program, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
-from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
-from mock_scheduler.support.text import count_of, join_words
 from mock_scheduler.verdict.verdict import VerdictKind
 
 MINIMISE_FILE = "minimise.json"
@@ -38,19 +34,16 @@ MINIMISE_MARKER = FolderMarker(
     text="made by mock-scheduler minimise; --overwrite may remove what is in this folder\n",
 )
 FOLDER = "minimise"
-# They narrow a divergence down and say what it does to training; the verdict does not rest on them.
+# They explain a divergence; the verdict does not rest on them.
 _WITHOUT_EXPLANATION = ("align.proofs.localise=false", "align.proofs.consequence=false")
-
-#: As ``align_once``.
-AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictKind]
 
 
 def align_once(
     config_name: str, config_path: Path, overrides: Sequence[str], candidate: CandidateConfig, output_dir: Path
 ) -> VerdictKind:
-    """The verdict on one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
+    """Align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
-    The alignment and its files are those of ``mock-scheduler align``, in ``output_dir``. Raises ``ConfigError`` before
+    ``output_dir`` gets the files of ``mock-scheduler align``. Raises ``ConfigError`` before
     anything runs.
     """
     load = find_program(config_name, config_path).build_loader(config_name, config_path)
@@ -69,26 +62,16 @@ def align_once(
     return VerdictKind(result["candidates"][0]["verdict"])
 
 
-def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: CandidateConfig) -> tuple[str, ...]:
-    """The overrides that make a candidate the only one."""
-    fields = {"name": quote_value(candidate.name)}
-    if candidate.overrides:
-        fields["overrides"] = _quote_list(candidate.overrides)
-    if candidate.entry is not None:
-        fields["entry"] = quote_value(candidate.entry)
-    if candidate.python is not None:
-        fields["python"] = quote_value(candidate.python)
-    if candidate.exact is not None:
-        fields["exact"] = str(candidate.exact).lower()
-    entry = ",".join(f"{key}:{value}" for key, value in fields.items())
-    has_matrix = load(overrides).align.matrix != MatrixConfig()
-    return (f"align.candidates=[{{{entry}}}]", *(["~align.matrix"] if has_matrix else []))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinimiseOptions:
-    """``output_dir``: ``None`` is ``minimise`` in the configuration's. ``max_runs``: alignments to spend at
-    most, that of the candidate as it is among them."""
+    """Options of a reduction.
+
+    Attributes:
+        output_dir: the folder of all alignments; ``None`` is ``minimise`` in the configuration's.
+        max_runs: alignments to spend at most, the first one, of the whole case, among them.
+        overwrite: run everything anew.
+        json_path: a further copy of the result.
+    """
 
     output_dir: Path | None = None
     max_runs: int = 60
@@ -106,10 +89,10 @@ def run_minimise(
     align: AlignOnce = align_once,
     console: Console | None = None,
 ) -> int:
-    """Shrink a diverged candidate, print what is left and the command that shows it; returns the verdict's exit code.
+    """Shrink a diverged candidate, print the smallest case and its command; returns the verdict's exit code.
 
-    A candidate that is neither diverged nor suspect is not reduced. ``{output_dir}/minimise.json`` has the result.
-    Raises ``ConfigError`` for a candidate that there is not, or that cannot be run.
+    Only a diverged or suspect candidate is reduced. ``{output_dir}/minimise.json`` has the result. Raises
+    ``ConfigError`` for an unknown candidate, or one that cannot be run.
     """
     console = console or build_console()
     program = find_program(config_name, config_path)
@@ -118,7 +101,7 @@ def run_minimise(
     root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
     with claim_folder(root, marker=MINIMISE_MARKER):
         open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
-        trial = _Trial(
+        trial = Trials(
             program=program,
             space=space,
             load=load,
@@ -154,7 +137,7 @@ def run_minimise(
 def _open_space(
     program: Program, load: ConfigLoader, overrides: Sequence[str], name: str
 ) -> tuple[ReductionSpace, tuple[str, ...]]:
-    """What can be reduced, and the overrides of ``align.baseline``."""
+    """Build the space of reductions; also returns the overrides of ``align.baseline``."""
     stated = tuple(load(overrides).align.baseline)
     baseline = load((*overrides, *stated))
     candidates = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
@@ -163,136 +146,3 @@ def _open_space(
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
     return build_space(program, baseline, planned, candidate), stated
-
-
-def remember(load: ConfigLoader) -> ConfigLoader:
-    """The same loader, which loads nothing twice."""
-    known: dict[tuple[str, ...], RunConfig] = {}
-
-    def look_up(overrides: Sequence[str]) -> RunConfig:
-        key = tuple(overrides)
-        if key not in known:
-            known[key] = load(key)
-        return known[key]
-
-    return look_up
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Runs cases and says what they are; ``baseline``: the overrides that the configuration states for it."""
-
-    program: Program
-    space: ReductionSpace
-    load: ConfigLoader
-    align: AlignOnce
-    config_name: str
-    config_path: Path
-    overrides: tuple[str, ...]
-    baseline: tuple[str, ...]
-    root: Path
-    console: Console
-    failing: tuple[VerdictKind, ...] = (VerdictKind.DIVERGED,)
-    tried: list[dict[str, JSON]] = field(default_factory=list)
-
-    def fails(self, levels: Levels) -> bool:
-        """Whether the candidate still shows the fault."""
-        return self.align_at(levels) in self.failing
-
-    def is_valid(self, levels: Levels) -> bool:
-        """Whether both runs of a case can be made, and the candidate is not the baseline itself."""
-        reduction = self.space.build(levels)
-        if reduction.is_baseline:
-            return False
-        shared = (*self.overrides, *self.baseline, *reduction.shared)
-        try:
-            self.load(shared)
-            self.load((*shared, *reduction.candidate.overrides))
-        except ConfigError:
-            return False
-        return True
-
-    def identify(self, levels: Levels) -> tuple[tuple[str, ...], str]:
-        """What a case runs."""
-        reduction = self.space.build(levels)
-        return reduction.shared, reduction.candidate.model_dump_json()
-
-    def align_at(self, levels: Levels) -> VerdictKind:
-        """Align one case."""
-        reduction = self.space.build(levels)
-        folder = self.root / f"workload-{compute_json_digest(list(reduction.shared))[:12]}"
-        started_s = time.perf_counter()
-        verdict = self.align(
-            self.config_name, self.config_path, self._with_shared(reduction), reduction.candidate, folder
-        )
-        seconds = time.perf_counter() - started_s
-        self.tried.append(
-            {
-                "reduced": list(reduction.steps),
-                "layout": reduction.layout,
-                "verdict": str(verdict),
-                "seconds": round(seconds, 3),
-            }
-        )
-        what = ", ".join(reduction.steps) or "as it is"
-        text = f"{len(self.tried) - 1:3d}  {verdict}  {reduction.layout}: {what}  ({seconds:.1f} s)"
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        return verdict
-
-    def describe(self, minimum: Minimum, verdict: VerdictKind) -> dict[str, JSON]:
-        """The result as JSON."""
-        reduction = self.space.build(minimum.levels)
-        return {
-            "candidate": reduction.candidate.name,
-            "verdict": str(verdict),
-            "layout": reduction.layout,
-            "overrides": list(reduction.shared),
-            "candidate_overrides": list(reduction.candidate.overrides),
-            "entry": reduction.candidate.entry or self.program.entry,
-            "python": reduction.candidate.python,
-            "reduced": list(reduction.steps),
-            "num_runs": len(self.tried),
-            "is_complete": minimum.is_complete,
-            "command": self.command(reduction),
-            "tried": list(self.tried),
-        }
-
-    def command(self, reduction: Reduction) -> str:
-        """What shows the reduced case, in a folder that no other case and no alignment of the user's has."""
-        overrides = self._with_shared(reduction)
-        only = only_candidate(self.load, overrides, reduction.candidate)
-        words = [self.config_name, *overrides, *only, "--config-path", str(self.config_path)]
-        folder = self.root / f"smallest-{compute_json_digest(list(words))[:12]}"
-        return join_words(["mock-scheduler", "align", *words, "--output-dir", str(folder)])
-
-    def print_result(self, minimum: Minimum, path: Path) -> None:
-        """Say what is left."""
-        reduction = self.space.build(minimum.levels)
-        own = [*reduction.candidate.overrides]
-        if reduction.candidate.entry is not None:
-            own.append(f"entry {reduction.candidate.entry}")
-        if reduction.candidate.python is not None:
-            own.append(f"python {reduction.candidate.python}")
-        num_runs = len(self.tried)
-        were = "was" if num_runs == 1 else "were"
-        state = "" if minimum.is_complete else f", which {were} all that it may take: it may not be the smallest"
-        lines = (
-            f"still fails after {count_of(num_runs, 'alignment')}{state}",
-            f"layout       {reduction.layout}",
-            f"candidate    {' '.join(own)}",
-            f"workload     {' '.join(reduction.shared) or 'as it was'}",
-            f"result       {path}",
-            f"see it with  {self.command(reduction)}",
-        )
-        for line in lines:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def _with_shared(self, reduction: Reduction) -> tuple[str, ...]:
-        """The command line with the reduced workload, which counts after what the configuration states."""
-        if not reduction.shared:
-            return self.overrides
-        return (*self.overrides, f"align.baseline={_quote_list([*self.baseline, *reduction.shared])}")
-
-
-def _quote_list(texts: Sequence[str]) -> str:
-    return f"[{','.join(map(quote_value, texts))}]"

@@ -7,13 +7,12 @@ the files, then interpolations, then keys and values, then the combinations that
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -63,8 +62,8 @@ class ConfigSource:
     overrides: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Returns the command line that ``parse_config_arguments`` reads back to this source."""
-        return ["--config_path", self.config_path, "--config_name", self.config_name, *self.overrides]
+        """Return the command line that ``arguments.parse_config_arguments`` reads back to this source."""
+        return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
 
 
 class Dumped(Protocol):
@@ -73,28 +72,6 @@ class Dumped(Protocol):
     def model_dump(self, *, mode: str) -> dict[str, Any]:
         """Give the values by their keys."""
         ...
-
-
-class _ConfigArgumentParser(argparse.ArgumentParser):
-    """argparse whose usage errors are ConfigErrors, so that they exit as every other bad input does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n{self.format_usage().strip()}")
-
-
-def parse_config_arguments(arguments: Sequence[str], *, prog: str) -> ConfigSource:
-    """Read ``--config_path DIR --config_name NAME a.b=c ...`` (ROLL's spelling; dashes work too), in any order.
-
-    ``arguments``: without the program's name. Raises ConfigError for a missing name or an unknown option.
-    """
-    parser = _ConfigArgumentParser(prog=prog, allow_abbrev=False)
-    parser.add_argument("--config_path", "--config-path", default=DEFAULT_CONFIG_PATH, help="folder of YAML files")
-    parser.add_argument("--config_name", "--config-name", required=True, help="file in it, without .yaml")
-    parser.add_argument("overrides", nargs="*", help="a.b=c, in Hydra's grammar")
-    parsed = parser.parse_intermixed_args(list(arguments))
-    return ConfigSource(
-        config_name=parsed.config_name, config_path=parsed.config_path, overrides=tuple(parsed.overrides)
-    )
 
 
 def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
@@ -163,7 +140,7 @@ def _escape_interpolations(value: object) -> object:
 
 def _check_file_exists(folder: Path, name: str) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"config path is not a folder: {folder}; give the folder of YAML files as --config_path")
+        raise ConfigError(f"config path is not a folder: {folder}; give the folder of YAML files as --config-path")
     if (folder / f"{name}.yaml").is_file():
         return
     present = sorted(path.stem for path in folder.glob("*.yaml"))

@@ -1,6 +1,6 @@
-"""The proxy's way to its recording: loading, comparing and writing steps.
+"""Loads, compares and writes the recorded steps of a run.
 
-Contract: what happens is counted in the ledger, and said by the one process that logs.
+Contract: every event is counted in the ledger, and logged by the one process with that duty.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
+from mock_scheduler.proxy.missing_steps import request_stand_in
 from mock_scheduler.proxy.routing import Route, Router
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import (
@@ -33,7 +34,7 @@ _NUM_ROWS_SHOWN = 10
 
 
 class RecordingAccess:
-    """``reader`` and ``writer`` are None where the run, or this process, does not read or write."""
+    """The proxy's way to its recording; ``reader``, ``writer`` None: this process does not read, or not write."""
 
     def __init__(
         self, settings: ProxySettings, *, router: Router, reader: RecordingReader | None, writer: RecordingWriter | None
@@ -42,12 +43,12 @@ class RecordingAccess:
         self.router = router
         self._reader = reader
         self.writer = writer
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         if writer is not None:
             writer.on_written = self._on_written
 
     def load(self, request: RolloutRequest, route: Route) -> RecordedStep:
-        """The recorded step that answers, or is compared with, ``request``; raises as ``RecordingReader.load_step``."""
+        """Load the step to answer ``request`` with, or to compare; raises as ``RecordingReader.load_step``."""
         shard = self._settings.shard
         if route.replayed_step is None or route.replayed_step == request.global_step:
             step = self._reader_of(request).load_step(request, shard=shard)
@@ -59,8 +60,7 @@ class RecordingAccess:
                     *(request.mode, request.global_step),
                 )
             return step
-        # Its data are those of another step by the user's wish; its prompts, where given, must still be the same.
-        source = replace(request, global_step=route.replayed_step)
+        source = request_stand_in(request, route.replayed_step)
         step = self._reader_of(source).load_step(source, shard=shard, is_stand_in=True)
         self._settings.ledger.count("recording", "repeated_steps")
         self._log(
@@ -71,11 +71,11 @@ class RecordingAccess:
         return step
 
     def _reader_of(self, source: RolloutRequest) -> RecordingReader:
-        """The reader, once a step that this run itself records is on disk: written by this process or by another."""
+        """Return the reader, once a step of this run itself is on disk, written by this process or by another."""
         if self.router.is_own(source):
             if self.writer is not None:
                 self.writer.flush()
-            self._settings.patience.wait_until(  # loading says what is missing
+            self._settings.patience.wait_until(  # a step that never comes is named by loading it
                 lambda: self._is_there(source),
                 describe=lambda: f"{source.mode} step {source.global_step}, which another process of the run records",
             )
@@ -93,7 +93,7 @@ class RecordingAccess:
             return False
 
     def log_loaded(self, request: RolloutRequest, step: RecordedStep) -> None:
-        """The line for a replayed step."""
+        """Log a replayed step."""
         self._log(
             logging.INFO,
             "[Rollout Mock] Loaded step %d: %s (samples=%d)",
@@ -101,17 +101,17 @@ class RecordingAccess:
         )
 
     def report(self, request: RolloutRequest, lines: Sequence[str]) -> None:
-        """Lines about a batch that was accepted."""
+        """Log lines about an accepted batch."""
         for line in lines:
             self._log(logging.INFO, "[Rollout Mock] Step %d: %s", request.global_step, line)
 
     def verify(
         self, request: RolloutRequest, route: Route, played: RolloutBatch, *, scheduler_state: Mapping[str, JSON]
     ) -> None:
-        """Compare a live batch, and the state of the real scheduler after it, with what is recorded.
+        """Compare a live batch, and the real scheduler's state after it, with the recorded ones.
 
-        Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. The state is compared where it
-        was recorded by a process that held the same rows.
+        Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. The state is compared only with
+        one recorded by a process with the same rows.
         """
         step = self.load(request, route)
         differences = compare_batches(step.batch, played, limit=_NUM_ROWS_SHOWN)
@@ -147,9 +147,9 @@ class RecordingAccess:
         metrics: Mapping[str, float],
         scheduler_state: Mapping[str, JSON],
     ) -> None:
-        """Hand a batch to the writer; raises its errors, also those of earlier batches.
+        """Hand a batch to the writer; raises its errors, also of earlier batches.
 
-        Metrics that are no finite numbers are left out, since JSON has none, and said once each.
+        JSON has no NaN and no infinity: such metrics are left out, with one warning for each name.
         """
         if self.writer is None:
             raise SchedulerError(
@@ -172,10 +172,10 @@ class RecordingAccess:
         self.writer.submit(batch, info)
 
     def checkpoint_saved(self, next_step: int, *, last_played: int | None) -> None:
-        """Tell the writer, whose retention removes what a checkpoint makes superfluous; raises its errors.
+        """Let the writer's retention remove steps made superfluous by a checkpoint; raises the writer's errors.
 
-        ``last_played``: the latest training step that the pipeline got of this scheduler; None where it got none.
-        Raises ``SchedulerError`` where neither it nor what the run's other schedulers recorded reaches ``next_step``.
+        ``last_played``: the latest training step given to the pipeline by this scheduler; None before the first.
+        Raises ``SchedulerError`` where neither it nor the run's other schedulers reached the step before ``next_step``.
         """
         if self.writer is None:
             return
@@ -227,14 +227,14 @@ class RecordingAccess:
             logger.log(level, message, *values)
 
     def _log_once(self, level: int, message: str, *values: object, key: str = "") -> None:
-        """The first line of its kind and ``key``."""
-        if message + key not in self._told:
-            self._told.add(message + key)
+        """Log a line unless one of its kind and ``key`` was logged before."""
+        if message + key not in self._logged:
+            self._logged.add(message + key)
             self._log(level, message, *values)
 
 
 def format_megabytes(size_bytes: int) -> str:
-    """``12.34MB`` (of 2**20 bytes); with two significant digits where two decimals would not show them."""
+    """Format as ``12.34MB`` (of 2**20 bytes), with two significant digits where two decimals would not show them."""
     size = size_bytes / 2**20
     decimals = 2 if size >= 0.1 or not size_bytes else 1 - math.floor(math.log10(size))
     return f"{size:.{decimals}f}MB"

@@ -1,7 +1,7 @@
 """The asynchronous front end of the proxy.
 
-Contract: the event loop never waits for a file or for a synchronous scheduler: both work in threads. What a thread has
-begun is finished before a cancelled call ends, so that no call leaves half of it behind.
+Contract: the event loop never waits for a file or for a synchronous scheduler: both work in threads. A cancelled call
+ends only after its thread has finished, so no call leaves half a step behind.
 """
 
 from __future__ import annotations
@@ -15,9 +15,18 @@ from weakref import WeakKeyDictionary
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
-from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work, is_async
-from mock_scheduler.proxy.failures import is_raised_already
-from mock_scheduler.proxy.lock_table import LockTable
+from mock_scheduler.proxy.effects import (
+    Build,
+    Call,
+    Effect,
+    Flow,
+    Guarded,
+    LockTable,
+    T,
+    Work,
+    is_async,
+    is_raised_already,
+)
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 from mock_scheduler.support.digests import JSON
 
@@ -25,26 +34,26 @@ from mock_scheduler.support.digests import JSON
 class AsyncProxyScheduler:
     """An ``AsyncRolloutScheduler`` in every mode; ``build_async_scheduler`` makes it.
 
-    The methods are those of ``ProxyScheduler``. Calls for different schedulers or kinds may run at the same time; a
+    It has the methods of ``ProxyScheduler``. Calls for different schedulers or kinds may run at the same time; a
     synchronous real scheduler still plays one batch at a time. It may serve one event loop after another. As an async
     context manager it closes itself.
     """
 
     def __init__(self, core: ProxyCore) -> None:
         self._core = core
-        # A lock that was waited for belongs to its event loop for good.
+        # An asyncio lock belongs for good to the first event loop that waits for it.
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, LockTable[asyncio.Lock]] = WeakKeyDictionary()
 
     @property
     def ledger(self) -> Ledger:
-        """What was built, called, answered, suppressed and recorded so far."""
+        """Counts the calls so far: built, called, answered, suppressed and recorded."""
         return self._core.ledger
 
     async def get_batch(self, request: RolloutRequest) -> NativeBatch:
-        """As ``ProxyScheduler.get_batch``.
+        """Return the batch, as ``ProxyScheduler.get_batch`` does.
 
-        A call that is cancelled leaves no half step. Where the real scheduler had given its batch already, the next
-        call for an equal request gets that batch.
+        A cancelled call leaves no half step. Where the real scheduler had given its batch already, the next call with
+        an equal request gets it.
         """
         return await self._run(self._core.get_batch(request))
 
@@ -57,15 +66,15 @@ class AsyncProxyScheduler:
         await self._run(self._core.resume())
 
     async def update_weights(self, policy_version: int) -> None:
-        """The policy now is version ``policy_version``."""
+        """Take over the policy of version ``policy_version``."""
         await self._run(self._core.update_weights(policy_version))
 
     async def collect_metrics(self) -> dict[str, float]:
-        """Metrics of the last batch; those out of a recording are named ``recorded/…``."""
+        """Return the metrics of the last batch; recorded ones are named ``recorded/…``."""
         return await self._run(self._core.collect_metrics())
 
     async def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep; all that was recorded so far is then on disk."""
+        """Return the state for a checkpoint, once all recorded steps are on disk."""
         return await self._run(self._core.state_dict())
 
     async def load_state_dict(self, state: Mapping[str, JSON]) -> None:
@@ -73,11 +82,11 @@ class AsyncProxyScheduler:
         await self._run(self._core.load_state_dict(state))
 
     async def checkpoint_saved(self, next_step: int) -> None:
-        """A checkpoint from which step ``next_step`` starts is on disk: what it makes superfluous may be removed."""
+        """Let the writer remove steps made superfluous by a checkpoint on disk, from which ``next_step`` starts."""
         await self._run(self._core.checkpoint_saved(next_step))
 
     async def close(self) -> None:
-        """Close the real scheduler, write what is left and raise what could not be written.
+        """Close the real scheduler, write the rest, and raise any error of writing.
 
         A second call only raises again, also where the first one was cancelled.
         """
@@ -110,13 +119,13 @@ class AsyncProxyScheduler:
     async def _perform(self, effect: Effect) -> object:
         match effect:
             case Build(make_real):
-                # On the event loop: what it makes may start tasks there. One that takes long can be `async def`.
+                # On the event loop, where the scheduler may start tasks. A slow builder can be `async def`.
                 return await _settle(make_real())
             case Call(method, arguments):
                 if is_async(method):
-                    return effect.told(await _settle(method(*arguments)))
-                result = await _in_thread(lambda: method(*arguments), note=effect.told)
-                return effect.told(await result) if inspect.isawaitable(result) else result
+                    return effect.noted(await _settle(method(*arguments)))
+                result = await _in_thread(lambda: method(*arguments), note=effect.noted)
+                return effect.noted(await result) if inspect.isawaitable(result) else result
             case Work(function):
                 return await _in_thread(function)
             case Guarded(lock, flow):
@@ -130,7 +139,7 @@ async def _settle(result: object) -> object:
 
 
 async def _in_thread(function: Callable[[], object], *, note: Callable[[object], object] | None = None) -> object:
-    """Call ``function`` in a thread; a cancellation waits until it is through, and ``note`` knows of its result."""
+    """Call ``function`` in a thread; a cancellation waits for its end, and ``note`` gets its result all the same."""
 
     def settle() -> tuple[object, BaseException | None]:
         try:

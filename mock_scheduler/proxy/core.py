@@ -1,8 +1,8 @@
-"""The proxy itself, without its front end: what each call of the pipeline leads to, written once as flows of effects.
+"""The proxy itself, without its front end: each call of the pipeline, written once as a flow of effects.
 
-Contract: pure bookkeeping between effects; never calls, reads or writes by itself. What it keeps changes only after an
-effect succeeded, so a call that fails or is cancelled leaves no half step and the next one can go on: a batch that the
-real scheduler gave is kept until the pipeline has it. After ``close`` every call is refused.
+Contract: pure bookkeeping between effects; it never calls, reads or writes by itself. Its state changes only after an
+effect succeeded, so a failed or cancelled call leaves no half step, and the next one can go on: a batch of the real
+scheduler is kept until the pipeline has it. After ``close`` every call is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from functools import partial
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
-from mock_scheduler.proxy.answers import Answer, as_rollout_batch, judge_batch
+from mock_scheduler.proxy.checks import Answer, as_rollout_batch, check_request, judge_batch, read_metrics, read_state
 from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
-from mock_scheduler.proxy.given import check_request
+from mock_scheduler.proxy.pending import Taken, TakenBatches
 from mock_scheduler.proxy.real import RealScheduler
 from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings
-from mock_scheduler.proxy.taken import Taken, TakenBatches
-from mock_scheduler.proxy.told import read_metrics, read_state
 from mock_scheduler.scheduler import (
     NativeBatch,
     RolloutRequest,
@@ -50,10 +48,10 @@ class ProxyCore:
         self._is_closed = False
 
     def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
-        """The answer to ``request``."""
+        """Answer ``request``."""
         self._refuse_where_closed("get_batch")
         check_request(request, "get_batch: request")
-        # Asked again while the first call is still at work, the second waits for what becomes of it.
+        # A second call for the step, made while the first is at work, waits for its end.
         native: NativeBatch = yield Guarded(request_key(request), self._answer(request))
         return native
 
@@ -66,6 +64,7 @@ class ProxyCore:
             )
         answer: Answer
         answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
+        # From here on nothing can fail: the step is answered as a whole.
         self._taken.drop(request)
         self._run_state.advance(request, answer.mode)
         self._last = replace(answer, native=None)  # the batch itself is the pipeline's alone
@@ -77,7 +76,7 @@ class ProxyCore:
         return answer.native
 
     def suspend(self) -> Flow[None]:
-        """Reaches a real scheduler that is generating at once; it must not go on while the weights change."""
+        """Reach a generating real scheduler at once: it must not go on while the weights change."""
         self._refuse_where_closed("suspend")
         if self._real.calls.is_running:
             yield from self._real.call("suspend")
@@ -86,41 +85,44 @@ class ProxyCore:
             yield from self._hold_or_pass("suspend")
 
     def resume(self) -> Flow[None]:
-        """Passed on, held or suppressed."""
+        """Pass the call on, hold it or suppress it."""
         self._refuse_where_closed("resume")
         yield from self._hold_or_pass("resume")
 
     def update_weights(self, policy_version: int) -> Flow[None]:
-        """Passed on, held or suppressed; the version counts at once."""
+        """Pass the call on, hold it or suppress it; the version counts at once."""
         self._refuse_where_closed("update_weights")
         version = whole_number(policy_version, "update_weights: policy_version")
         yield from self._hold_or_pass("update_weights", version)
         self._run_state.policy_version = version
 
     def collect_metrics(self) -> Flow[dict[str, float]]:
-        """Metrics of the last batch: recorded ones under ``recorded/``; those of a batch that was recorded, as they
-        were; else what the real scheduler says now. Empty before the first batch."""
+        """Return the metrics of the last batch; empty before the first one.
+
+        A replayed batch has its recorded metrics, under ``recorded/``; a batch just recorded has its own as they were
+        then; for any other the real scheduler is asked now.
+        """
         self._refuse_where_closed("collect_metrics")
         if self._last is None:
             return {}
         if self._last.metrics is None:
-            told = yield from self._real.call("collect_metrics")
-            return read_metrics(told, self._real.owner, self._last.request)
+            measured = yield from self._real.call("collect_metrics")
+            return read_metrics(measured, self._real.owner, self._last.request)
         if self._last.is_replayed:
             self.ledger.count("answered", "collect_metrics")
         return dict(self._last.metrics)
 
     def state_dict(self) -> Flow[dict[str, JSON]]:
-        """The state, once all that was recorded is on disk: a checkpoint never claims more."""
+        """Return the state, once all recorded steps are on disk: a checkpoint never claims more."""
         self._refuse_where_closed("state_dict")
         if self._access.writer is not None:
             yield Work(self._access.writer.flush)
         if self._real.state is None and (self._real.is_built or self._router.outlook is Outlook.LIVE):
             if not self._real.is_built:
                 yield from self._real.prepare(None)
-            told = yield from self._real.call("state_dict")
+            state = yield from self._real.call("state_dict")
             last = None if self._last is None else self._last.request
-            return self._run_state.as_state(read_state(told, self._real.owner, last))
+            return self._run_state.as_state(read_state(state, self._real.owner, last))
         self.ledger.count("answered", "state_dict")
         return self._run_state.as_state(self._real.state or {})
 
@@ -129,9 +131,9 @@ class ProxyCore:
         self._refuse_where_closed("load_state_dict")
         scheduler_state = self._run_state.load(state)
         self._taken.clear()
-        self._recorded.clear()  # the writer compares what is played again
+        self._recorded.clear()  # the writer compares steps that are played again
         if self._router.outlook is Outlook.LIVE and not scheduler_state:
-            return  # a run without a real scheduler's state (or one that has none) leaves nothing to load
+            return  # a real scheduler without state, or a run without one, leaves nothing to load
         self._real.state, self._is_state_recorded = dict(scheduler_state), False
         if self._router.outlook is Outlook.LIVE:
             yield from self._real.prepare(None)
@@ -139,14 +141,14 @@ class ProxyCore:
             self.ledger.count("answered", "load_state_dict")
 
     def checkpoint_saved(self, next_step: int) -> Flow[None]:
-        """Tell the writer, whose retention removes only what a checkpoint makes superfluous."""
+        """Let the writer's retention remove steps made superfluous by the checkpoint."""
         self._refuse_where_closed("checkpoint_saved")
         step = whole_number(next_step, "checkpoint_saved: next_step")
         last_played = self._run_state.last_train_step
         yield Work(lambda: self._access.checkpoint_saved(step, last_played=last_played))
 
     def close_real(self) -> Flow[None]:
-        """Close the real scheduler if it was ever built; calls still held are suppressed."""
+        """Close the real scheduler if it was ever built; held calls are suppressed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -158,7 +160,7 @@ class ProxyCore:
             yield from self._real.call("close")
 
     def close_writer(self) -> Flow[None]:
-        """Write what is left; raises what could not be written, every time."""
+        """Write the rest; raises any error of writing, every time."""
         if self._access.writer is not None:
             yield Work(self._access.writer.close)
 
@@ -213,12 +215,12 @@ class ProxyCore:
         return Answer(request=request, native=taken.native, mode="verify" if route.is_verified else "real")
 
     def _take(self, request: RolloutRequest, native: NativeBatch) -> None:
-        """The real scheduler gave a batch: from now on it is not lost."""
+        """Keep a batch of the real scheduler: from now on it is not lost."""
         self._taken.add(request, native)
         self._real.calls.is_running, self._is_state_recorded = True, False
 
     def _examine(self, taken: Taken) -> None:
-        """Check that the live answer is a batch that was asked for; one that is not is not kept."""
+        """Check that the live answer is the batch asked for; a wrong one is not kept."""
         if taken.batch is not None:
             return
         codec, request = self._settings.codec, taken.request
@@ -269,7 +271,7 @@ class ProxyCore:
     def _hold_or_pass(self, name: str, *arguments: object) -> Flow[None]:
         """Pass a call on where answers are live, suppress it where they are replayed, else hold it.
 
-        Where live answers are to follow replayed ones, nothing is built before the first of them is asked for.
+        Where live answers follow replayed ones, nothing is built before the first live one is asked for.
         """
         is_replaying = self._last is not None and self._last.is_replayed
         if self._router.outlook is not Outlook.LIVE or is_replaying:

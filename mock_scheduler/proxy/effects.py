@@ -1,43 +1,46 @@
-"""What the proxy's core asks of its front end: to build, to call, to work, to keep others out.
+"""Effects: the core of the proxy yields them, and a front end carries them out, synchronously or on an event loop.
 
-Contract: the core is written once, as generators that yield effects and are sent their results; a front end carries the
-effects out, synchronously or on an event loop. An effect that raises ends its flow, which does not see the error: so
-no real scheduler's exception is touched on its way to the pipeline.
+Contract: the core is written once, as generators; the result of each effect is sent back into its generator. A failed
+effect ends its flow, and the flow never sees the error: no exception of a real scheduler is touched on its way to the
+pipeline.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from mock_scheduler.proxy.routing import RequestKey
 from mock_scheduler.scheduler import SchedulerMethod
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Make the real scheduler; the result is what ``make_real`` returns."""
+    """Make the real scheduler; the result is the value of ``make_real``."""
 
     make_real: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call a method of the real scheduler, synchronous or asynchronous; the result is what it returns.
+    """Call a method of the real scheduler, synchronous or asynchronous; the result is its return value.
 
-    ``note`` is told of the result as soon as it is there, also where a cancellation then ends the flow.
+    ``note`` gets the result as soon as it exists, also where a cancellation then ends the flow.
     """
 
     method: SchedulerMethod
     arguments: tuple[object, ...] = ()
     note: Callable[[Any], None] | None = None
 
-    def told(self, result: object) -> object:
-        """``result``, once noted."""
+    def noted(self, result: object) -> object:
+        """Give ``result`` to ``note``, and return it."""
         if self.note is not None:
             self.note(result)
         return result
@@ -52,8 +55,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Run a flow while no other one holds the same lock, which has a name or is that of a step; the result is the
-    flow's."""
+    """Run a flow under a lock, named or of one step; the result is the flow's."""
 
     lock: Literal["prepare", "play"] | RequestKey
     flow: Generator[Effect, Any, object]
@@ -64,5 +66,30 @@ Flow: TypeAlias = Generator[Effect, Any, T]
 
 
 def is_async(method: SchedulerMethod) -> bool:
-    """Whether calling it is known to give a coroutine."""
+    """Whether a call is known to give a coroutine."""
     return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(getattr(method, "__call__", None))  # noqa: B004
+
+
+class LockTable(Generic[L]):
+    """Locks by name: made on demand by ``make_lock``, gone when nobody holds or awaits them. Any thread may ask."""
+
+    def __init__(self, make_lock: Callable[[], L]) -> None:
+        self._make_lock = make_lock
+        self._locks: WeakValueDictionary[Hashable, L] = WeakValueDictionary()
+        self._guard = threading.Lock()
+
+    def of(self, name: Hashable) -> L:
+        """Return the lock of this name: the same one as long as anyone uses it."""
+        with self._guard:
+            lock = self._locks.get(name)
+            if lock is None:
+                lock = self._locks[name] = self._make_lock()
+            return lock
+
+
+def is_raised_already(failure: BaseException, error: BaseException | None) -> bool:
+    """Whether ``failure``, raised while closing a block, only repeats ``error``, with which the block ends.
+
+    A writer raises its first error unchanged; its later errors name the first one as their cause.
+    """
+    return error is not None and failure.__cause__ is not None and failure.__cause__ in (error, error.__cause__)

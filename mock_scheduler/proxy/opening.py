@@ -1,7 +1,7 @@
-"""Opens what a run reads and writes, and checks it against the run's plan before any rollout and any model.
+"""Opens a run's recording for reading and writing, and checks it against the plan before any rollout and any model.
 
-Contract: all that can be refused is refused by ``open_access``. One rank reads every bit that will be read; the others,
-which read the same files, only the headers.
+Contract: ``open_access`` refuses everything that can be refused. One rank reads every bit of the steps to replay; the
+other ranks read the same files later, and here only their headers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from mock_scheduler.errors import StepNotFoundError
 from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
-from mock_scheduler.proxy.answers import share_of
+from mock_scheduler.proxy.checks import share_of
+from mock_scheduler.proxy.missing_steps import request_stand_in
 from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording import (
@@ -26,14 +27,17 @@ from mock_scheduler.scheduler import RolloutRequest
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
-_SLOW_CHECK_S = 1.0  # a user who waits longer wants to know for what
+_SLOW_CHECK_S = 1.0  # whoever waits longer wants to know why
 
 
 def open_access(settings: ProxySettings) -> RecordingAccess:
-    """Open what the run reads and writes, and refuse all that can be refused.
+    """Open the recording for the run's modes and check it against the plan.
 
-    Raises ``ContractError`` listing every field that breaks its rule, ``StepNotFoundError`` listing every absent step,
-    ``StepExistsError``, ``CorruptRecordingError``, ``RecordingError``, ``SchedulerError`` where shards are not equal.
+    Raises:
+        ContractError: fields break their rules; lists every one.
+        StepNotFoundError: planned steps are absent; lists every one.
+        SchedulerError: shards are not equal.
+        StepExistsError, CorruptRecordingError, RecordingError: as the recording raises them.
     """
     for request in settings.plan:
         share_of(request, settings.shard)
@@ -46,7 +50,7 @@ def open_access(settings: ProxySettings) -> RecordingAccess:
 
 
 def _open_reader(settings: ProxySettings) -> RecordingReader | None:
-    """The recording, with its contract checked, where any recorded step may be read."""
+    """Open the recording and check its contract, where any recorded step may be read."""
     config, dump_dir = settings.config, settings.config.dump_dir
     modes = modes_to_prepare(config, settings.plan)
     if not modes & {"mock", "verify", "cache"}:
@@ -66,7 +70,7 @@ def _open_reader(settings: ProxySettings) -> RecordingReader | None:
 
 
 def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router) -> None:
-    """Check that all that will be read is there, and the one asked for."""
+    """Check that each step to be read is present and belongs to its request."""
     wanted: dict[RequestKey, RolloutRequest] = {}
     stand_ins: dict[RequestKey, RolloutRequest] = {}
     for request in settings.plan:
@@ -74,7 +78,7 @@ def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router
         if route.is_verified or route.replayed_step == request.global_step:
             wanted[request_key(request)] = request
         elif route.replayed_step is not None:
-            source = replace(request, global_step=route.replayed_step, prompt_digests=None)
+            source = replace(request_stand_in(request, route.replayed_step), prompt_digests=None)
             if not router.is_own(source):  # else recorded by this run before it is asked for
                 stand_ins[request_key(source)] = source
     for key in wanted:

@@ -1,6 +1,6 @@
 """The real scheduler: built when it is first needed, and brought to where it would be had it answered all along.
 
-Contract: as of ``effects``: flows only. What is due to it (a state, held calls) stays due until it has it.
+Contract: flows of ``effects`` only. A state or a held call stays due until the scheduler has it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from typing import Any
 
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded
-from mock_scheduler.proxy.held_calls import HeldCalls
+from mock_scheduler.proxy.pending import HeldCalls
 from mock_scheduler.scheduler import SchedulerMethod, SchedulerMethods, scheduler_methods
 from mock_scheduler.support.digests import JSON
 
 
 class RealScheduler:
-    """``state``: the scheduler state that stands, where it is not the real scheduler's own: recorded, or from a
-    checkpoint. ``calls``: those of the pipeline that it has not had.
+    """The real scheduler, once built, with everything due to it.
+
+    ``state``: the state to load before its next answer, out of a recording or a checkpoint; None where its own counts.
+    ``calls``: calls of the pipeline that have not reached it.
     """
 
     def __init__(self, make_real: Callable[[], object], ledger: Ledger) -> None:
@@ -29,7 +31,7 @@ class RealScheduler:
 
     @property
     def is_built(self) -> bool:
-        """Whether there is one yet."""
+        """Whether it is built yet."""
         return self._methods is not None
 
     @property
@@ -38,24 +40,24 @@ class RealScheduler:
         return "" if self._methods is None else self._methods.owner
 
     def prepare(self, coming: str | None) -> Flow[None]:
-        """Have it where it would be, before the call ``coming``."""
+        """Bring it to where it would be, before the call ``coming``."""
         if self._methods is None or self.state is not None or self.calls:
             yield Guarded("prepare", self._catch_up(coming))
 
     def call(self, name: str, *arguments: object, note: Callable[[Any], None] | None = None) -> Flow[Any]:
-        """Call a method of it, or what stands in for one that it lacks; ``note`` as in ``effects.Call``."""
+        """Call one of its methods, or the substitute for one it lacks; ``note`` as in ``effects.Call``."""
         method = self.method(name)
         if self._methods is not None and name in self._methods.own:
             self._ledger.count("called", name)
         return (yield Call(method, arguments, note))
 
     def method(self, name: str) -> SchedulerMethod:
-        """A method of it by name, once it is prepared."""
+        """Return one of its methods by name, once it is prepared."""
         assert self._methods is not None  # flows prepare before they call
         return self._methods[name]
 
     def suppress_held(self) -> None:
-        """The next answer is replayed: what is held has no effect."""
+        """Drop held calls, since the next answer is replayed."""
         for name in self.calls.suppress():
             self._ledger.count("suppressed", name)
 

@@ -1,7 +1,7 @@
-"""Decides for each request whether the real scheduler or the recording answers, and what is recorded or compared.
+"""Decides for each request whether the real scheduler or the recording answers, and whether it is recorded or compared.
 
-Contract: pure bookkeeping. Every rank that was built with the same configuration, plan and listing decides alike; the
-listing of recorded steps is taken once, so that no rank is led by what another one writes later.
+Contract: pure bookkeeping. Every rank built with the same configuration, plan and listing decides alike; the listing of
+recorded steps is taken once, so no rank is led by steps that another one writes later.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeAlias
 from mock_scheduler.config.base import RolloutMode
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import SchedulerError
+from mock_scheduler.proxy.missing_steps import choose_recorded_step
 from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import RolloutRequest
 
@@ -25,8 +26,8 @@ _LIVE_MODES = frozenset({"real", "dump", "verify"})
 class Route:
     """How one request is answered.
 
-    ``mode``: as configured. ``replayed_step``: the recorded step that answers; None where the real scheduler does.
-    ``is_recorded``, ``is_verified``: what becomes of a live answer.
+    ``mode``: as configured. ``replayed_step``: the recorded step to answer with; None where the real scheduler answers.
+    ``is_recorded``, ``is_verified``: the further way of a live answer.
     """
 
     mode: RolloutMode
@@ -45,7 +46,7 @@ class Route:
 
 
 class Outlook(Enum):
-    """What is known of the answers still to come: all live, all replayed, or neither."""
+    """The answers still to come, as far as known: all live, all replayed, or neither."""
 
     LIVE = "live"
     REPLAYED = "replayed"
@@ -53,12 +54,12 @@ class Outlook(Enum):
 
 
 def modes_to_prepare(config: RolloutMockConfig, plan: Sequence[RolloutRequest]) -> frozenset[RolloutMode]:
-    """The modes that the run will use: those of its plan, or without a plan all that the configuration allows."""
+    """List the modes of the run's plan, or without a plan all modes allowed by the configuration."""
     return frozenset(_mode_of(config, request) for request in plan) if plan else config.modes_in_use
 
 
 def request_key(request: RolloutRequest) -> RequestKey:
-    """What tells a request from all others of a run: its folder and step."""
+    """Return the folder and step of a request, unique in a run."""
     return step_folder(request.mode, request.scheduler_id), request.global_step
 
 
@@ -67,7 +68,7 @@ def _mode_of(config: RolloutMockConfig, request: RolloutRequest) -> RolloutMode:
 
 
 class Router:
-    """``present``: folder -> recorded steps, as listed while building."""
+    """Decides how requests are answered, from the steps ``present`` in each folder when the proxy was built."""
 
     def __init__(
         self, config: RolloutMockConfig, plan: Sequence[RolloutRequest], present: Mapping[str, Sequence[int]]
@@ -83,7 +84,7 @@ class Router:
             self.outlook = self._outlook_of_modes()
 
     def route(self, request: RolloutRequest) -> Route:
-        """How ``request`` is answered; raises ``SchedulerError`` where its mode was not prepared for."""
+        """Decide how ``request`` is answered; raises ``SchedulerError`` where its mode was not prepared for."""
         mode = _mode_of(self._config, request)
         if mode not in self._modes:
             raise SchedulerError(
@@ -99,18 +100,18 @@ class Router:
         return Route(mode=mode, is_recorded=is_recorded)
 
     def advance(self, request: RolloutRequest) -> None:
-        """``request`` was answered: what is known of the later ones follows from the plan."""
+        """Update the outlook after the answer to ``request``, by the plan."""
         self.outlook = self._later.get(request_key(request), self.outlook)
 
     def _present_steps(self, request: RolloutRequest) -> Sequence[int]:
         return self._present.get(step_folder(request.mode, request.scheduler_id), ())
 
     def is_own(self, request: RolloutRequest) -> bool:
-        """Whether this run itself, by its plan, is what records the step."""
+        """Whether this run itself records the step, by its plan."""
         return request.global_step in self._planned.get(step_folder(request.mode, request.scheduler_id), ())
 
     def _steps_to_record(self, plan: Sequence[RolloutRequest]) -> dict[str, list[int]]:
-        """Folder -> the steps that this run will add to the recording."""
+        """List by folder the steps that this run will add to the recording."""
         planned: dict[str, list[int]] = {}
         for request in plan:
             if _mode_of(self._config, request) != "mock" and self.route(request).is_recorded:
@@ -118,21 +119,17 @@ class Router:
         return planned
 
     def _replayed_step(self, request: RolloutRequest) -> int:
-        """The recorded step that stands for this one; its own where that, or nothing at all, was recorded.
+        """Choose the recorded step for a request in mode mock.
 
-        What this run records before it counts, by the plan, as what was there when it began.
+        A step recorded earlier in this run counts, by the plan, like one present at its beginning.
         """
         step, folder = request.global_step, step_folder(request.mode, request.scheduler_id)
         own = [other for other in self._planned.get(folder, ()) if other < step]
-        present = [*self._present_steps(request), *own]
-        if self._config.missing_step == "error" or step in present or not present:
-            return step
-        if self._config.missing_step == "repeat_last":
-            return max(present)
-        return max((other for other in present if other < step), default=min(present))
+        return choose_recorded_step(step, [*self._present_steps(request), *own], self._config.missing_step)
 
     def _read_plan(self, plan: Sequence[RolloutRequest]) -> Outlook:
-        """Note for each planned request but the last what comes after it; returns what comes at all."""
+        """Note the outlook after each planned request but the last; returns the outlook of the whole plan."""
+        # Backwards: the outlook after a request is made of the answers to all later ones.
         later: set[bool] = set()
         for request in reversed(plan):
             if later:
@@ -143,6 +140,7 @@ class Router:
     def _outlook_of_modes(self) -> Outlook:
         answers = {mode in _LIVE_MODES for mode in self._modes if mode != "cache"}
         if "cache" in self._modes:
+            # Any step may be missing from a cache, and be played; replayed ones come only where some are recorded.
             answers |= {True, bool(not self._present)}
         return _outlook_of(answers)
 

@@ -1,4 +1,4 @@
-"""How far a run has come: the part of the proxy's ``state_dict`` that is the same in every mode."""
+"""How far a run has come: the part of the proxy's ``state_dict`` that all modes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mock_scheduler.support.digests import JSON
 
 
 class ProxyState:
-    """``mode``: how the last batch came about: ``real``, ``dump``, ``verify``, or ``mock`` for a replayed one."""
+    """Progress of a run. ``mode``: how the last batch came: ``real``, ``dump``, ``verify``, or ``mock`` (replayed)."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -20,18 +20,18 @@ class ProxyState:
         self._last_steps: dict[str, int] = {}
 
     def advance(self, request: RolloutRequest, mode: str) -> None:
-        """``request`` was answered in ``mode``."""
+        """Note that ``request`` was answered in ``mode``."""
         self.mode = mode
         self.policy_version = request.policy_version
         self._last_steps[step_folder(request.mode, request.scheduler_id)] = request.global_step
 
     @property
     def last_train_step(self) -> int | None:
-        """The latest training step that the pipeline got; None where it got none."""
+        """The latest training step given to the pipeline; None before the first."""
         return max((step for folder, step in self._last_steps.items() if is_train(folder)), default=None)
 
     def as_state(self, scheduler_state: Mapping[str, JSON]) -> dict[str, JSON]:
-        """The proxy's state, with that of the real scheduler as ``scheduler``."""
+        """Return the proxy's state, with the real scheduler's under ``scheduler``."""
         return {
             "mode": self.mode,
             "policy_version": self.policy_version,

@@ -1,9 +1,13 @@
-"""What a proxy is built from."""
+"""The arguments of the two builders, as the trainer gives them and as the proxy keeps them.
+
+Contract: ``BuildOptions`` has exactly the fields of ``ProxySettings`` with a default (a test compares them).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.ledger import Ledger
@@ -11,6 +15,36 @@ from mock_scheduler.recording import Contract
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON
+
+
+class BuildOptions(TypedDict, total=False):
+    """The keyword arguments of ``build_scheduler`` and ``build_async_scheduler``; all may be left out.
+
+    Attributes:
+        plan: every request to come, in order. With it absent steps, present steps and a wrong contract are refused
+            before any rollout, and calls need not be held where the next answer is known. Without it every mode of the
+            configuration is prepared for.
+        is_writer: True on exactly one rank, or one rank of each row shard: it writes, and verifies every bit of the
+            steps to replay. It logs, too; of several shards only shard 0.
+        provenance: added to the recording's provenance, for example the determinism settings as read back.
+        resume: continue a dump in the folder of its earlier part; planned steps already there must come out equal.
+        run_id: 1 to 128 printable characters, the same for all schedulers and ranks of one run; by default a new one.
+        shard: this process gets, and records, only its own rows of every batch; recording with it needs ``run_id``.
+        codec: converts between the framework's batches, which the pipeline gets, and ``RolloutBatch``.
+        max_row_tokens: the longest row possible; bounds the disk needed by a dump before its first step.
+        patience: how long to wait for steps or shards written by other processes of the run; by default 10 minutes
+            (``Patience(timeout_s=600)``). A wait of more than 5 s is logged with its reason, and again every 30 s.
+    """
+
+    plan: Sequence[RolloutRequest]
+    is_writer: bool
+    provenance: Mapping[str, JSON] | None
+    resume: bool
+    run_id: str | None
+    shard: RowShard | None
+    codec: BatchCodec | None
+    max_row_tokens: int | None
+    patience: Patience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import os
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 
-from mock_scheduler.errors import RecordingError
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from mock_scheduler.errors import RecordingError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
-from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, T, Work
-from mock_scheduler.proxy.failures import is_raised_already
-from mock_scheduler.proxy.lock_table import LockTable
-from mock_scheduler.proxy.loop_thread import LoopThread
+from mock_scheduler.proxy.effects import Build, Call, Effect, Flow, Guarded, LockTable, T, Work, is_raised_already
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest
 from mock_scheduler.support.digests import JSON
 
@@ -27,23 +30,27 @@ class ProxyScheduler:
 
     def __init__(self, core: ProxyCore) -> None:
         self._core = core
-        self._loop_thread = LoopThread()
+        self._loop_thread = _LoopThread()
         self._locks = LockTable(threading.RLock)
 
     @property
     def ledger(self) -> Ledger:
-        """What was built, called, answered, suppressed and recorded so far."""
+        """Counts the calls so far: built, called, answered, suppressed and recorded."""
         return self._core.ledger
 
     def get_batch(self, request: RolloutRequest) -> NativeBatch:
-        """The ``RolloutBatch`` for ``request`` or, with a codec, the framework's own batch.
+        """Return the ``RolloutBatch`` for ``request`` or, with a codec, the framework's own batch.
 
-        A real scheduler's exception passes unchanged. Raises ``BatchError`` and ``SchedulerError`` for a wrong answer,
-        ``ContractError`` for one that verification refuses, ``StepNotFoundError`` and ``RecordingError`` as the
-        recording does, also for an earlier step that could not be written. What fails after the real scheduler gave its
-        batch does not lose it, unless it was a wrong answer: the next call for an equal request gets that batch, and
-        one for the same step that asks for anything else is a ``SchedulerError``. So is one for a step that this run
-        has recorded already, unless a state was loaded meanwhile.
+        A failure after the real scheduler gave its batch does not lose it, unless the batch was a wrong answer: the
+        next call with an equal request gets it, and a call for the same step with another request is refused.
+
+        Raises:
+            SchedulerError: the answer is no batch; the step was asked for otherwise before; or this run has recorded
+                the step already, and no state was loaded meanwhile.
+            BatchError: the answer is another batch than the one asked for.
+            ContractError: verification refuses the batch.
+            StepNotFoundError, RecordingError: as the recording raises them, also for an earlier step whose writing
+                failed. A real scheduler's own exception passes unchanged.
         """
         return self._run(self._core.get_batch(request))
 
@@ -56,20 +63,20 @@ class ProxyScheduler:
         self._run(self._core.resume())
 
     def update_weights(self, policy_version: int) -> None:
-        """The policy now is version ``policy_version``."""
+        """Take over the policy of version ``policy_version``."""
         self._run(self._core.update_weights(policy_version))
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics of the last batch; those out of a recording are named ``recorded/…``.
+        """Return the metrics of the last batch; recorded ones are named ``recorded/…``.
 
-        A real scheduler that returns None has none; raises ``SchedulerError`` where it returns what is no number.
+        None from a real scheduler counts as no metrics; raises ``SchedulerError`` where a value is no number.
         """
         return self._run(self._core.collect_metrics())
 
     def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep; all that was recorded so far is then on disk.
+        """Return the state for a checkpoint, once all recorded steps are on disk.
 
-        A real scheduler that returns None keeps nothing; raises ``SchedulerError`` where it returns no dict.
+        None from a real scheduler counts as no state; raises ``SchedulerError`` where it returns no dict.
         """
         return self._run(self._core.state_dict())
 
@@ -78,20 +85,20 @@ class ProxyScheduler:
         self._run(self._core.load_state_dict(state))
 
     def checkpoint_saved(self, next_step: int) -> None:
-        """A checkpoint from which step ``next_step`` starts is on disk: what it makes superfluous may be removed.
+        """Let the writer remove steps made superfluous by a checkpoint on disk, from which ``next_step`` starts.
 
-        Raises ``SchedulerError`` where ``next_step`` is no step, or later than the one after the last training step
-        that this scheduler gave, or any scheduler of the run has recorded.
+        Raises ``SchedulerError`` where ``next_step`` is no step, or more than one after the last training step given
+        by this scheduler or recorded by any scheduler of the run.
         """
         self._run(self._core.checkpoint_saved(next_step))
 
     def close(self) -> None:
-        """Close the real scheduler, write what is left and raise what could not be written.
+        """Close the real scheduler, write the rest, and raise any error of writing.
 
         A second call only raises again.
         """
-        # Each part is done whatever another one raises. Not an ExitStack: that would drop the error, as the context of
-        # what is raised here, with which a ``with`` block is ending already.
+        # Each part is done whatever another one raises. Not an ExitStack: it would drop the error with which a ``with``
+        # block is ending already, which is the context of an error raised here.
         try:
             self._run(self._core.close_real())
         finally:
@@ -129,10 +136,85 @@ class ProxyScheduler:
             case Call(method, arguments):
                 result = method(*arguments)
                 if inspect.isawaitable(result):
-                    return self._loop_thread.run(result, note=effect.told)
-                return effect.told(result)
+                    return self._loop_thread.run(result, note=effect.noted)
+                return effect.noted(result)
             case Work(function):
                 return function()
             case Guarded(lock, flow):
                 with self._locks.of(lock):
                     return self._run(flow)
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, for an asynchronous scheduler behind a synchronous pipeline.
+
+    Contract: it starts with the first awaitable and lives until ``close``, or until its owner is gone, so tasks of the
+    scheduler go on between two calls. A forked child has no such thread, and is told so.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process_id = os.getpid()
+        self._end: weakref.finalize[..., _LoopThread] | None = None
+
+    def run(self, awaitable: Awaitable[object], *, note: Callable[[object], object] = lambda _result: None) -> object:
+        """Return the result of ``awaitable``, or raise its very exception; an interrupt of this thread cancels it.
+
+        Several threads may call at once. ``note`` gets the result as soon as it exists, also after an interrupt.
+        Raises ``SchedulerError`` in a process forked from the one with the loop.
+        """
+
+        async def settle() -> tuple[object, BaseException | None]:
+            try:
+                result = await awaitable
+                note(result)
+                return result, None
+            except BaseException as error:  # noqa: BLE001  # not handled: it is raised again in the calling thread
+                return None, error
+
+        if self._loop is not None and self._process_id != os.getpid():
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise SchedulerError(
+                f"the rollout scheduler runs on an event loop of process {self._process_id}, from which this process "
+                f"{os.getpid()} was forked: it cannot be used here. Build it after forking, in each process that uses "
+                "it."
+            )
+        # A task of asyncio's own is cancelled once; the portal's would be cancelled again at each await of its cleanup.
+        future = asyncio.run_coroutine_threadsafe(settle(), self._running_loop())
+        try:
+            result, error = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Cancel all tasks on the loop, wait for them and end the thread; a second call does nothing."""
+        if self._end is not None:
+            self._end()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                stack = ExitStack()
+                portal = stack.enter_context(start_blocking_portal(name="rollout-scheduler"))
+                self._loop, self._process_id = portal.call(asyncio.get_running_loop), os.getpid()
+                self._end = weakref.finalize(self, _end_portal, stack, portal, self._loop, process_id=os.getpid())
+            return self._loop
+
+
+def _end_portal(stack: ExitStack, portal: BlockingPortal, loop: asyncio.AbstractEventLoop, *, process_id: int) -> None:
+    if process_id != os.getpid():  # a forked child, whose parent has the loop
+        return
+    try:
+        is_inside = asyncio.get_running_loop() is loop
+    except RuntimeError:  # the usual case: no loop runs in this thread
+        is_inside = False
+    if is_inside:  # collected by the loop's own thread, which cannot wait for itself
+        asyncio.run_coroutine_threadsafe(portal.stop(), loop)
+    else:
+        stack.close()

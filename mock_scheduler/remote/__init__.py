@@ -1,1 +1,1 @@
-"""Training behind HTTP: what a client sends to a training service, and what it gets back."""
+"""Training behind HTTP: the protocol of a training service, and its client."""

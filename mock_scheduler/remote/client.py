@@ -1,19 +1,18 @@
 """The client of a training service; the protocol is in ``protocol``.
 
-Contract: standard library HTTP, no proxy, one request at a time and none repeated, since training is not idempotent: a
-request whose answer is lost ends the run, and the service says which step comes next.
+Contract: no proxy, no redirect, one request at a time and none repeated, since training is not idempotent: a request
+with a lost answer ends the run, and the service names the step that comes next.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import torch
 
 from mock_scheduler.batch import RolloutBatch
@@ -31,7 +30,7 @@ from mock_scheduler.support.text import bullet_list, shorten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
-    """What a service says of itself."""
+    """A service's description of itself."""
 
     next_step: int
     layout: str
@@ -39,15 +38,18 @@ class ServiceInfo:
 
 
 class TrainingClient:
-    """One service. ``url``: as ``http://127.0.0.1:8300``; ``timeout_s``: of one answer."""
+    """The client of one service. ``url``: as ``http://127.0.0.1:8300``; ``timeout_s``: for one answer."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
         self._run_id = uuid.uuid4().hex
+        # trust_env=False: a proxy of the environment is not for a service of this machine. One connection per request:
+        # a kept one may be closed by the service just as the next request goes out, and none can be repeated.
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def service(self) -> ServiceInfo:
-        """Ask the service what it is. Raises ``ServiceError`` where it does not answer, or speaks otherwise."""
+        """Ask for the service's description. Raises ``ServiceError`` for no answer, or another protocol."""
         answer = self._json("GET", "/v1/service")
         if answer.get("protocol") != PROTOCOL_VERSION:
             raise ServiceError(
@@ -71,17 +73,17 @@ class TrainingClient:
         return info
 
     def score(self, datums: RolloutBatch, *, step: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """What the service's models say of the response tokens, float64 ``[M]`` for each name."""
+        """Let the service's models score the response tokens: float64 ``[M]`` for each name."""
         body = self._request("POST", f"/v1/steps/{step}/score", encode_datums(datums, step=step, run_id=self._run_id))
         return decode_scores(body, names=names, num_tokens=len(datums.rollout_logprobs))
 
     def train(self, datums: RolloutBatch, *, step: int) -> dict[str, float]:
-        """All updates of one step on these datums; the metrics of the service."""
+        """Make all updates of one step on these datums; returns the service's metrics."""
         answer = self._json("POST", f"/v1/steps/{step}/train", encode_datums(datums, step=step, run_id=self._run_id))
         return parse_metrics(answer["metrics"])
 
     def finish(self) -> int:
-        """Tell the service that the run has ended; the steps that it trained."""
+        """Tell the service that the run has ended; returns the number of its trained steps."""
         return int(self._json("POST", "/v1/finish")["steps"])
 
     def _json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
@@ -95,28 +97,18 @@ class TrainingClient:
         return answer
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
-        address = urlsplit(self._url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(address.netloc, timeout=self._timeout_s)
         try:
-            connection.request(method, f"{address.path}{path}", body=body)
-            answer = connection.getresponse()
-            content = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            waited = f" within {self._timeout_s:g} s (training_service.timeout_s)" if _is_timeout(error) else ""
+            answer = self._http.request(method, f"{self._url}{path}", content=body)
+        except httpx.RequestError as error:
+            is_timeout = isinstance(error, httpx.TimeoutException)
+            waited = f" within {self._timeout_s:g} s (training_service.timeout_s)" if is_timeout else ""
             raise ServiceError(
-                f"{self._url}{path}: no answer{waited}: {error or type(error).__name__}; is the service still running? "
-                "Its run.log or terminal says why it ended"
+                f"{self._url}{path}: no answer{waited}: {str(error) or type(error).__name__}; is the service still "
+                "running? Its run.log or terminal says why it ended"
             ) from error
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise ServiceError(f"{self._url}{path}: {_error_text(content)} (status {answer.status})")
-        return content
-
-
-def _is_timeout(error: Exception) -> bool:
-    return isinstance(error, TimeoutError)
+        if answer.status_code != 200:
+            raise ServiceError(f"{self._url}{path}: {_error_text(answer.content)} (status {answer.status_code})")
+        return answer.content
 
 
 def _error_text(content: bytes) -> str:

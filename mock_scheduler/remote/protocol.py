@@ -11,13 +11,16 @@ A *datum* is one row: tokens, response mask, recorded log-probabilities, identit
 return for each response token, and where rollouts were corrected a weight and whether the token is kept. The datums of
 a step are one document: the step file of a recording (``recording.step``), with the ragged extras ``advantages``,
 ``returns`` and ``weights``, float64 ``[R]`` of each row, and ``kept``, bool. So nothing is unpickled, every tensor has
-its digest, and the service trains on the very bits that the client has.
-Scores are a safetensors document of float64 ``[M]`` tensors in the datums' order. ``score`` is asked for where
-advantages are made of more than rewards, before ``train`` of the same step. The ``run_id`` of the first documents is
-that of the client; others are refused from then on.
+its digest, and the service trains on the client's very bits.
+
+Scores are a safetensors document of float64 ``[M]`` tensors in the datums' order. ``score`` comes before ``train`` of
+the same step, where advantages are made of more than rewards. The ``run_id`` of the first documents names the client;
+others are refused from then on.
+
 An error is ``{"error": text}`` with status 400, 404, 411 or 413 (the request cannot be carried out, and nothing
-changed), 409 (it is not what comes next), 500 (the service ends) or 503 (it has ended). Numbers are JSON in full
-precision; NaN and infinities are texts.
+changed), 409 (the request is out of order), 500 (the service ends) or 503 (it has ended). A header that is no HTTP, a
+length that is no number among them, gets status 400 and a plain text. Numbers are JSON in full precision; NaN and
+infinities are texts.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ from mock_scheduler.support.text import bullet_list
 PROTOCOL_VERSION = 1
 VALUE_NAMES = ("advantages", "returns")
 OPTIONAL_VALUE_DTYPES = {"weights": torch.float64, "kept": torch.bool}
-#: A request may be as large as this.
+#: The largest body of a request.
 MAX_REQUEST_BYTES = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DatumValues:
-    """What datums are trained with, ``[M]``: float64, and ``kept`` bool; ``None`` where rollouts were not corrected."""
+    """Values to train datums with, ``[M]``: float64, and ``kept`` bool; ``None`` where rollouts were not corrected."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -64,9 +67,12 @@ def with_values(
     weights: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> RolloutBatch:
-    """The datums of a batch: its rows with advantages and returns, floating ``[M]``, one per response token.
+    """Make the datums of a batch: its rows with values for each response token.
 
-    weights: floating, kept: bool, ``[M]``, of corrected rollouts.
+    Args:
+        batch: the rows, with ``M`` response tokens.
+        advantages, returns: floating ``[M]``.
+        weights, kept: floating and bool ``[M]``, of corrected rollouts; ``None`` for others.
     """
     offsets = batch.response_offsets
     values = {"advantages": advantages.double(), "returns": returns.double()}
@@ -77,7 +83,7 @@ def with_values(
 
 
 def take_values(datums: RolloutBatch) -> DatumValues:
-    """What datums are trained with; raises ``ServiceError`` naming what is absent or misshapen."""
+    """Take the values out of datums; raises ``ServiceError`` naming every absent or misshapen one."""
     problems = []
     found: dict[str, torch.Tensor] = {}
     for name in (*VALUE_NAMES, *OPTIONAL_VALUE_DTYPES):
@@ -100,13 +106,13 @@ def take_values(datums: RolloutBatch) -> DatumValues:
 
 
 def encode_datums(datums: RolloutBatch, *, step: int, run_id: str) -> bytes:
-    """The document of a step's datums."""
+    """Encode the datums of a step as a document."""
     info = StepInfo(step=step, mode="train", scheduler_id="default", run_id=run_id, policy_version=step)
     return encode_step(datums, info).to_bytes()
 
 
 def decode_datums(body: bytes, *, step: int) -> tuple[RolloutBatch, str]:
-    """The datums of a document and its ``run_id``; raises ``ServiceError`` for anything else, or another step's."""
+    """Decode a document to its datums and ``run_id``; raises ``ServiceError`` for another step, or no document."""
     try:
         datums, info = decode_step(body, source=f"the datums of step {step}")
     except MockSchedulerError as error:
@@ -117,12 +123,12 @@ def decode_datums(body: bytes, *, step: int) -> tuple[RolloutBatch, str]:
 
 
 def encode_scores(scores: Mapping[str, torch.Tensor]) -> bytes:
-    """The document of scores, float64 ``[M]`` by name."""
+    """Encode scores, ``[M]`` by name, as a document of float64 tensors."""
     return save({name: values.detach().cpu().double().contiguous() for name, values in scores.items()})
 
 
 def decode_scores(body: bytes, *, names: tuple[str, ...], num_tokens: int) -> dict[str, torch.Tensor]:
-    """The scores of a document; raises ``ServiceError`` unless they are these, float64 ``[num_tokens]``."""
+    """Decode scores; raises ``ServiceError`` unless they are ``names``, float64 ``[num_tokens]`` each."""
     try:
         scores = load(body)
     except SafetensorError as error:
@@ -135,12 +141,12 @@ def decode_scores(body: bytes, *, names: tuple[str, ...], num_tokens: int) -> di
 
 
 def metrics_as_json(metrics: Mapping[str, float]) -> dict[str, JSON]:
-    """Metrics as JSON has them: NaN and infinities as texts."""
+    """Make metrics JSON: NaN and infinities become texts."""
     return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def parse_metrics(content: Mapping[str, Any]) -> dict[str, float]:
-    """The inverse of ``metrics_as_json``; raises ``ServiceError`` for what is no number."""
+    """Invert ``metrics_as_json``; raises ``ServiceError`` for a value that is no number."""
     metrics = {}
     for name, value in content.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -151,7 +157,7 @@ def parse_metrics(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def contract_problems(client: Mapping[str, JSON], service: Mapping[str, JSON]) -> list[str]:
-    """Every field that the two configurations do not have alike, with both values."""
+    """List every field that differs between the two configurations, with both values."""
     absent = "absent"
     return [
         f"{name}: {client.get(name, absent)!r} here, {service.get(name, absent)!r} in the service"

@@ -1,4 +1,4 @@
-"""Curves of logged metrics over steps, as one HTML page that opens offline."""
+"""Draws curves of logged metrics over steps, a panel for each metric, as one HTML page that opens offline."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
 from mock_scheduler.compare.walk.metrics import MetricLog, load_metrics
-from mock_scheduler.display.text import shortest_names
+from mock_scheduler.display.console import shortest_names
+from mock_scheduler.display.figures import axis_title, finite_or_none, plain_layout, soft_font
+from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
-from mock_scheduler.support.text import list_some
+from mock_scheduler.support.text import count_of, list_some
 
-# Readable on white and on paper, and apart for colour-blind eyes (Okabe and Ito, 2008).
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
+# Apart for colour-blind eyes (Okabe and Ito, 2008), on light and on dark pages.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "theme:ink")
 
 _NUM_LISTED = 40
+_MAX_MARKED = 20
 
-#: What is shown where nothing is asked for, as far as it was logged.
+#: The metrics that are drawn where none are asked for, as far as they were logged.
 _DEFAULT_METRICS = ("success", "val/success", "entropy", "grad_norm")
 
 
-_LEGEND_PX = 45  # below plotly's own buttons
-
-
 def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: Path) -> None:
-    """Write one panel per metric with a curve per run; ``metrics`` are names as in ``metrics.jsonl``.
+    """Write a page with one panel per metric and a curve per run in it.
 
-    Raises ``TraceError`` for a folder without readable metrics, ``ConfigError`` for a metric that no run logged.
+    Args:
+        run_dirs: Output folders of runs.
+        metrics: Names as in ``metrics.jsonl``; ``None`` or none of them: those of ``_DEFAULT_METRICS``.
+        output: The page; its folder is made.
+
+    Raises:
+        TraceError: For a folder without readable metrics.
+        ConfigError: For a metric that no run logged, or where the page cannot be written.
     """
     names = shortest_names([run_dir.resolve() for run_dir in run_dirs])
     logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}
@@ -39,41 +43,48 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
         logged = {name for log in logs.values() for values in log.values() for name in values}
         metrics = [name for name in _DEFAULT_METRICS if name in logged] or sorted(logged)[:4]
     _check_names(metrics, logs)
-    columns = min(2, len(metrics))
-    rows = -(-len(metrics) // columns)
-    figure = make_subplots(rows=rows, cols=columns, subplot_titles=list(metrics), vertical_spacing=0.32 / rows)
-    for run_index, (run, log) in enumerate(logs.items()):
-        for index, metric in enumerate(metrics):
-            figure.add_trace(
-                _curve(run, log, metric, colour=_COLOURS[run_index % len(_COLOURS)], in_legend=index == 0),
-                row=index // columns + 1,
-                col=index % columns + 1,
-            )
-    figure.update_xaxes(title_text="step")
-    height = 340 * rows + 40
-    figure.update_layout(
-        template="plotly_white",
-        height=height,
-        width=960,
-        # From the top of the page, so that it stays above the titles however many panels there are.
-        legend={"orientation": "h", "yref": "container", "y": 1 - _LEGEND_PX / height, "yanchor": "top"},
-        margin={"t": 110, "r": 20},
+    figures = [_panel(metric, logs, f"metric{number}") for number, metric in enumerate(metrics)]
+    page = render_page(
+        "mock_scheduler.report",
+        "curves.html",
+        title=f"Metrics of {list_some(names, 3, ', ')}",
+        heading=f"Metrics of {count_of(len(logs), 'run')}",
+        footer="; ".join(map(str, run_dirs)),
+        plots=[f"metric{number}" for number in range(len(figures))],
+        figures=figures,
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.write_html(output, include_plotlyjs=True, full_html=True)
+    write_page(page, output, ConfigError)
 
 
-def _curve(run: str, log: MetricLog, metric: str, *, colour: str, in_legend: bool) -> go.Scatter:
+def _panel(metric: str, logs: Mapping[str, MetricLog], element: str) -> JSON:
+    """One metric of all runs."""
+    curves: list[JSON] = [
+        _curve(run, log, metric, colour=_COLOURS[number % len(_COLOURS)])
+        for number, (run, log) in enumerate(logs.items())
+    ]
+    axis: dict[str, JSON] = {"gridcolor": "theme:line", "zeroline": False, "tickfont": soft_font(11)}
+    layout: dict[str, JSON] = {
+        **plain_layout(height=330),
+        "margin": {"l": 62, "r": 12, "t": 62, "b": 44},
+        "title": {"text": metric, "font": {"size": 14, "color": "theme:ink"}, "x": 0.01, "y": 0.97},
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": soft_font(11)},
+        "xaxis": {**axis, "title": axis_title("step")},
+        "yaxis": axis,
+    }
+    return {"id": element, "data": curves, "layout": layout}
+
+
+def _curve(run: str, log: MetricLog, metric: str, *, colour: str) -> JSON:
     points = [(step, values[metric]) for step, values in sorted(log.items()) if metric in values]
-    return go.Scatter(
-        x=[step for step, _ in points],
-        y=[value for _, value in points],
-        name=run,
-        legendgroup=run,
-        showlegend=in_legend,
-        mode="lines+markers" if len(points) < 20 else "lines",
-        line={"color": colour, "width": 2},
-    )
+    return {
+        "type": "scatter",
+        "name": run,
+        "mode": "lines+markers" if len(points) < _MAX_MARKED else "lines",
+        "x": [step for step, _ in points],
+        "y": [finite_or_none(value) for _, value in points],
+        "line": {"color": colour, "width": 2},
+    }
 
 
 def _check_names(metrics: Sequence[str], logs: Mapping[str, MetricLog]) -> None:

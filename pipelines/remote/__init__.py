@@ -1,1 +1,1 @@
-"""The learner that trains in a service, and what it must have in common with that."""
+"""Training in a service: the learner of its client, and the contract between the two."""

@@ -14,8 +14,8 @@ from pipelines.remote.contract import service_contract
 class RemoteLearner:
     """Trains step after step in the service of ``training_service.url``; one process has it.
 
-    The metrics are those of ``pipelines.megatron.learner.Learner`` on the same batches, since both make advantages by
-    the same code and the service trains by that learner.
+    Its metrics equal those of ``pipelines.megatron.learner.Learner`` on the same batches: both make advantages by the
+    same code, and the service trains by that learner.
     """
 
     def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str) -> None:
@@ -26,14 +26,14 @@ class RemoteLearner:
         self.service = self._client.check(service_contract(config, tokenizer), first_step=0)
 
     def prepare(self, batch: RolloutBatch, *, step: int) -> tuple[TrainingValues, dict[str, float]]:
-        """What to train with and its metrics, of rewards and of what the service's models say where that is needed."""
+        """Make the values to train with, and their metrics, of rewards and, where needed, of the service's scores."""
         scores = ResponseScores()
         if self._score_names:
             scores = ResponseScores(**self._client.score(batch, step=step, names=self._score_names))
         return self._values.make(batch, scores, policy_version=step)
 
     def train(self, batch: RolloutBatch, values: TrainingValues, *, step: int) -> dict[str, float]:
-        """All updates of one rollout step, in the service; its metrics."""
+        """Make all updates of one rollout step in the service, and return its metrics."""
         datums = with_values(batch, values.advantages, values.returns, weights=values.weights, kept=values.kept)
         return self._client.train(datums, step=step)
 

@@ -1,11 +1,11 @@
-"""A training service: ``python -m pipelines.service.server --config_path configs --config_name NAME a.b=c ...``.
+"""A training service: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
 
-Trains the Megatron model of the configuration under its layout on what clients send, by the protocol of
-``mock_scheduler.remote.protocol``. It leaves in ``output_dir`` ``service.json`` with the URL and the process id,
-``service_config.yaml``, ``service_metrics.jsonl`` and what ``trace`` and ``debug`` ask for. A client that runs with the
-same ``output_dir`` adds a run's own files beside them, so that ``mock-scheduler compare`` reads both as one run.
-Ends after ``POST /v1/finish``, or with an error where no request came for ``training_service.timeout_s`` seconds.
-There is no authentication: whoever reaches the address can train.
+Trains the Megatron model of the configuration under its layout on the datums of a client, by the protocol of
+``mock_scheduler.remote.protocol``. In ``output_dir`` it leaves ``service.json`` with the URL and the process id,
+``service_config.yaml``, ``service_metrics.jsonl`` and the files of ``trace`` and ``debug``. A client with the same
+``output_dir`` adds a run's own files beside them, and ``mock-scheduler compare`` reads both as one run.
+It ends after ``POST /v1/finish``, or with an error where no request came for ``training_service.timeout_s`` seconds.
+There is no authentication: whoever reaches the address, by default on this machine alone, can train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelines.entry import run_entry
 
 
 def check_service(config: PipelineConfig) -> None:
-    """Refuse what a service cannot do. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` for settings that a service cannot carry out."""
     check_settings(config.system_envs)
     if config.training_service.url is not None:
         raise ConfigError(
@@ -38,7 +38,7 @@ def check_service(config: PipelineConfig) -> None:
 
 def _run_service(config: PipelineConfig) -> None:
     # Imported here, since torch and Megatron read the environment when they are imported.
-    from pipelines.service.serving import run_service
+    from pipelines.service.run import run_service
 
     run_service(config)
 

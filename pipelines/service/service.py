@@ -1,7 +1,7 @@
-"""What a training service does with requests, on every rank alike; HTTP is in ``server``.
+"""Carries out the requests of a training service, on every rank alike; HTTP is in ``http_front``.
 
-Contract: a step is trained once, in order. ``check`` refuses a request before any rank acts on it, so that a refused
-one changes nothing. Every rank makes a service and calls ``score`` and ``train`` with the same arguments.
+Contract: a step is trained once, in order. ``check`` refuses a request before any rank acts on it, so a refused one
+changes nothing. Every rank makes a service and calls ``score`` and ``train`` with the same arguments.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Operation = Literal["score", "train"]
 
 
 class OutOfOrderError(ServiceError):
-    """A request that is not what comes next."""
+    """A request out of order: another step, another client, or scoring left out."""
 
 
 class TrainingService:
-    """One run's training. ``next_step``: the step that comes next. ``observation``: makes the probe of each step."""
+    """The training of one run. ``next_step``: the step to train next. ``observation``: makes the probe of each step."""
 
     def __init__(
         self, config: PipelineConfig, runtime: Runtime, tokenizer: GridTokenizer, *, observation: StepObservation
@@ -64,13 +64,13 @@ class TrainingService:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drop the files of a step that was scored and never trained, so that what is there is whole."""
+        """Drop the files of a step scored but never trained, so only whole steps are left."""
         if self._scored is not None:
             unfinished = ServiceError(f"the service ended in the middle of step {self.next_step}")
             self._open_step.__exit__(type(unfinished), unfinished, None)
 
     def describe(self) -> dict[str, JSON]:
-        """What ``GET /v1/service`` answers."""
+        """Describe the service as ``GET /v1/service`` answers."""
         return {
             "protocol": PROTOCOL_VERSION,
             "next_step": self.next_step,
@@ -100,7 +100,7 @@ class TrainingService:
             raise OutOfOrderError(f"step {step} was scored already")
 
     def _datum_problems(self, datums: RolloutBatch) -> list[str]:
-        """What would fail in the middle of a step."""
+        """List every problem that would fail in the middle of a step."""
         if len(datums) == 0:
             return ["there are none"]
         problems = []
@@ -118,12 +118,12 @@ class TrainingService:
         return problems
 
     def score(self, step: int, body: bytes) -> dict[str, torch.Tensor]:
-        """The scores of a step's datums, float64 ``[M]`` by name. Collective."""
+        """Score a step's datums: float64 ``[M]`` by name. Collective."""
         self._scored = self._start(step, body)
         return self._learner.response_scores(self._scored).tensors()
 
     def train(self, step: int, body: bytes) -> dict[str, float]:
-        """All updates of a step; their metrics. Collective."""
+        """Make all updates of a step and return their metrics. Collective."""
         scored = self._scored or self._start(step, body)
         taken = take_values(decode_datums(body, step=step)[0])
         values = TrainingValues(

@@ -476,7 +476,7 @@ def test_the_tolerance_can_be_set_and_is_symmetric(pair: tuple[Path, Path]) -> N
         (["--num_ranks", "0", "--atol", "-1"], "--num_ranks is 0; expected at least 1; --atol is -1.0; expected at"),
         (["--steps", "x"], "--steps 'x': steps 'x' cannot be read"),
         (["--step", "0", "--steps", "1"], "--step and --steps: give one of them"),
-        (["--wrong"], "unrecognized arguments: --wrong"),
+        (["--wrong"], "No such option: --wrong"),
     ],
 )
 def test_bad_arguments_exit_with_5(

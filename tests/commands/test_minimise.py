@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mock_scheduler.align.minimise.trials import only_candidate, remember
 from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions
-from mock_scheduler.commands.minimise import MinimiseOptions, align_once, only_candidate, remember, run_minimise
+from mock_scheduler.commands.minimise import MinimiseOptions, align_once, run_minimise
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.verdict import VerdictKind

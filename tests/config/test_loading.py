@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.config.loading import ConfigSource, dump_config, parse_config_arguments
+from mock_scheduler.config.arguments import parse_config_arguments
+from mock_scheduler.config.loading import ConfigSource, dump_config
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
@@ -194,7 +195,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("run", config_path=tmp_path / "none")
     assert str(caught.value) == (
-        f"config path is not a folder: {tmp_path}/none; give the folder of YAML files as --config_path"
+        f"config path is not a folder: {tmp_path}/none; give the folder of YAML files as --config-path"
     )
 
 
@@ -229,8 +230,8 @@ def test_broken_yaml_is_a_config_error_with_its_line(tmp_path: Path) -> None:
     assert 'run.yaml", line 2' in error_of(tmp_path, "exp_name: x\n  seed: [\n")
 
 
-@pytest.mark.parametrize("dash", ["_", "-"])
-def test_arguments_are_read_in_any_order(dash: str) -> None:
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_arguments_are_read_in_any_order_and_in_rolls_spelling(dash: str) -> None:
     arguments = ["seed=1", f"--config{dash}name", "run", "~x", f"--config{dash}path=here", "a.b=--c"]
     source = parse_config_arguments(arguments, prog="run")
     assert source == ConfigSource(config_name="run", config_path="here", overrides=("seed=1", "~x", "a.b=--c"))
@@ -238,8 +239,17 @@ def test_arguments_are_read_in_any_order(dash: str) -> None:
 
 
 def test_missing_config_name_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="the following arguments are required: --config_name"):
+    with pytest.raises(ConfigError) as caught:
         parse_config_arguments(["seed=1"], prog="run")
+    assert str(caught.value) == "Missing option '--config-name'.\nTry 'python -m run --help'."
+
+
+def test_an_unknown_option_is_a_config_error_that_names_those_like_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config_arguments(["--config-nam", "run"], prog="run")
+    assert str(caught.value) == (
+        "No such option: --config-nam (Possible options: --config-name, --config-path)\nTry 'python -m run --help'."
+    )
 
 
 def test_loading_imports_no_torch() -> None:

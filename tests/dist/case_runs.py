@@ -1,4 +1,4 @@
-"""Trains cases of ``pipelines.layouts`` for a test, and compares them with one process."""
+"""Trains cases of ``benchmarks.layouts`` for a test, and compares them with one process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipelines.layouts.cases import Case
-from pipelines.layouts.runs import run_cases
-from pipelines.layouts.table import CaseResult, build_results
+from benchmarks.layouts.cases import Case
+from benchmarks.layouts.table import CaseResult, build_results
+from benchmarks.layouts.training import run_cases
 
 
 def train(root: Path, cases: Sequence[Case]) -> None:

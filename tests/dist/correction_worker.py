@@ -1,4 +1,4 @@
-"""Trains corrected steps of cases of ``pipelines.layouts``: ``python -m tests.dist.correction_worker FOLDER TASK ...``.
+"""Trains corrected steps of cases of ``benchmarks.layouts``: ``python -m tests.dist.correction_worker FOLDER TASK ...``.
 
 A task is ``{correction}/{layout}/{option}``, a correction of ``CORRECTIONS``. ``FOLDER/{task}/{rank}.json`` gets the
 step's metrics and, by ``kind/update/name`` and ``row,position``, the weights and kept tokens that this rank trained
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
 from pipelines.config.schema import PipelineConfig
-from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe

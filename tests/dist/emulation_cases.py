@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.layouts.cases import MODELS, SEED, parallel_of
+from benchmarks.layouts.options import merge_changes
+from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from pipelines.config.schema import ParallelConfig, PipelineConfig
-from pipelines.layouts.cases import SEED, parallel_of
-from pipelines.layouts.models import MODELS
-from pipelines.layouts.options import merge_changes
-from pipelines.layouts.rows import GROUP_SIZE, NUM_GROUPS
 
 PLAIN_OPTIMIZER = "plain"
 ONE_PROCESS = "tp1"

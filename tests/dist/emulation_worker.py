@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from pipelines.config.schema import PipelineConfig
+from benchmarks.layouts.cases import LONGEST_ROW, SEED
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.algorithm.losses import PolicyLossOutput
-from pipelines.layouts.cases import LONGEST_ROW, SEED
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.probing.step_probe import StepProbe
+from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist.emulation_cases import EmulationCase
 

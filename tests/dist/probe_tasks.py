@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelines.config.schema import PipelineConfig
+from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.support.tensor_bytes import as_bytes
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput
-from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import trainer
 from pipelines.megatron.learner import Learner, Scores
 from pipelines.megatron.places import OwnBatch

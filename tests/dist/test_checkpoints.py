@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.layouts.cases import parallel_of
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole
-from pipelines.layouts.cases import parallel_of
 from pipelines.megatron.checkpoint import check_files, check_same_settings, fixed_settings, read_run_state
 from tests.dist.checkpoint_worker import METRICS_FILE, PERTURBATION, VOCAB_SIZE, config_of
 from tests.dist.conftest import launch

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts.cases import KNOWN_WRONG_CASES, Case, allowing, build_config, refused_cases
+from benchmarks.layouts.comparison import is_first_update, merged_pairs, read_metrics, relative_difference
+from benchmarks.layouts.options import PLAIN
 from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
-from pipelines.layouts.cases import KNOWN_WRONG_CASES, Case, allowing, build_config, refused_cases
-from pipelines.layouts.comparison import is_first_update, merged_pairs, read_metrics, relative_difference
-from pipelines.layouts.options import PLAIN
 from tests.dist.case_runs import train
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches

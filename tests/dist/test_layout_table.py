@@ -1,4 +1,4 @@
-"""The table of ``python -m pipelines.layouts``: layouts train as one process does, and the table says where not."""
+"""The table of ``python -m benchmarks.layouts``: layouts train as one process does, and the table says where not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.layouts.__main__ import app
+from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, Case, build_config, layout_cases
+from benchmarks.layouts.comparison import CaseComparison, Difference, compare_cases, relative_difference
+from benchmarks.layouts.table import CaseResult, render
+from benchmarks.layouts.training import METRICS_FILE
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
-from pipelines.layouts.__main__ import app
-from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, Case, build_config, layout_cases
-from pipelines.layouts.comparison import CaseComparison, Difference, compare_cases, relative_difference
-from pipelines.layouts.table import CaseResult, render
-from pipelines.layouts.worker import METRICS_FILE
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.config.training import TrainingConfig
+from benchmarks.layouts.cases import LONGEST_ROW, PRECISIONS, SEED, Case, build_config, option_cases
+from benchmarks.layouts.comparison import is_first_update, merged_pairs
+from benchmarks.layouts.options import split_options
+from benchmarks.layouts.rows import random_batch
+from benchmarks.layouts.table import CaseResult
 from mock_scheduler.errors import ConfigError
 from pipelines.batching.placement import place_rows
-from pipelines.layouts.cases import LONGEST_ROW, PRECISIONS, SEED, Case, build_config, option_cases
-from pipelines.layouts.comparison import is_first_update, merged_pairs
-from pipelines.layouts.options import split_options
-from pipelines.layouts.rows import random_batch
-from pipelines.layouts.table import CaseResult
-from pipelines.megatron.process.host_device import has_cuda
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.model import build_transformer_config, wrap_data_parallel
+from pipelines.megatron.process.host_device import has_cuda
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches

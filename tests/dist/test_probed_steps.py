@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.layouts.cases import LONGEST_ROW, SEED
+from benchmarks.layouts.rows import random_batch
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from pipelines.layouts.cases import LONGEST_ROW, SEED
-from pipelines.layouts.rows import random_batch
 from tests.dist.traced_steps import LAYOUTS, WAYS, traced_steps
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, Case
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
-from pipelines.layouts.cases import LAYOUTS, OPTION_CASES, Case
 from tests.dist.conftest import launch
 from tests.dist.traced_steps import FAULT, SHORT, TWICE, case_of, traced_steps
 from tests.merged_traces import Merged, different_bits, distances, merge_step

@@ -1,4 +1,4 @@
-"""Traces one training step of cases of ``pipelines.layouts``: ``python -m tests.dist.trace_worker FOLDER TASK ...``.
+"""Traces one training step of cases of ``benchmarks.layouts``: ``python -m tests.dist.trace_worker FOLDER TASK ...``.
 
 A task is a case, of which ``FOLDER/{case}`` gets everything that modules compute, or another form of it, a colon and a
 case, with results in ``FOLDER/{form}/{case}``. Forms: ``state``, gradients and parameters alone; ``full``, both;
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from pipelines.config.schema import PipelineConfig
+from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
-from pipelines.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.probing.step_probe import StepProbe

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.layouts.cases import Case
+from benchmarks.layouts.cases import Case
 from tests.dist.conftest import launch
 
 #: Of ``probe_tasks``: ways to make micro-batches, and layouts of two ranks.

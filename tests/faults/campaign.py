@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.layouts.cases import parallel_of
 from mock_scheduler.compare.bounds.bounds import EXACT
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise
@@ -23,7 +24,6 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import count_before
 from mock_scheduler.verdict.wording.divergences import describe_divergence
-from pipelines.layouts.cases import parallel_of
 from tests.faults.cases import reference_of, world_size
 from tests.faults.evidence import Evidence
 from tests.faults.fault import Fault, Precision, Run

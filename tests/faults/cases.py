@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.layouts.cases import parallel_of
+from benchmarks.layouts.options import merge_changes
+from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from pipelines.config.schema import ParallelConfig, PipelineConfig
-from pipelines.layouts.cases import parallel_of
-from pipelines.layouts.options import merge_changes
-from pipelines.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from tests.faults.fault import Precision, Run
 
 SEED = 42

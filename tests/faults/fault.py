@@ -24,7 +24,7 @@ Injector = Callable[[Fired], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One training: a model of ``cases.MODELS``, a layout as in ``pipelines/layouts/cases.py``, names of its options.
+    """One training: a model of ``cases.MODELS``, a layout as in ``benchmarks/layouts/cases.py``, names of its options.
 
     ``option``: names of ``cases.OPTIONS`` with ``+`` between them.
     """

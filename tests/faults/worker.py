@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.layouts.cases import parallel_of
+from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
 from pipelines.config.schema import ParallelConfig
-from pipelines.layouts.cases import parallel_of
-from pipelines.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions

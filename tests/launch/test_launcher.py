@@ -16,7 +16,7 @@ from mock_scheduler.launch.launcher import LaunchPlan, child_environment, plan_l
 from mock_scheduler.support.processes import RankExit, find_culprit
 from pipelines.config.schema import ParallelConfig, PipelineConfig
 
-SOURCE = ("--config_path", "configs", "--config_name", "run", "seed=1")
+SOURCE = ("--config-path", "configs", "--config-name", "run", "seed=1")
 
 
 def build_config(*, tp: int = 1, dp: int = 1, envs: dict[str, str] | None = None) -> PipelineConfig:

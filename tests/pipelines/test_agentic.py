@@ -25,7 +25,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     (tmp_path / "run.yaml").write_text(f"exp_name: x\noutput_dir: {tmp_path / 'out'}\n", encoding="utf-8")
-    return ["--config_path", str(tmp_path), "--config_name", "run"]
+    return ["--config-path", str(tmp_path), "--config-name", "run"]
 
 
 @pytest.mark.parametrize("error", [ForeignFailure("rank 0 could not save"), ZeroDivisionError("division by zero")])

@@ -64,7 +64,7 @@ def run_errors(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathF
     cases = [
         {
             "arguments": [
-                *("--config_path", str(tiny_alignment.configs), "--config_name", "tiny"),
+                *("--config-path", str(tiny_alignment.configs), "--config-name", "tiny"),
                 *("rollout_mock.enable=true", "rollout_mock.mode=mock"),
                 f"rollout_mock.dump_dir={tiny_alignment.recording}",
                 f"output_dir='{root / name}'",
@@ -130,7 +130,7 @@ def test_a_missing_determinism_setting_is_refused_with_the_line_to_write(capsys:
 
 def test_an_environment_that_comes_too_late_is_refused_with_the_way_to_start(tmp_path: Path) -> None:
     """Python itself reads PYTHONHASHSEED when it starts; a run started by hand has missed it."""
-    arguments = ["-m", "pipelines.agentic", "--config_name", "quickstart", f"output_dir={tmp_path / 'run'}"]
+    arguments = ["-m", "pipelines.agentic", "--config-name", "quickstart", f"output_dir={tmp_path / 'run'}"]
     finished = run_command(arguments, environ={"PYTHONHASHSEED": "1"})
     assert finished.returncode == 4
     assert message_of(read_json(tmp_path / "run" / "error.json"), "DeterminismError", 4) == (

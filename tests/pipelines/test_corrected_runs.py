@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         {
             "arguments": [
-                *("--config_path", str(configs), "--config_name", "tiny", MISMATCH, *TRACE),
+                *("--config-path", str(configs), "--config-name", "tiny", MISMATCH, *TRACE),
                 *("rollout_mock.enable=true", f"rollout_mock.mode={mode}", f"rollout_mock.dump_dir={root / name}-rec"),
                 *(f"output_dir={root / name}-{mode}", f"algorithm.rollout_correction={section}"),
             ],

@@ -12,7 +12,7 @@ def test_a_failing_step_closes_the_real_scheduler_and_tells_of_a_step_that_was_n
     configs = write_tiny_config(tmp_path)
     finished = run_command(
         [
-            *("-m", "tests.faults.failing_step", "--config_path", str(configs), "--config_name", "tiny"),
+            *("-m", "tests.faults.failing_step", "--config-path", str(configs), "--config-name", "tiny"),
             *("rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={tmp_path / 'recording'}"),
             f"output_dir={tmp_path / 'run'}",
         ],

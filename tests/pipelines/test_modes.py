@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = []
     for name, overrides in RUNS.items():
         arguments = [
-            *("--config_path", str(configs), "--config_name", "tiny", f"max_steps={STEPS}"),
+            *("--config-path", str(configs), "--config-name", "tiny", f"max_steps={STEPS}"),
             *("rollout_mock.enable=true", f"rollout_mock.dump_dir={root / 'recording'}"),
             f"output_dir={root / name}",
             *(override.format(root=root) for override in overrides),

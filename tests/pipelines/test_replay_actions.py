@@ -350,7 +350,7 @@ def test_another_vocabulary_is_refused_with_both_digests(tmp_path: Path, capsys:
     config = write_config(tmp_path)
     dump_dir = record(tmp_path, {("train", 0): whole_rows()}, config=config)
     small = write_config(tmp_path, CONFIG.replace("map_name: 4x4", "map_name: null, size: 3"))
-    assert main(["--config_path", str(tmp_path), "--config_name", "replay", "--recording", dump_dir]) == 3
+    assert main(["--config-path", str(tmp_path), "--config-name", "replay", "--recording", dump_dir]) == 3
     assert capsys.readouterr().err == (
         f"error: {dump_dir} was recorded with the vocabulary {build_tokenizer(config).digest()}, and the "
         f"configuration's is {build_tokenizer(small).digest()} (69 tokens): use the environments of the recording\n"
@@ -360,7 +360,7 @@ def test_another_vocabulary_is_refused_with_both_digests(tmp_path: Path, capsys:
 def test_a_recording_of_another_pipeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     dump_dir = record(tmp_path, {("train", 0): whole_rows()}, config=config, contract=Contract.of({"seed": 1}))
-    assert main(["--config_path", str(tmp_path), "--config_name", "replay", "--recording", dump_dir]) == 3
+    assert main(["--config-path", str(tmp_path), "--config-name", "replay", "--recording", dump_dir]) == 3
     assert capsys.readouterr().err == (
         f"error: {dump_dir}: its contract names no vocabulary, so that its tokens cannot be read as those of these "
         "environments: it was not recorded by this pipeline\n"
@@ -372,8 +372,8 @@ def test_a_recording_of_another_pipeline_is_refused(tmp_path: Path, capsys: pyte
     [
         (["--steps", "x"], "--steps: "),
         (["--recording", "{folder}/absent"], "absent"),
-        (["--config_name", "absent"], "no configuration 'absent'"),
-        (["--stepz", "1"], "unrecognized arguments: --stepz"),
+        (["--config-name", "absent"], "no configuration 'absent'"),
+        (["--stepz", "1"], "No such option: --stepz (Possible options: --help, --steps)"),
         (["seed=-1"], "seed"),
     ],
 )
@@ -382,7 +382,7 @@ def test_bad_input_exits_with_five(
 ) -> None:
     config = write_config(tmp_path)
     dump_dir = record(tmp_path, {("train", 0): whole_rows()}, config=config)
-    given = ["--config_path", str(tmp_path), "--config_name", "replay", "--recording", dump_dir]
+    given = ["--config-path", str(tmp_path), "--config-name", "replay", "--recording", dump_dir]
     assert main([*given, *(text.format(folder=tmp_path) for text in arguments)]) == 5
     assert message in capsys.readouterr().err
 
@@ -391,7 +391,7 @@ def test_a_tag_that_is_not_configured_is_refused(tmp_path: Path, capsys: pytest.
     config = write_config(tmp_path)
     row = make_row(identity(0), [1, *START], INTO_THE_HOLE, TERMINATED, tag="Lake")
     dump_dir = record(tmp_path, {("train", 0): [row]}, config=config)
-    assert main(["--config_path", str(tmp_path), "--config_name", "replay", "--recording", dump_dir]) == 5
+    assert main(["--config-path", str(tmp_path), "--config-name", "replay", "--recording", dump_dir]) == 5
     assert capsys.readouterr().err == (
         f"error: {dump_dir}: train step 0 holds rows of the tag 'Lake', which is not in custom_envs ['FrozenLake']: "
         "use the configuration of the recording\n"
@@ -401,7 +401,7 @@ def test_a_tag_that_is_not_configured_is_refused(tmp_path: Path, capsys: pytest.
 def test_steps_that_are_not_there_are_no_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     dump_dir = record(tmp_path, {("train", 0): whole_rows(), ("train", 1): whole_rows()}, config=config)
-    given = ["--config_path", str(tmp_path), "--config_name", "replay", "--recording", dump_dir]
+    given = ["--config-path", str(tmp_path), "--config-name", "replay", "--recording", dump_dir]
     assert main([*given, "--steps", "1"]) == 0
     assert "compared     4 rows, 16 turns, 293 tokens of the environments\n" in capsys.readouterr().out
     assert main([*given, "--steps", "7-"]) == 3

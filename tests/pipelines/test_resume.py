@@ -27,7 +27,7 @@ def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFact
     """
     root = tmp_path_factory.mktemp("resume")
     common = [
-        *("--config_path", str(tiny_alignment.configs), "--config_name", "tiny"),
+        *("--config-path", str(tiny_alignment.configs), "--config-name", "tiny"),
         *("rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={tiny_alignment.recording}"),
         "trace.level=full",
         # A rate that changes with every update shows a schedule that is off by one.

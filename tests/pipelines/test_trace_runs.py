@@ -13,7 +13,7 @@ def run(folder: Path, *overrides: str) -> tuple[int, str]:
     configs = write_tiny_config(folder)
     finished = run_command(
         [
-            *("-m", "pipelines.agentic", "--config_path", str(configs), "--config_name", "tiny"),
+            *("-m", "pipelines.agentic", "--config-path", str(configs), "--config-name", "tiny"),
             *(f"output_dir={folder / 'run'}", *overrides),
         ],
         environ=DETERMINISTIC,

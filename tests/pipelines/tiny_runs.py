@@ -76,8 +76,8 @@ def run_command(
 def run_cli(
     command: str, configs: Path, overrides: Sequence[str], *, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """``mock-scheduler COMMAND --config_path CONFIGS tiny OVERRIDES``."""
-    arguments = ["-m", "mock_scheduler.cli", command, "--config_path", str(configs), "tiny", *overrides]
+    """``mock-scheduler COMMAND --config-path CONFIGS tiny OVERRIDES``."""
+    arguments = ["-m", "mock_scheduler.cli", command, "--config-path", str(configs), "tiny", *overrides]
     return run_command(arguments, environ=environ)
 
 

@@ -1,8 +1,10 @@
 """Asynchronous schedulers and pipelines."""
 
 import asyncio
+import gc
 import os
 import re
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from itertools import product
@@ -150,6 +152,48 @@ def test_background_tasks_of_an_async_scheduler_go_on_between_calls_and_end_with
         assert digests(play(scheduler, range(3))) == digests(map(batch_of, requests(range(3))))
         assert real.task is not None
         assert not real.task.done()
+    assert real.task.cancelled()
+    assert not any(thread.name == "rollout-scheduler" for thread in threading.enumerate())
+
+
+def test_an_interrupt_cancels_the_call_once_and_its_cleanup_goes_on() -> None:
+    """A portal's own task would be cancelled again at each await of the cleanup."""
+
+    class Stuck(AsyncPlayer):
+        async def get_batch(self, item: RolloutRequest) -> object:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                cleaned.set()
+                raise
+            return batch_of(item)
+
+    begun, cleaned = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        begun.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    scheduler = build_scheduler(RolloutMockConfig(), Stuck, make_contract())
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.get_batch(request(0))
+    interrupting.join()
+    scheduler.close()
+    assert cleaned.is_set()
+
+
+def test_a_scheduler_that_nobody_closed_ends_its_loop_when_it_is_gone() -> None:
+    real = Generating()
+    scheduler = build_scheduler(RolloutMockConfig(), lambda: real, make_contract())
+    scheduler.get_batch(request(0))
+    del scheduler
+    gc.collect()
+    assert real.task is not None
     assert real.task.cancelled()
     assert not any(thread.name == "rollout-scheduler" for thread in threading.enumerate())
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler.display import pages
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.report.curves import plot_runs
+from tests.report.chromium import look_at, need_chromium
+from tests.report.pages import figures_of, text_of
+
+EVIL = "<b>run<img src=x onerror=alert(1)>"
 
 
 def write_run(folder: Path, values: list[float]) -> Path:
@@ -18,14 +25,43 @@ def write_run(folder: Path, values: list[float]) -> Path:
     return folder
 
 
-def test_a_page_holds_every_run_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+def test_a_page_holds_every_run_and_loads_nothing_from_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "get_plotlyjs", lambda: "/* plotly */")
     runs = [write_run(tmp_path / "first", [0.0, 0.5]), write_run(tmp_path / "second", [0.25, 1.0])]
     page = tmp_path / "pages" / "curves.html"
     plot_runs(runs, ["success"], page)
     text = page.read_text(encoding="utf-8")
-    assert '"name":"first"' in text
-    assert '"name":"second"' in text
-    assert 'src="http' not in text
+    (figure,) = figures_of(text).values()
+    assert [(curve["name"], curve["x"], curve["y"]) for curve in figure["data"]] == [
+        ("first", [0, 1], [0.0, 0.5]),
+        ("second", [0, 1], [0.25, 1.0]),
+    ]
+    assert figure["layout"]["title"]["text"] == "success"
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "Metrics of 2 runs" in text_of(text)
+
+
+def test_chromium_draws_every_panel_light_and_dark(tmp_path: Path) -> None:
+    need_chromium()
+    page = tmp_path / "curves.html"
+    plot_runs([write_run(tmp_path / EVIL, [0.0, math.nan, 0.5])], None, page)
+    measures = {
+        "curves": "document.querySelectorAll('.scatterlayer .trace').length",
+        "legend": "document.querySelector('.legendtext').textContent",
+        "ink": "getComputedStyle(document.body).color",
+    }
+    for is_dark, ink in ((False, "rgb(28, 36, 48)"), (True, "rgb(228, 233, 240)")):
+        seen = look_at(page, measures, is_dark=is_dark)
+        assert seen.values == {"curves": 1, "legend": EVIL, "ink": ink, "errors": [], "requests": []}
+
+
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [0.0])
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"file/curves.html cannot be written"):
+        plot_runs([run], ["success"], tmp_path / "file" / "curves.html")
 
 
 def test_two_runs_of_one_folder_name_stay_two_curves(tmp_path: Path) -> None:
@@ -34,9 +70,8 @@ def test_two_runs_of_one_folder_name_stay_two_curves(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a" / "run", [0.0]), write_run(tmp_path / "b" / "run", [1.0])]
     page = tmp_path / "curves.html"
     plot_runs(runs, ["success"], page)
-    text = page.read_text(encoding="utf-8")
-    assert '"name":"a\\u002frun"' in text or '"name":"a/run"' in text
-    assert '"name":"b\\u002frun"' in text or '"name":"b/run"' in text
+    (figure,) = figures_of(page.read_text(encoding="utf-8")).values()
+    assert [curve["name"] for curve in figure["data"]] == ["a/run", "b/run"]
 
 
 def test_an_unknown_metric_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from mock_scheduler.correction.report.view import (
     StepHealth,
     WorstToken,
 )
-from mock_scheduler.display.columns import TextColumn, lay_out
-from mock_scheduler.display.text import print_labelled, print_wrapped
+from mock_scheduler.display.console import print_labelled, print_wrapped
+from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.text import shorten
 
@@ -103,9 +103,9 @@ def _print_steps(steps: Sequence[StepHealth], console: Console) -> None:
 
 
 def _print_table(columns: Sequence[tuple[str, int, Sequence[str]]], console: Console) -> None:
-    cells = [TextColumn(header=header, drop_order=order, cells=values) for header, order, values in columns]
-    for line in lay_out(cells, width=console.width - 2):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+    print_table(
+        [TextColumn(header=header, drop_order=order, cells=values) for header, order, values in columns], console
+    )
 
 
 def _print_measured(measured: Measured, console: Console) -> None:
@@ -220,17 +220,14 @@ def _print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
     _print_title("what each configuration would do to these steps", console, note)
     groups = group_outcomes(outcomes)
     cells = [outcome_cells(group[0]) for group in groups]
-    columns = [TextColumn(header="", drop_order=0, cells=[name_outcome(group[0]) for group in groups])]
+    columns = [TextColumn(header="", cells=[name_outcome(group[0]) for group in groups])]
     columns += [
         TextColumn(header=header, drop_order=order, cells=[row[index] for row in cells])
         for index, (header, order) in enumerate(_OUTCOME_COLUMNS)
     ]
-    lines = list(lay_out(columns, width=console.width - 2))
-    header, rows = lines[: -len(groups)], lines[-len(groups) :]
-    for line in header:
-        console.print(Text(f"  {line}"), soft_wrap=True)
-    for line, group in zip(rows, groups, strict=True):
-        is_own = group[0].name == CONFIGURED
-        console.print(Text(f"  {line}", style="bold" if is_own else ""), soft_wrap=True)
+    table = FittedTable(columns, console)
+    table.print_header()
+    for row, group in enumerate(groups):
+        table.print_row(row, style="bold" if group[0].name == CONFIGURED else "")
         texts = [group[0].computation, others_text(group), group[0].note]
         print_wrapped(console, Text("; ".join(filter(None, texts)), style="dim"), indent=6)

@@ -7,24 +7,21 @@ drawn from.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.text import print_labelled, print_wrapped
+from mock_scheduler.display.console import print_labelled, print_wrapped
+from mock_scheduler.display.tables import FittedTable, TextColumn
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
 from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS
 
 _NUM_SHOWN = 5
 _NUM_TENSORS = 3
-_GAP = "  "
-_WIDE = 90  # columns, from which on every column is in the table
-_VERDICT_WIDTH, _PROVED_WIDTH, _WORST_WIDTH, _SECONDS_WIDTH = 20, 20, 22, 8
-_LEAST_NAME_WIDTH = 16
+_NAME_WIDTH, _PROVED_WIDTH = 22, 16  # above which their cells are folded before a column goes
 _TONE_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 
 
@@ -49,24 +46,13 @@ def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, P
 
 
 def _print_table(view: AlignmentView, console: Console) -> None:
-    """One line of columns for each candidate, and beneath it the verdict in words."""
-    widths = _widths(console.width)
-    headers = ("candidate", "verdict", "proved by", "worst against baseline", "seconds")
-    _print_row(_chosen([(header, "dim") for header in headers], widths), widths, console)
-    seconds = f"{view.baseline_seconds[0][1]:,.1f}"
-    _print_row(_chosen([("baseline", "bold"), ("", ""), ("", ""), ("", ""), (seconds, "")], widths), widths, console)
+    """One row for each run, and beneath it the verdict in words."""
+    table = FittedTable(_columns(view), console, indent=0)
+    table.print_header("dim")
+    table.print_row(0)
     _print_beneath(view.baseline_layout, console, style="dim")
-    for candidate in view.candidates:
-        worst = "–" if candidate.worst is None else candidate.worst.ratio
-        seconds = f"{candidate.seconds[0][1]:,.1f}" if candidate.run_dir else "failed"
-        cells = [
-            (candidate.name, "bold"),
-            (candidate.verdict.value, VERDICT_STYLES[candidate.verdict]),
-            (candidate.proved_by, ""),
-            (worst, "red" if candidate.worst is not None and candidate.worst.exceeds else ""),
-            (seconds, ""),
-        ]
-        _print_row(_chosen(cells, widths), widths, console)
+    for number, candidate in enumerate(view.candidates, start=1):
+        table.print_row(number)
         own = (*candidate.overrides, *([f"entry={candidate.entry}"] if candidate.entry else []))
         _print_beneath(" ".join((candidate.layout, *own)), console, style="dim")
         _print_beneath(candidate.headline, console, style="" if candidate.passes else _TONE_STYLES[candidate.tone])
@@ -74,32 +60,31 @@ def _print_table(view: AlignmentView, console: Console) -> None:
             _print_beneath(f"would have been found: {candidate.smallest_error}", console, style="dim")
 
 
-def _widths(width: int) -> tuple[int, ...]:
-    """Of the columns; where the terminal is narrow, of name, verdict and seconds alone."""
-    if width < _WIDE:
-        name = max(width - _VERDICT_WIDTH - _SECONDS_WIDTH - 2 * len(_GAP), _LEAST_NAME_WIDTH)
-        return (name, _VERDICT_WIDTH, _SECONDS_WIDTH)
-    others = (_VERDICT_WIDTH, _PROVED_WIDTH, _WORST_WIDTH, _SECONDS_WIDTH)
-    return (width - sum(others) - len(others) * len(_GAP), *others)
-
-
-def _chosen(cells: Sequence[tuple[str, str]], widths: Sequence[int]) -> list[tuple[str, str]]:
-    """The cells that have a column."""
-    return list(cells) if len(cells) == len(widths) else [*cells[:2], cells[-1]]
-
-
-def _print_row(cells: Sequence[tuple[str, str]], widths: Sequence[int], console: Console) -> None:
-    """Cells side by side, each wrapped in its column; the last one is aligned to the right."""
-    columns = [textwrap.wrap(text, width) or [""] for (text, _), width in zip(cells, widths, strict=True)]
-    for number in range(max(map(len, columns))):
-        line = Text()
-        for place, (lines, (_, style), width) in enumerate(zip(columns, cells, widths, strict=True)):
-            text = lines[number] if number < len(lines) else ""
-            is_last = place == len(widths) - 1
-            line.append(text.rjust(width) if is_last else text.ljust(width), style=style)
-            line.append("" if is_last else _GAP)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+def _columns(view: AlignmentView) -> list[TextColumn]:
+    """The columns of the table, of which each has the baseline's cell first."""
+    candidates = view.candidates
+    names = ["baseline", *(item.name for item in candidates)]
+    verdicts = [Text(item.verdict.value, VERDICT_STYLES[item.verdict]) for item in candidates]
+    worst = [
+        Text("–") if item.worst is None else Text(item.worst.ratio, "red" if item.worst.exceeds else "")
+        for item in candidates
+    ]
+    seconds = [f"{item.seconds[0][1]:,.1f}" if item.run_dir else "failed" for item in candidates]
+    return [
+        TextColumn(
+            header="candidate", cells=[Text(name, "bold") for name in names], least_width=_NAME_WIDTH, justify="left"
+        ),
+        TextColumn(header="verdict", cells=["", *verdicts], justify="left"),
+        TextColumn(
+            header="proved by",
+            cells=["", *(item.proved_by for item in candidates)],
+            drop_order=2,
+            least_width=_PROVED_WIDTH,
+            justify="left",
+        ),
+        TextColumn(header="worst against baseline", cells=["", *worst], drop_order=1, justify="left"),
+        TextColumn(header="seconds", cells=[f"{view.baseline_seconds[0][1]:,.1f}", *seconds]),
+    ]
 
 
 def _print_beneath(text: str, console: Console, *, style: str) -> None:

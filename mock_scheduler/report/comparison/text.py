@@ -9,20 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.display.text import print_wrapped
+from mock_scheduler.display.console import print_wrapped
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.report.comparison.metrics_table import metrics_table
-from mock_scheduler.report.comparison.tensor_table import print_tensors
+from mock_scheduler.report.comparison.text_tables import print_metrics, print_tensors, print_tiers
 from mock_scheduler.report.comparison.view import (
     VERDICT_STYLES,
-    TierCounts,
     count_tiers,
     describe_equal_metrics,
     describe_flips,
@@ -40,7 +36,6 @@ from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 _NUM_SHOWN = 5
 _NUM_METRICS = 12
-_NUM_WIDE = 5  # columns of counts that leave room for wide gaps
 
 
 def print_comparison(result: ComparisonResult, console: Console, *, files: Mapping[str, Path]) -> None:
@@ -54,7 +49,7 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
     if result.recordings is not None:
         print_differences(result.recordings, console)
     if verdict.tensors is not None:
-        _print_tiers(count_tiers(verdict.tensors), console)
+        print_tiers(count_tiers(verdict.tensors), console)
         print_tensors(verdict.tensors, console, more=more)
     _print_findings(unmatched(verdict.metrics, verdict.tensors), console, more=more)
     if verdict.tensors is not None:
@@ -128,33 +123,6 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
         print_wrapped(console, Text(rest), indent=2)
 
 
-def _print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
-    """One row for each kind, and only the columns that have a number."""
-    columns = [
-        ("identical", [item.identical for item in counts], "green"),
-        (f"{NUM_ULPS} ulp", [item.ulp for item in counts], ""),
-        ("in\nbound", [item.tolerance for item in counts], ""),
-        ("un-\ndecided", [item.undecided for item in counts], "yellow"),
-        ("diverged", [item.diverged for item in counts], "red"),
-        ("missing", [item.missing for item in counts], "red"),
-        ("un-\nobserved", [item.unobserved for item in counts], "dim"),
-        ("not\njudged", [item.unjudged for item in counts], "dim"),
-    ]
-    if not counts:
-        return
-    shown = [column for column in columns if any(column[1])]
-    table = Table(box=None, padding=(0, 2 if len(shown) <= _NUM_WIDE else 1, 0, 0), pad_edge=False)
-    table.add_column("  tensors by kind", no_wrap=True)
-    for header in ("compared", *(header for header, _, _ in shown)):
-        table.add_column(header, justify="right", vertical="bottom", overflow="fold")
-    for row, item in enumerate(counts):
-        cells = [Text(f"{values[row]:,}" if values[row] else "-", style if values[row] else "dim")
-                 for _, values, style in shown]  # fmt: skip
-        table.add_row(f"  {item.kind.replace('_', ' ')}", f"{item.compared:,}", *cells)
-    console.print()
-    console.print(table)
-
-
 def _print_findings(findings: Sequence[Finding], console: Console, *, more: str) -> None:
     _print_list("Without a number", [item.message for item in findings], console, more=more, style="red")
 
@@ -183,7 +151,7 @@ def _print_metrics(metrics: MetricComparison, console: Console, *, more: str) ->
     console.print()
     console.print(Text(f"Metrics{f': {equal}' if equal else ''}", style="bold"), soft_wrap=True)
     if differing:
-        console.print(metrics_table(differing[:_NUM_METRICS]))
+        print_metrics(differing[:_NUM_METRICS], console)
     if len(differing) > _NUM_METRICS:
         console.print(Text(f"  and {len(differing) - _NUM_METRICS:,} more that differ{more}"), soft_wrap=True)
 

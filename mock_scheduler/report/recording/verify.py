@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.text import cut
+from mock_scheduler.display.console import cut
 from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.support.text import count_of, format_bytes
 

@@ -9,15 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.columns import TextColumn, lay_out
-from mock_scheduler.display.text import cut, print_labelled, print_wrapped
+from mock_scheduler.display.console import cut, print_labelled, print_wrapped
+from mock_scheduler.display.tables import TextColumn, print_table
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
 from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
-from mock_scheduler.report.recording.bars import draw_bars
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
 
@@ -25,6 +24,8 @@ _NUM_STEPS = 20
 _NUM_LINES = 10
 _VALUE_WIDTH = 60
 _NUM_TAGS = 12
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LEAST_WIDTH = 4
 _SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform")
 
 
@@ -100,8 +101,7 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
     if not folder.steps:
         return
     console.print()
-    for line in _steps_table(folder.steps, width=console.width - 2):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+    _print_steps(folder.steps, console)
     if len(folder.steps) > _NUM_STEPS:
         hidden = len(folder.steps) - _NUM_STEPS
         console.print(f"  and {count_of(hidden, 'step')} between (all with --json, some with --steps)")
@@ -166,7 +166,7 @@ def _oddities(steps: Sequence[StepStatistics], totals: RecordingTotals) -> Itera
         yield "no response", count_of(totals.num_rows_without_response, "row")
 
 
-def _steps_table(steps: Sequence[StepStatistics], *, width: int) -> Iterator[str]:
+def _print_steps(steps: Sequence[StepStatistics], console: Console) -> None:
     half = _NUM_STEPS // 2
     shown = steps if len(steps) <= _NUM_STEPS else [*steps[:half], *steps[-half:]]
     spreads = [(step.reward, step.response_length) for step in shown]
@@ -184,10 +184,7 @@ def _steps_table(steps: Sequence[StepStatistics], *, width: int) -> Iterator[str
         ("stale", 3, [_describe_staleness(step.staleness) for step in shown]),
         ("size", 1, [format_bytes(step.size_bytes) for step in shown]),
     )
-    return lay_out(
-        [TextColumn(header=header, drop_order=drop_order, cells=cells) for header, drop_order, cells in columns],
-        width=width,
-    )
+    print_table([TextColumn(header=header, drop_order=order, cells=cells) for header, order, cells in columns], console)
 
 
 def _describe_staleness(staleness: Staleness | None) -> str:
@@ -212,6 +209,32 @@ def _print_histogram(title: str, spread: Spread | None, bars: Sequence[Bar], con
     ascii_only = console.options.ascii_only
     for line in draw_bars(bars, width=console.width - 4, ascii_only=ascii_only):
         console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+def draw_bars(bars: Sequence[Bar], *, width: int, ascii_only: bool = False) -> Iterator[str]:
+    """Yield lines of at most ``width`` columns, as long as labels and counts leave room: ``0.5   12 ██████``.
+
+    The longest bar fills its column; a bar with any count shows something.
+    """
+    labels = [_name_bar(bar) for bar in bars]
+    counts = [f"{bar.count:,}" for bar in bars]
+    label_width, count_width = (max(map(len, texts), default=0) for texts in (labels, counts))
+    room = max(width - label_width - count_width - 3, _LEAST_WIDTH)
+    most = max((bar.count for bar in bars), default=0)
+    for label, count, bar in zip(labels, counts, bars, strict=True):
+        drawn = _draw(bar.count / most if most else 0.0, room, ascii_only=ascii_only)
+        yield f"{label:>{label_width}}  {count:>{count_width}} {drawn}".rstrip()
+
+
+def _name_bar(bar: Bar) -> str:
+    return f"{bar.low:g}" if bar.low == bar.high else f"{bar.low:g} to {bar.high:g}"
+
+
+def _draw(fraction: float, room: int, *, ascii_only: bool) -> str:
+    if ascii_only:
+        return "#" * (round(fraction * room) or (fraction > 0))
+    eighths = round(fraction * room * 8) or (fraction > 0)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _named(spread: Spread) -> tuple[tuple[str, float], ...]:

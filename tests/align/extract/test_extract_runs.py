@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.extract.extract import run_extract
+from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.support.files import load_json_object
 from tests.pipelines.tiny_runs import ROOT, run_cli, run_command, write_tiny_config
 

@@ -172,7 +172,7 @@ def test_a_response_token_that_nothing_predicts_is_refused(tmp_path: Path) -> No
         (["--steps", "x"], "--steps: "),
         (["--preset", "icepopp"], "--preset: there is no icepopp (nearest: icepop)"),
         (["--run", "nowhere"], "nowhere does not exist"),
-        (["--config", "nothing"], "config path is not a folder"),
+        (["--config-name", "nothing"], "config path is not a folder"),
         (["--worst", "-1"], "Invalid value for '--worst'"),
         (["--html", "-"], "--html: - is no file, and a page is not printed; name one, as in --html page.html"),
     ],
@@ -200,7 +200,7 @@ def test_a_configuration_of_its_own_comes_first(tmp_path: Path) -> None:
         "exp_name: own\nalgorithm: {rollout_correction: {preset: icepop}}\n", encoding="utf-8"
     )
     arguments = ["correction", str(dump_dir), "--run", str(run_dir), "--preset", "aipo", "--json", str(tmp_path / "j")]
-    assert cli.main([*arguments, "--config", "own", "--config-path", str(tmp_path)]) == 0
+    assert cli.main([*arguments, "--config-name", "own", "--config-path", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "j").read_text())
     assert result["training"]["source"] == "configuration own"
     assert result["measured"]["outcomes"][0]["computation"] == (

@@ -64,7 +64,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no-file", [f"debug.dump_dir={root / 'x'}", mock(root / "nowhere")], {}),
         ("no-match", [f"debug.dump_dir={root / 'x'}", "debug.target_param_pattern='layers\\.7'"], {}),
     ]
-    common = ["--config_path", str(configs), "--config_name", "tiny", *ON]
+    common = ["--config-path", str(configs), "--config-name", "tiny", *ON]
     listed = [
         {"arguments": [*common, f"output_dir={root / name}", *overrides], "environ": environ}
         for name, overrides, environ in cases

@@ -13,14 +13,14 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from safetensors.torch import load_file
 
+from benchmarks.layouts.cases import LONGEST_ROW, SEED
+from benchmarks.layouts.rows import random_batch
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import place_shard
-from pipelines.layouts.cases import LONGEST_ROW, SEED
-from pipelines.layouts.rows import random_batch
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.module_probe import ModuleProbe
 from pipelines.megatron.probing.token_places import TokenIndex

@@ -17,7 +17,8 @@ import torch
 
 from mock_scheduler.errors import ConfigError, ServiceError
 from pipelines.config.schema import PipelineConfig
-from pipelines.service import serving
+from pipelines.service import http_front
+from pipelines.service import run as serving
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.service import TrainingService
 from pipelines.tracking import MetricsWriter
@@ -45,26 +46,26 @@ def address(front: Front) -> tuple[str, int]:
 
 
 def send(front: Front, head: str, body: bytes = b"") -> tuple[int, bytes]:
-    """Status and body of the answer to a request that ends with what is sent."""
-    with socket.create_connection(address(front), timeout=10.0) as connection:
-        connection.sendall(f"{head}\r\n\r\n".encode() + body)
-        connection.shutdown(socket.SHUT_WR)
+    """Status and body of the answer to a request."""
+    with socket.create_connection(address(front), timeout=30.0) as connection:
+        connection.sendall(f"{head}\r\nHost: x\r\n\r\n".encode() + body)
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         return answer.status, answer.read()
 
 
 TRAIN = "POST /v1/steps/0/train HTTP/1.1"
+NO_LENGTH = b'{"error": "Content-Length is missing; chunked bodies are not read"}'
 
 
 @pytest.mark.parametrize(
     ("head", "status", "text"),
     [
         (f"{TRAIN}\r\nContent-Length: 5", 200, b'{"bytes": 5}'),
-        (TRAIN, 411, b'{"error": "Content-Length is missing; chunked bodies are not read"}'),
-        (f"{TRAIN}\r\nContent-Length: -1", 400, b'{"error": "Content-Length is \'-1\', expected a whole number"}'),
-        (f"{TRAIN}\r\nContent-Length: x", 400, b'{"error": "Content-Length is \'x\', expected a whole number"}'),
-        (f"{TRAIN}\r\nContent-Length: 4000000000", 400, b'{"error": "the body ends after 5 of 4000000000 bytes"}'),
+        (TRAIN, 411, NO_LENGTH),
+        (f"{TRAIN}\r\nTransfer-Encoding: chunked", 411, NO_LENGTH),
+        (f"{TRAIN}\r\nContent-Length: -1", 400, b"Invalid HTTP request received."),
+        (f"{TRAIN}\r\nContent-Length: x", 400, b"Invalid HTTP request received."),
         (f"{TRAIN}\r\nContent-Length: 9999999999", 413, b'{"error": "9999999999 bytes are more than 4294967296"}'),
         ("GET /v1/finish HTTP/1.1", 404, b'{"error": "there is no GET /v1/finish"}'),
     ],
@@ -77,6 +78,38 @@ def test_a_body_is_of_the_length_that_is_announced_or_refused(
     assert send(front, head, b"hello") == (status, text)
 
 
+def test_a_body_of_which_no_more_comes_is_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes memory as it arrives: 4 GB are announced, and 5 bytes come."""
+    monkeypatch.setattr(http_front, "_SILENCE_S", 0.2)
+    assert send(front, f"{TRAIN}\r\nContent-Length: 4000000000", b"hello") == (
+        400,
+        b'{"error": "the body ends after 5 of 4000000000 bytes: no more came for 0.2 s"}',
+    )
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_makes_no_call() -> None:
+    with listening("127.0.0.1", 0) as front:
+        with socket.create_connection(address(front)) as connection:
+            connection.sendall(f"{TRAIN}\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf".encode())
+        asking = threading.Thread(target=send, args=(front, "GET /v1/service HTTP/1.1"))
+        asking.start()
+        call = front.calls.get(timeout=30.0)
+        assert call.operation == "service"
+        call.answer(Answer.json({}))
+        asking.join()
+        assert front.calls.empty()
+
+
+def test_a_call_without_an_answer_is_told_that_the_service_has_ended() -> None:
+    answers: list[tuple[int, bytes]] = []
+    with listening("127.0.0.1", 0) as front:
+        asking = threading.Thread(target=lambda: answers.append(send(front, "GET /v1/service HTTP/1.1")))
+        asking.start()
+        front.calls.get(timeout=30.0)
+    asking.join()
+    assert answers == [(503, b'{"error": "the service has ended"}')]
+
+
 def test_a_silent_client_keeps_nobody_waiting_and_the_service_ends() -> None:
     """The service waited for ever, at its end, for a connection on which nothing came."""
     with listening("127.0.0.1", 0) as front:
@@ -84,12 +117,12 @@ def test_a_silent_client_keeps_nobody_waiting_and_the_service_ends() -> None:
         answering.start()
         silent = socket.create_connection(address(front))
         half = socket.create_connection(address(front))
-        half.sendall(f"{TRAIN}\r\nContent-Length: 100\r\n\r\nhalf".encode())
+        half.sendall(f"{TRAIN}\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf".encode())
         assert send(front, f"{TRAIN}\r\nContent-Length: 2", b"ab") == (200, b'{"bytes": 2}')
         front.calls.put(Call(operation="stop"))
         answering.join()
         ends_s = time.monotonic()
-    assert time.monotonic() - ends_s < 60.0  # that it ends, not how fast
+    assert time.monotonic() - ends_s < 60.0  # its end is the fact, not its speed
     silent.close()
     half.close()
 

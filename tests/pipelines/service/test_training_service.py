@@ -34,7 +34,7 @@ def serving(
     configs: Path, folder: Path, overrides: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """A service of the tiny configuration; its URL. It is ended where it has not ended by itself."""
-    arguments = ["-m", "mock_scheduler.cli", "launch", "--config_path", str(configs), "tiny"]
+    arguments = ["-m", "mock_scheduler.cli", "launch", "--config-path", str(configs), "tiny"]
     options = ["--entry", "pipelines.service.server", f"output_dir={folder}", *overrides]
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(

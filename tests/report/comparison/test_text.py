@@ -84,10 +84,9 @@ def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path
     start = lines.index("Beyond their bound: 301 of 316 tensors, as computed")
     first = "    decoder.layers.2.self_attention.linear_proj"
     assert lines[start + 1 : start + 8] == [
-        "                                                          relative       bound  max |a-b|      ULP      "
-        "slope     cosine",
+        "                                                 relative    bound  max |a-b|     ULP     slope    cosine",
         "  step 0, update 0: activation",
-        f"{first}            3.1e-03     1.0e-04    3.1e-03   52,009   0.998967   0.999990",
+        f"{first}   3.1e-03  1.0e-04    3.1e-03  52,009  0.998967  0.999990",
         "      where       98 % of it in channels 32 to 63 of 64: the second shard of tp2",
         "      looks like  a partial sum of tp is missing",
         "      worst       sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the "
@@ -129,18 +128,22 @@ def test_what_is_left_out_is_counted_with_the_file_that_has_it(tmp_path: Path) -
 def test_a_rounding_result_shows_the_nearest_to_their_bounds(tmp_path: Path) -> None:
     lines = [line.rstrip() for line in render(rounding(tmp_path)).splitlines()]
     start = lines.index("Nearest to their bound, worst first")
-    assert sum(line.endswith("1.000000   1.000000") for line in lines[start:]) == 3
+    assert sum(line.endswith("1.000000 1.000000") for line in lines[start:]) == 3
     assert "  activation                 78         16     62" in lines
     assert not any(" more" in line for line in lines)
+
+
+def test_a_narrow_terminal_has_whole_names_and_bounds_before_other_figures(tmp_path: Path) -> None:
+    lines = render(diverged(tmp_path), width=80).splitlines()
+    assert "    decoder.layers.2.self_attention.linear_proj  3.1e-03 1.0e-04   3.1e-03" in lines
+    assert not any("slope" in line or "ULP" in line for line in lines)
 
 
 def test_a_sketch_says_that_it_estimates_and_what_to_run_next(tmp_path: Path) -> None:
     lines = [line.rstrip() for line in render(sketched(tmp_path)).splitlines()]
     note = "  level sketch: relative differences are estimated, and what stands beside them is their error bar"
     assert lines[3] == note
-    assert (
-        "    decoder.layers.2.pre_mlp_layernorm                       1.3e-03  7.9e-04 to 2.0e-03     1.0e-04" in lines
-    )
+    assert "    decoder.layers.2.pre_mlp_layernorm            1.3e-03  7.9e-04 to 2.0e-03  1.0e-04" in lines
     start = lines.index("Next: a full trace of the place, in both runs, shows its elements; run them again with")
     assert lines[start + 1] == "  trace.level=full trace.steps='0' trace.patterns=['decoder.layers.2.*']"
 

@@ -1,0 +1,77 @@
+"""``mock-scheduler doctor``: replays one recorded step twice, in fresh processes, and finds their first difference.
+
+Contract: exits with 0 only where every operation of every rank, every batch and every metric of the steps was compared
+and is bit-identical; with 4 where anything differs or nothing was compared. A failed run is no difference: its own
+error is shown and its exit code is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
+from mock_scheduler.display.console import build_console
+from mock_scheduler.doctor.diagnosis import diagnose
+from mock_scheduler.doctor.plan import plan_doctor
+from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
+from mock_scheduler.program import find_program
+from mock_scheduler.run_folder.command_folder import DOCTOR_MARKER, claim_folder, prepare_folder
+from mock_scheduler.run_folder.finished_run import RunFailure
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.run_files import DOCTOR_FILE
+
+
+def run_doctor(
+    config_name: str,
+    *,
+    config_path: Path,
+    overrides: Sequence[str],
+    output_dir: Path | None,
+    step: int = 0,
+    recording: Path | None = None,
+    entry: str | None = None,
+    json_path: Path | None = None,
+    make_launch: MakeLaunch = make_process_launch,
+    console: Console | None = None,
+) -> int:
+    """Replay the steps 0 to ``step`` twice, print where they differ and why, and return the exit code.
+
+    The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays. ``{output_dir}/doctor`` is made
+    anew and holds the runs and ``doctor.json``; ``json_path`` gets a copy of the latter.
+    Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
+    """
+    console = console or build_console()
+    program = find_program(config_name, config_path)
+    plan = plan_doctor(
+        program.build_loader(config_name, config_path),
+        program=program,
+        overrides=overrides,
+        output_dir=output_dir,
+        step=step,
+        recording=recording,
+        entry=entry,
+    )
+    keep = None if plan.recorder else plan.recording_dir
+    with claim_folder(plan.output_dir, marker=DOCTOR_MARKER):
+        prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
+        launch = make_launch(config_name, config_path)
+        console.print(plan.describe(), highlight=False)
+        for run in plan.runs:
+            outcome = execute_run(run, launch=launch, console=console)
+            if isinstance(outcome, RunFailure):
+                raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")
+        with console.status("comparing operations"):
+            diagnosis = diagnose(*(run.output_dir for run in plan.replays), step=step)
+        print_diagnosis(diagnosis, console)
+        content = {
+            "layout": plan.replays[0].layout,
+            "recording_dir": str(plan.recording_dir),
+            **diagnosis_to_json(diagnosis),
+        }
+        for path in (plan.output_dir / DOCTOR_FILE, *([json_path] if json_path else [])):
+            save_json(path, content, sort_keys=False)
+            console.print(f"result       {path}", highlight=False, markup=False, soft_wrap=True)
+        return int(diagnosis.exit_code)

@@ -1,0 +1,64 @@
+"""``mock-scheduler extract``: makes a small folder of a diverged candidate, to show the divergence by one command."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from mock_scheduler.align.extract.entry import find_entry_files
+from mock_scheduler.align.extract.extraction import CheckReproduction, Extraction, run_reproduction
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, choose_weights
+from mock_scheduler.align.extract.source import read_diverged
+from mock_scheduler.display.console import build_console
+from mock_scheduler.errors import ConfigError, ExitCode
+from mock_scheduler.recording.writing.subset import load_train_step
+from mock_scheduler.support.text import format_bytes
+
+
+def run_extract(
+    align_dir: Path,
+    name: str,
+    *,
+    output: Path,
+    step: int | None = None,
+    num_groups: int | None = None,
+    is_checked: bool = True,
+    check: CheckReproduction | None = None,
+    console: Console | None = None,
+) -> int:
+    """Make the folder ``output`` out of the diverged candidate ``name`` of the alignment in ``align_dir``; 0.
+
+    step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
+    check: ``None`` runs the folder's own script. console: ``None`` is this terminal.
+    Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
+    ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
+    show with all groups either, or the script does not run. Then there is no ``output``.
+    """
+    console = console or build_console()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} exists and is not empty; choose another --output")
+    source = read_diverged(align_dir, name, step=step)
+    extraction = Extraction(
+        source=source,
+        batch=load_train_step(source.reader, source.step),
+        weights=choose_weights(source),
+        entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
+        check=(check or run_reproduction) if is_checked else None,
+        console=console,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
+    try:
+        extraction.make(aside / output.name, num_groups)
+        (aside / output.name).replace(output)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    console.print(
+        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
+    )
+    return int(ExitCode.ALIGNED)
