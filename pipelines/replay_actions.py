@@ -246,7 +246,7 @@ def replay_actions(
 ) -> int:
     """Play recorded actions through the environments again, and name the first answer that differs."""
     source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
-    comparison = compare_recording(source.load(), recording, parse_steps(steps))
+    comparison = compare_recording(load_source(source), recording, parse_steps(steps))
     print(f"recording    {recording}\n{comparison.describe()}", flush=True)
     if json_path is not None:
         save_json(json_path, comparison.as_json(), sort_keys=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import ConfigLoader, build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.align.plan.planned_run import AlignPlan
 from mock_scheduler.align.prove.alignment import AlignmentRunner
 from mock_scheduler.align.prove.proof_runs import order_reductions
@@ -18,6 +18,7 @@ from mock_scheduler.align.runs.resume import RunCache, open_folder
 from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.program import ConfigLoader, find_program
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
@@ -71,10 +72,12 @@ def run_align(
     """
     console = console or build_console()
     _check_writable(options)
-    load = build_loader(config_name, config_path)
+    program = find_program(config_name, config_path)
+    load = program.build_loader(config_name, config_path)
     wants_consequence = load(overrides).align.proofs.consequence
     plan = plan_alignment(
         load,
+        program=program,
         overrides=overrides,
         output_dir=options.output_dir,
         recording_dir=options.recording_dir,

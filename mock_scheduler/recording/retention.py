@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
 from mock_scheduler.recording.sealed import SealedFile
 from mock_scheduler.recording.storage import Storage, locked
 from mock_scheduler.support.documents import Count
-from pipelines.config.schema import RetentionConfig
 
 RETENTION_FORMAT = "rollout-retention"
 RETENTION_VERSION = 1

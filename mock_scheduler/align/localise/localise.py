@@ -117,7 +117,7 @@ class _Search:
         step = None if first is None else first.step
         if step == 0 and self._guess_bytes() <= self.max_trace_bytes:
             return self._trace_whole(0)
-        sketches = self._run_both("sketches", [sketch_overrides(run.config, step) for run in self._sides])
+        sketches = self._run_both("sketches", [sketch_overrides(run, step) for run in self._sides])
         found = find_first_step(self._compare(sketches, None), is_exact=self.bounds is None)
         if found is None:
             raise self._nothing("sketches of every step")
@@ -144,7 +144,7 @@ class _Search:
         rest: list[DifferingTensor] = []
         while names := walk.next_names():
             overrides = graft_overrides(
-                self.candidate.config,
+                self.candidate,
                 level=stage.level,
                 kind=walk.kind,
                 names=names,
@@ -183,7 +183,7 @@ class _Search:
         return 8 if self.reference.config.precision == "float64" else 4
 
     def _trace_whole(self, step: int) -> _Stage:
-        full = self._run_both("full", [full_overrides(run.config, step, None) for run in self._sides])
+        full = self._run_both("full", [full_overrides(run, step, None) for run in self._sides])
         comparison = self._compare(full, step)
         return self._stage(step, full, level="full", compared=full[0], comparison=comparison)
 
@@ -199,7 +199,7 @@ class _Search:
             budget=self.max_trace_bytes,
             bytes_by_element=self._item_bytes * (1 + num_ranks),
         )
-        full = self._run_both("full", [full_overrides(run.config, step, names) for run in self._sides])
+        full = self._run_both("full", [full_overrides(run, step, names) for run in self._sides])
         return self._stage(step, full, level="sketch", compared=sketches[0], comparison=comparison)
 
     def _stage(
@@ -214,7 +214,7 @@ class _Search:
         """What whole tensors of step 0 take, by the reference's trace of fewer kinds; infinite where it has none."""
         try:
             with open_trace(self.reference.output_dir / TRACE_FOLDER) as trace:
-                return guess_bytes(self.reference.config, trace, num_ranks=self.candidate.config.parallel.world_size)
+                return guess_bytes(self.reference, trace, num_ranks=self.candidate.config.parallel.world_size)
         except TraceError:
             return math.inf
 

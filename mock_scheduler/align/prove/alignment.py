@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.closer_look import CloserLook
@@ -38,6 +37,7 @@ from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.verdict.compare_runs import judge_runs
@@ -247,7 +247,11 @@ class AlignmentRunner:
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
                     try:
-                        item.consequence = find_consequence(baseline.output_dir, item.summary.output_dir)
+                        item.consequence = find_consequence(
+                            baseline.output_dir,
+                            item.summary.output_dir,
+                            load_clip_rule=item.run.program.load_clip_rule,
+                        )
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
             if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
@@ -286,7 +290,7 @@ def _why_not_emulated(item: CandidateState) -> NotTried | None:
         return NotTried(cause=NotTriedCause.SAME_ORDER)
     if item.run.changes.other and not item.run.must_be_exact:
         return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
-    problem = describe_order_limits(item.run.config)
+    problem = describe_order_limits(item.run)
     return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
 

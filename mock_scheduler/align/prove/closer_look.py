@@ -8,13 +8,13 @@ from pathlib import Path
 
 from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.localise.runs import full_overrides
-from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order
 from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.verdict import VerdictKind
 
@@ -46,7 +46,7 @@ class CloserLook:
 
     def _measure_all_kinds(self, step: int) -> Bounds:
         """The noise of all that one step computes, beyond what every run traces."""
-        overrides = full_overrides(self.plan.baseline.config, step, None)
+        overrides = full_overrides(self.plan.baseline, step, None)
         whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
         folders = [
             self._run_further(

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
@@ -36,7 +37,6 @@ from mock_scheduler.recording.writing.rights import FolderLocks, check_addition,
 from mock_scheduler.recording.writing.sharded import Patience, commit_when_complete
 from mock_scheduler.scheduler import Mode, RowShard
 from mock_scheduler.support.background import JobQueue, QueueTexts
-from pipelines.config.schema import RetentionConfig
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
