@@ -35,6 +35,7 @@ from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
+from pipelines.config.loading import load_source
 from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
