@@ -67,8 +67,8 @@ WORST_ROW, WORST_TOKEN = 2, 3
 WORST_SAMPLE = "default/group 1/episode 0/env 0/turn 0"
 WRONG = "decoder.layers.1.mlp.linear_fc1.weight"
 SENTENCE = (
-    f"step 1, backward, {WRONG} gradient: candidate is 2.000 times the baseline: √rows; the 21 tensors before it are equal; "
-    "nothing else of the pass differs"
+    f"step 1, backward, {WRONG} gradient: candidate is 2.000 times the baseline: √rows; the 21 tensors before it are "
+    "equal; nothing else of the pass differs"
 )
 SUSPICION = Suspicion(
     test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="12 gradients have a slope of 0.9991"

@@ -73,7 +73,8 @@ def test_each_verdict_is_said_in_one_line_with_what_proved_it(view: AlignmentVie
     assert said["dp2.clip"] == ("within its bounds, and yet 12 gradients have a slope of 0.9991", "–", "")
     headline, *others = said["loose"]
     assert headline.startswith(
-        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: within the stated bounds: 2 metrics over 2 steps"
+        "without DETERMINISTIC_MODE=1 two equal runs may differ as much: within the stated bounds: 2 "
+        "metrics over 2 steps"
     )
     assert others == ["–", ""]
 
