@@ -20,6 +20,7 @@ from rich.markup import escape
 from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
+from mock_scheduler.align.prove.clip_rules import load_clip_rule
 from mock_scheduler.align.prove.closer_look import CloserLook
 from mock_scheduler.align.prove.proof_bounds import WideBounds
 from mock_scheduler.align.prove.proof_runs import (
@@ -39,9 +40,10 @@ from mock_scheduler.compare.noise.theory import build_theory_bounds
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
-from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
@@ -247,7 +249,7 @@ class AlignmentRunner:
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
                     try:
-                        item.consequence = find_consequence(baseline.output_dir, item.summary.output_dir)
+                        item.consequence = _find_consequence(baseline, item.summary)
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
             if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
@@ -288,6 +290,13 @@ def _why_not_emulated(item: CandidateState) -> NotTried | None:
         return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
     problem = describe_order_limits(item.run.config)
     return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
+
+
+def _find_consequence(baseline: RunSummary, candidate: RunSummary) -> Consequence:
+    """What the difference does to training, with each run's own clip rule."""
+    folders = baseline.output_dir, candidate.output_dir
+    rules = load_clip_rule(folders[0] / CONFIG_FILE), load_clip_rule(folders[1] / CONFIG_FILE)
+    return find_consequence(*folders, rules=rules)
 
 
 def _seconds(outcome: Outcome) -> float:

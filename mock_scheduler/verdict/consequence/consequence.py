@@ -1,6 +1,6 @@
 """What the difference of two runs does to the training itself: clipping, KL, advantages, and the update's direction.
 
-Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Figures are in
+Contract: reads the ``trace`` folders of two finished runs, one tensor at a time. Figures are in
 float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
 A figure is left out where the traces do not hold its tensors. Of all response tokens only |train - rollout| is kept,
 for its quantiles.
@@ -21,22 +21,31 @@ from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule
 from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 
 
-def find_consequence(baseline_dir: Path, candidate_dir: Path, *, selection: Selection = EVERYTHING) -> Consequence:
+def find_consequence(
+    baseline_dir: Path,
+    candidate_dir: Path,
+    *,
+    rules: tuple[ClipRule, ClipRule],
+    selection: Selection = EVERYTHING,
+) -> Consequence:
     """What the difference between two finished runs does to the training, over the steps that both traced.
 
-    Of ``selection`` only the steps count. Raises ``AlignmentError`` where a configuration cannot be read, and
-    ``TraceError`` where a trace is missing or damaged.
+    Args:
+        rules: How the losses of baseline and candidate clip.
+        selection: Only its steps count.
+
+    Raises:
+        TraceError: A trace is missing or damaged.
     """
-    rules = load_clip_rule(baseline_dir / CONFIG_FILE), load_clip_rule(candidate_dir / CONFIG_FILE)
     folders = baseline_dir / TRACE_FOLDER, candidate_dir / TRACE_FOLDER
     if "sketch" in [trace_level(folder) for folder in folders]:
         return _Collected(rules=rules).result()

@@ -13,12 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.align.prove.clip_rules import load_clip_rule
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFlip, Consequence
 from mock_scheduler.verdict.wording.consequence import describe_consequence
@@ -95,8 +97,14 @@ def tokens(
     return found + ([] if kept is None else [by_token("advantage", "kept", kept)])
 
 
+def find(ours: Path, theirs: Path) -> Consequence:
+    """The consequence, with the clip rules that the two runs' configurations state."""
+    rules = load_clip_rule(ours / "config.yaml"), load_clip_rule(theirs / "config.yaml")
+    return find_consequence(ours, theirs, rules=rules)
+
+
 def consequence(tmp_path: Path, ours: Sequence[TraceEntry], theirs: Sequence[TraceEntry]) -> Consequence:
-    return find_consequence(side(tmp_path / "a", ours), side(tmp_path / "b", theirs))
+    return find(side(tmp_path / "a", ours), side(tmp_path / "b", theirs))
 
 
 def test_planted_flips_are_counted_by_the_states_that_they_join(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_the_update_is_compared_as_a_whole_over_all_parameters(tmp_path: Path) -
         *parameters("parameter", {"w": (3.0, 2.0), "b": (-4.0,)}, update=1),
         *parameters("parameter", {"critic.w": (-1.0,)}),
     ]
-    found = find_consequence(side(tmp_path / "a", ours, num_updates=2), side(tmp_path / "b", theirs, num_updates=2))
+    found = find(side(tmp_path / "a", ours, num_updates=2), side(tmp_path / "b", theirs, num_updates=2))
     assert found.updates == ((0, 0), (0, 1))
     assert found.update_cosine == pytest.approx((-0.28, 1.0))
     assert found.update_ratio == pytest.approx((1.0, 2.0))
@@ -208,7 +216,7 @@ def test_rows_in_another_order_are_matched_by_who_they_are(tmp_path: Path) -> No
     swapped = [replace_values(item) for item in tokens()]
     rows = RowTable(identities=ROWS.identities[::-1], lengths=(4, 4))
     save(theirs / "trace", 0, 1, swapped, footer=StepFooter(rows=rows, update_rows=((0, 1),), ranks=(0,)))
-    found = find_consequence(ours, theirs)
+    found = find(ours, theirs)
     assert (found.num_tokens, found.num_clip_flips, found.max_advantage_change) == (6, 0, 0.0)
 
 
@@ -225,7 +233,7 @@ def test_rejected_tokens_are_in_no_clip(tmp_path: Path) -> None:
 def test_each_side_clips_by_its_own_configuration(tmp_path: Path) -> None:
     """At 1.3 a bound of 1.4 above does not clip, at 0.7 one of 0.65 below does not, and at 4 no dual clip does."""
     wide = {"pg_clip": 0.35, "pg_clip_high": 0.4, "dual_clip": None}
-    found = find_consequence(side(tmp_path / "a", tokens()), side(tmp_path / "b", tokens(), config=wide))
+    found = find(side(tmp_path / "a", tokens()), side(tmp_path / "b", tokens(), config=wide))
     assert (found.num_clipped, found.num_clip_flips) == (3, 3)
     assert {flip.candidate for flip in found.clip_flips} == {"not clipped"}
 
@@ -234,7 +242,7 @@ def test_with_two_policies_the_ratio_is_to_the_rollout(tmp_path: Path) -> None:
     """The trainer's own old log-probabilities would give 1.3 on the second token; to the engine's the ratio is 1."""
     bypass = {**CONFIG, "algorithm": {"rollout_correction": {"bypass_mode": True}}}
     rollout = [OLD, OLD + math.log(1.3), *[OLD] * 4]
-    found = find_consequence(
+    found = find(
         side(tmp_path / "a", tokens(rollout=rollout)), side(tmp_path / "b", tokens(rollout=rollout), config=bypass)
     )
     assert found.clip_flips == (ClipFlip(baseline="clipped high", candidate="not clipped", num_tokens=1),)
@@ -242,7 +250,7 @@ def test_with_two_policies_the_ratio_is_to_the_rollout(tmp_path: Path) -> None:
 
 def test_a_loss_without_clip_has_no_flips(tmp_path: Path) -> None:
     plain = {"algorithm": {"rollout_correction": {"bypass_mode": True, "loss_type": "reinforce"}}}
-    found = find_consequence(side(tmp_path / "a", tokens(), config=plain), side(tmp_path / "b", tokens(), config=plain))
+    found = find(side(tmp_path / "a", tokens(), config=plain), side(tmp_path / "b", tokens(), config=plain))
     assert (found.num_tokens, found.num_clipped, found.num_clip_flips) == (6, None, None)
     assert describe_consequence(found).startswith("Neither loss clips; ")
 
@@ -276,7 +284,7 @@ def test_sketches_are_too_little(tmp_path: Path) -> None:
     for item in tokens():
         sink.add(item)
     sink.close(StepFooter(rows=ROWS, update_rows=((0, 1),), ranks=(0,)))
-    found = find_consequence(ours, theirs)
+    found = find(ours, theirs)
     assert found.num_tokens is None
     assert "run both with trace.level=full" in describe_consequence(found)
 
@@ -287,7 +295,7 @@ def test_traces_without_a_common_step_are_an_error(tmp_path: Path) -> None:
     (theirs / "trace" / "step_000000").rename(tmp_path / "away")
     save(theirs / "trace", 0, 1, tokens(), step=1, footer=StepFooter(rows=ROWS, update_rows=((0, 1),), ranks=(0,)))
     with pytest.raises(TraceError, match="have no step in common"):
-        find_consequence(ours, theirs)
+        find(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +319,7 @@ def test_a_configuration_that_says_no_clip_is_an_error(tmp_path: Path, text: str
 
 def test_keys_that_a_configuration_lacks_have_their_defaults(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("exp_name: x\n")
-    assert load_clip_rule(tmp_path / "config.yaml") == ClipRule(low=0.2, high=0.2)
+    assert load_clip_rule(tmp_path / "config.yaml") == ClipRule(low=0.2, high=0.2, log_ratio_bound=LOG_RATIO_BOUND)
 
 
 @given(
@@ -340,7 +348,8 @@ def test_states_are_where_the_loss_itself_clips(
     config = PolicyLossConfig(pg_clip=0.2, pg_clip_high=0.3, dual_clip=dual)
     output = (compute_geometric_loss if is_geometric else compute_policy_loss)(inputs, config)
     sums = dict(zip(METRIC_SUMS, output.metrics.tolist(), strict=True))
-    states = ClipRule(low=0.2, high=0.3, dual=dual, is_geometric=is_geometric).states(new, advantages)
+    rule = ClipRule(low=0.2, high=0.3, log_ratio_bound=LOG_RATIO_BOUND, dual=dual, is_geometric=is_geometric)
+    states = rule.states(new, advantages)
     counts = {name: int((states == number).sum()) for number, name in enumerate(CLIP_STATES)}
     assert counts["clipped low"] + counts["clipped high"] == sums["clip_frac"]
     assert counts["dual clipped"] == sums["dual_clip_frac"]

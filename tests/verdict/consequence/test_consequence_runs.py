@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.align.prove.clip_rules import load_clip_rule
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.verdict.consequence.consequence import find_consequence
-from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, Consequence
 from tests.pipelines.tiny_runs import run_cli, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}
@@ -59,8 +60,16 @@ def count_states(trace: TraceReader, *, clip: float) -> tuple[dict[tuple[int, in
     return states, from_metric
 
 
+def find(runs: Mapping[str, Path]) -> Consequence:
+    """The consequence, with the clip rules that the two runs' configurations state."""
+    folders = runs["baseline"], runs["candidate"]
+    return find_consequence(
+        *folders, rules=(load_clip_rule(folders[0] / "config.yaml"), load_clip_rule(folders[1] / "config.yaml"))
+    )
+
+
 def test_flips_are_those_counted_from_the_losses_own_ratios(runs: Mapping[str, Path]) -> None:
-    found = find_consequence(runs["baseline"], runs["candidate"])
+    found = find(runs)
     with open_trace(runs["baseline"] / "trace") as ours, open_trace(runs["candidate"] / "trace") as theirs:
         before, metric = count_states(ours, clip=CLIPS["baseline"])
         after, _ = count_states(theirs, clip=CLIPS["candidate"])
@@ -75,7 +84,7 @@ def test_flips_are_those_counted_from_the_losses_own_ratios(runs: Mapping[str, P
 
 def test_the_first_updates_agree_and_later_ones_turn_away(runs: Mapping[str, Path]) -> None:
     """Before anything is clipped both are the same run, to the last bit."""
-    found = find_consequence(runs["baseline"], runs["candidate"])
+    found = find(runs)
     assert found.updates == tuple(itertools.product((0, 1), range(4)))
     assert found.update_cosine[0] == 1.0
     assert min(found.update_cosine) < 0.999
