@@ -1,6 +1,6 @@
 """Where the policy loss clips, by token, out of its clip rule and the traced log-probabilities.
 
-Contract: decides as the loss does, in the dtype in which the loss was computed, and reads nothing but plain tensors.
+Contract: decides as the loss does, in the dtype of the loss, and reads nothing but plain tensors.
 With ℓ = new - old within ± ``log_ratio_bound``, r = exp ℓ and A the advantage, a token of the ``ppo`` loss is
 clipped where -clip(r, 1 - pg_clip, 1 + pg_clip_high)·A > -r·A (arXiv 1707.06347, eq. 7), and dual clipped where
 A < 0 and the greater of both is above -dual_clip·A (arXiv 1912.09729); of the ``gmpo`` loss (arXiv 2507.20673) it is
@@ -30,7 +30,7 @@ class ClipRule:
         low: How far below 1 the ratio counts.
         high: How far above 1.
         log_ratio_bound: The loss first clamps the logarithm of the ratio to ± this.
-        dual: The largest ratio that counts where the advantage is negative; ``None`` where there is no dual clip.
+        dual: The largest counted ratio where the advantage is negative; ``None`` where there is no dual clip.
         is_geometric: The loss is GMPO's.
         is_bypass: Old log-probabilities are the rollout policy's.
         has_clip: Whether the loss has a clip at all.

@@ -1,4 +1,4 @@
-"""What the difference of two runs does to the training itself: clipping, KL, advantages, and the update's direction.
+"""The effect of a difference on the training itself: clipping, KL, advantages, and the update's direction.
 
 Contract: reads the ``trace`` folders of two finished runs, one tensor at a time. Figures are in
 float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
@@ -37,7 +37,7 @@ def find_consequence(
     rules: tuple[ClipRule, ClipRule],
     selection: Selection = EVERYTHING,
 ) -> Consequence:
-    """What the difference between two finished runs does to the training, over the steps that both traced.
+    """The effect of the difference between two finished runs on the training, over their shared steps.
 
     Args:
         rules: How the losses of baseline and candidate clip.
@@ -82,7 +82,7 @@ class _Step:
     tokens: TokenAlignment
 
     def updates(self) -> list[int]:
-        """Those of which both runs have log-probabilities."""
+        """The updates with log-probabilities in both runs."""
         shared = self.traces.readers[0].keys(self.step) & self.traces.readers[1].keys(self.step)
         return sorted(key.update for key in shared if (key.kind, key.name) == ("output", "logprobs"))
 
@@ -122,7 +122,7 @@ class _Collected:
     directions: UpdateDirections = field(default_factory=UpdateDirections)
 
     def add_step(self, traces: TracePair, step: int) -> None:
-        """Everything of one step that both runs traced."""
+        """Everything of one step in both traces."""
         ours, theirs = (reader.footer(step).rows for reader in traces.readers)
         own = _Step(traces=traces, step=step, tokens=align_tokens(ours, theirs))
         advantages, old = own.read("advantage", "advantages"), own.read("score", "old_logprobs")
@@ -227,7 +227,7 @@ class _Collected:
 
 
 def _old_logprobs(rule: ClipRule, side: int, old: _Tokens | None, rollout: _Tokens | None) -> torch.Tensor:
-    """What the loss holds new log-probabilities against: with two policies, where the engine said nothing, its own."""
+    """The old log-probabilities of the loss: the engine's with two policies, or the trainer's where it said nothing."""
     if not rule.is_bypass:
         assert old is not None
         return old.values[side]
