@@ -19,7 +19,7 @@ _NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")
 
 
 def load_clip_rule(config_path: Path) -> ClipRule:
-    """The clip rule of the run with this ``config.yaml``; keys that it lacks have their defaults.
+    """The clip rule of the run with this ``config.yaml``; absent keys have their defaults.
 
     Raises ``AlignmentError`` where it cannot be read, naming each key with a wrong value.
     """

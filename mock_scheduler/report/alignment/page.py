@@ -18,16 +18,9 @@ from mock_scheduler.report.alignment.figures import bar_table
 from mock_scheduler.report.alignment.sections import candidate_html, chip_legend, chips, verdict_word
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.page_parts import facts
-from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.legend import EXIT_MEANINGS, LEGEND, PROOF_MEANINGS
 
 _NUM_OPEN = 6
-_EXIT_MEANINGS = {
-    ExitCode.ALIGNED: "every candidate passes",
-    ExitCode.DIVERGED: "at least one candidate diverged",
-    ExitCode.SUSPECT: "at least one candidate is suspect, and none diverged",
-    ExitCode.INCOMPARABLE: "at least one candidate could not be compared",
-    ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
-}
 _READING = (
     "A verdict holds for the steps, layers and tokens that were run: a change that they never exercise is identical.",
     "Equal losses prove nothing; gradients, parameters and, where traced, what lies between them decide.",
@@ -78,7 +71,7 @@ def _opened(candidates: Sequence[CandidateView]) -> list[tuple[CandidateView, bo
 
 def _verdict_section(view: AlignmentView) -> str:
     word = view.counts[0][0].value if view.counts else "nothing to compare"
-    meaning = _EXIT_MEANINGS[ExitCode(view.exit_code)]
+    meaning = EXIT_MEANINGS[ExitCode(view.exit_code)]
     rows = "".join(
         f'<tr><th scope="row"><a href="#{item.anchor}">{escape(item.name)}</a></th>'
         f"<td>{verdict_word(item)}</td><td>{escape(item.headline)}</td>"
