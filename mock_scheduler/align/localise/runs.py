@@ -1,4 +1,4 @@
-"""The further runs that localisation asks for: their overrides, how large their traces are, and which names fit.
+"""The further runs of localisation: their overrides, the size of their traces, and the names that fit.
 
 Contract: nothing is started here. All are in mock on the alignment's recording, as the runs that they repeat.
 """
@@ -84,7 +84,7 @@ def guess_bytes(run: PlannedRun, trace: TraceReader, *, num_ranks: int) -> int:
 
 
 def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_element: int) -> list[str]:
-    """Of what differs, in order, the names whose tensors fit; at least a few. With experts, also what tokens chose."""
+    """Selects names of differing tensors, in order, as long as they fit; at least a few, and the choices of experts."""
     names: dict[str, None] = {}
     total = 0
     for item in differing:

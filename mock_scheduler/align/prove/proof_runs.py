@@ -1,4 +1,4 @@
-"""The further runs that proofs need, derived from the runs that an alignment has planned.
+"""The further runs for proofs, derived from the planned runs of an alignment.
 
 Contract: every one is the planned run with a few overrides behind its own, in a folder of its own under
 ``proofs``, in mock on the same recording. Nothing is started here.
@@ -47,9 +47,9 @@ def derive_run(
 
 
 def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The reference of a candidate: one process that adds in the order of its layout, with the baseline's code.
+    """The reference of a candidate: one process with its layout's order of sums and the baseline's code.
 
-    Raises ``ConfigError`` where that order cannot be followed.
+    Raises ``ConfigError`` where the order cannot be followed.
     """
     layout = candidate.config.parallel
     emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
@@ -66,8 +66,9 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """The plan, with reductions in the order of the ranks in candidates whose order is emulated and has such of more
-    than two ranks: a library's own order of these is nobody's to follow.
+    """The plan, with reductions in rank order in emulated candidates that reduce over more than two ranks.
+
+    A library's own order over more than two ranks is nobody's to follow.
     """
     if not plan.baseline.config.align.proofs.emulate:
         return plan
@@ -90,7 +91,7 @@ def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
 
 
 def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The baseline with weights that are perturbed by one unit roundoff."""
+    """The baseline with weights perturbed by one unit roundoff."""
     return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
 
 

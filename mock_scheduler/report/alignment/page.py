@@ -15,19 +15,12 @@ from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.report.alignment.curve_drawing import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.trajectory import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.legend import EXIT_MEANINGS, LEGEND, PROOF_MARKS, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5
 _DENSE_COLUMNS = 24  # from which on cells of a heat map have no room for texts
 _SENTENCE_WIDTH = 190
-_EXIT_MEANINGS = {
-    ExitCode.ALIGNED: "every candidate passes",
-    ExitCode.DIVERGED: "at least one candidate diverged",
-    ExitCode.SUSPECT: "at least one candidate is suspect, and none diverged",
-    ExitCode.INCOMPARABLE: "at least one candidate could not be compared",
-    ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
-}
 _READING = (
     "A verdict holds for the steps, layers and tokens that were run: a change that they never exercise is identical.",
     "Equal losses prove nothing; gradients, parameters and, where traced, what lies between them decide.",
@@ -88,7 +81,7 @@ def render_alignment_page(view: AlignmentView) -> str:
         footer=f"Results in {view.output_dir}",
         view=view,
         word=view.counts[0][0].value if view.counts else "nothing to compare",
-        sentence=f"{view.headline}. Exit code {view.exit_code}: {_EXIT_MEANINGS[ExitCode(view.exit_code)]}.",
+        sentence=f"{view.headline}. Exit code {view.exit_code}: {EXIT_MEANINGS[ExitCode(view.exit_code)]}.",
         matrix=_arrange(view.candidates) if view.is_matrix else None,
         drawn={item.anchor: _draw_candidate(item, is_open=is_open) for item, is_open in _open_some(view.candidates)},
         baseline_rows=[
