@@ -15,8 +15,8 @@ from rich.console import Console
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
-from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.display.console import build_console
 from mock_scheduler.display.progress_bar import show_progress
 from mock_scheduler.errors import ConfigError

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.compare.differences import Figures, Locality, Residual, Tier
-from mock_scheduler.compare.findings import Finding, Side
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.compare.findings import Finding, NotCompared, Note
+from mock_scheduler.compare.residuals import Locality, Residual
+from mock_scheduler.compare.thresholds import LARGEST_BOUND
+from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import TRACE_KINDS, LedgerKind, TraceKind
 
@@ -19,8 +20,47 @@ JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")
 #: The kinds of which <a, b> / <a, a> tells something: what is compared as it is, and no choice of experts.
 SLOPE_KINDS: frozenset[TraceKind] = frozenset({"activation", "logits", "output", "activation_gradient", "gradient"})
 
-#: A tensor whose bound is larger than this is not judged: ``judging`` says why.
-LARGEST_BOUND = 0.5
+
+Tier = Literal["identical", "ulp", "tolerance", "diverged"]
+"""``identical``: equal bits. ``ulp``: no element is further than ``bounds.NUM_ULPS`` units in the last place.
+``tolerance``: within its bound. ``diverged``: beyond it. Each is at least as strict as the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorstElement:
+    """The element with the largest |a - b|.
+
+    index: in the canonical tensor. sample, position: of token tensors, the row's identity and the token's position in
+    it. baseline_ranks, candidate_ranks: which ranks held it.
+    """
+
+    index: tuple[int, ...]
+    baseline: float
+    candidate: float
+    sample: str | None = None
+    position: int | None = None
+    baseline_ranks: tuple[RankPlace, ...] = ()
+    candidate_ranks: tuple[RankPlace, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """All figures of a - b over the compared elements, in float64; a is the baseline.
+
+    relative: ||a - b|| / ||a||; 0/0 = 0, x/0 = inf. slope: <a, b> / <a, a>, 1 where both are 0. cosine: 1 where both
+    are 0. max_ulp: the largest distance in representable numbers of the dtype; ``None`` for what is not floating.
+    worst: ``None`` where nothing differs.
+    """
+
+    num_elements: int
+    num_different: int
+    max_abs: float
+    norm: float
+    relative: float
+    slope: float
+    cosine: float
+    max_ulp: int | None
+    worst: WorstElement | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,21 +164,6 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NotCompared:
-    """A tensor that one or both runs do not show, for a reason that is no fault, at ``num_steps`` steps.
-
-    ``sides``: the runs that do not have it. ``reason``: in words, such as that a norm is fused into the layer after it.
-    """
-
-    kind: TraceKind
-    name: str
-    sides: tuple[Side, ...]
-    reason: str
-    first_step: int
-    num_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertFlips:
     """Tokens for which rounding chose other experts, of ``num_tokens``, at one choice of experts.
 
@@ -153,17 +178,36 @@ class ExpertFlips:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerDifference:
+    """The first call that is not equal in two sequences.
+
+    Args:
+        position: In the sequence of the rank, or of the group.
+        calls: Of both sequences; ``None`` where a sequence has ended.
+        num_calls: Length of both sequences.
+        places: The rank in both runs; or two ranks of one run, whose collectives of ``group`` are compared.
+        group: Global ranks; empty between two runs.
+    """
+
+    position: int
+    calls: tuple[LedgerCall | None, LedgerCall | None]
+    num_calls: tuple[int, int]
+    places: tuple[RankPlace, ...]
+    group: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerComparison:
     """The calls of one kind in one step, rank by rank; ``num_calls``: that are equal, over all ranks.
 
-    ``difference``: the first one that is not, in words; ``None`` where all are equal.
+    ``difference``: the first call that is not; ``None`` where all are equal.
     """
 
     kind: LedgerKind
     step: int
     num_ranks: int
     num_calls: int
-    difference: str | None
+    difference: LedgerDifference | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +216,7 @@ class TensorComparison:
 
     ``unusable``: tensors that are not finite in either run, so that there is nothing to compare.
     ``level``: ``sketch`` where at least one side has no whole tensors: figures are then estimates.
-    ``notes``: what limits the comparison without being a difference, in words: parts written by some ranks only,
-    ledgers that were not compared.
+    ``notes``: what limits the comparison without being a difference.
     ``numbers``: of the layouts, by name, that a wrong factor may be. ``num_located``: tensors within their bound in
     which places that stand out were looked for.
     """
@@ -188,7 +231,7 @@ class TensorComparison:
     not_compared: tuple[NotCompared, ...] = ()
     flips: tuple[ExpertFlips, ...] = ()
     ledgers: tuple[LedgerComparison, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     num_located: int = 0
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.residuals import Residual
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
 from mock_scheduler.verdict.sentence import describe_before, describe_tensor, name_place
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger
+from mock_scheduler.verdict.wording.residuals import describe_residual
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.
@@ -123,14 +125,14 @@ def _from_finding(finding: Finding) -> Divergence:
         name=finding.name,
         value=None,
         tolerance=None,
-        message=finding.message,
+        message=describe_finding(finding),
         is_selection=finding.is_selection,
     )
 
 
 def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Divergence:
     key = conflict.key
-    looks_like = "" if residual is None else f": {residual.text}"
+    looks_like = "" if residual is None else f": {describe_residual(residual)}"
     return Divergence(
         step=key.step,
         update=key.update,
@@ -165,7 +167,7 @@ def _from_ledger(ledger: LedgerComparison) -> Divergence:
         name=ledger.kind,
         value=None,
         tolerance=None,
-        message=ledger.difference or "",
+        message=describe_ledger(ledger),
     )
 
 

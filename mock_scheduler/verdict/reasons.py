@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import GREW_TENFOLD, NEARLY_BEYOND
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.divergences import Divergence
+from mock_scheduler.verdict.wording.bounds import describe_bounds_advice
 
 
 def describe_causes(first: Divergence, tensors: TensorComparison) -> list[str]:
@@ -45,7 +47,7 @@ def no_bound(bounds: Bounds) -> str:
     """Why nothing is judged, and what would let it be."""
     if bounds.noise is not None:
         return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
-    advice = bounds.advice()
+    advice = describe_bounds_advice(bounds)
     return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
 
 
@@ -80,4 +82,7 @@ def _grew_gradually(first: Divergence, tensors: TensorComparison) -> bool:
     before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
     if not before or first.value is None or first.tolerance == 0:
         return False
-    return before[-1].relative > 0.03 * before[-1].tolerance and before[0].relative < 0.1 * before[-1].relative
+    return (
+        before[-1].relative > NEARLY_BEYOND * before[-1].tolerance
+        and before[0].relative < GREW_TENFOLD * before[-1].relative
+    )

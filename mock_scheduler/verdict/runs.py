@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.walk.walk import OnKey
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.results import compare_runs

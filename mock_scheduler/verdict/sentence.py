@@ -10,6 +10,7 @@ from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 #: What a step does in each phase.
 PHASE_NAMES: Mapping[Phase, str] = {
@@ -42,8 +43,8 @@ def describe_tensor(difference: TensorDifference) -> str:
             f"{difference.tolerance:.2g})"
         )
     details = [
-        *([difference.residual.text] if difference.residual is not None else []),
-        *([difference.localities[0].text] if difference.localities else []),
+        *([describe_residual(difference.residual)] if difference.residual is not None else []),
+        *([describe_locality(difference.localities[0])] if difference.localities else []),
         *_describe_worst(difference),
     ]
     return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"

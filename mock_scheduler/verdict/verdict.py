@@ -36,6 +36,13 @@ from mock_scheduler.verdict.sentence import (
     describe_worst,
     name_kind,
 )
+from mock_scheduler.verdict.wording.bounds import (
+    describe_bounds_advice,
+    describe_bounds_level,
+    describe_suspicion,
+    describe_test,
+)
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_note, describe_selection
 
 __all__ = [
     "Verdict",
@@ -202,11 +209,14 @@ class _Evidence:
         """The verdict and its reason; ``first``: of those divergences that are not due to what was selected."""
         unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
         if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
-            return VerdictKind.INCOMPARABLE, f"both runs are broken, so neither is a reference: {unusable.message}"
+            return (
+                VerdictKind.INCOMPARABLE,
+                f"both runs are broken, so neither is a reference: {describe_finding(unusable)}",
+            )
         missing = self._not_compared()
         if first is None and divergences:
             return VerdictKind.INCOMPARABLE, self._describe_selection(divergences)
-        chosen = self.selection.describe()
+        chosen = describe_selection(self.selection)
         if first is None and chosen and self._is_empty():
             return VerdictKind.INCOMPARABLE, f"nothing was compared: neither side has anything of the chosen {chosen}"
         if first is None and missing:
@@ -250,14 +260,14 @@ class _Evidence:
         smallest = describe_smallest(self.metrics, tensors)
         worst = describe_worst(tensors)
         nearest = f"; {worst}" if worst else ""
-        within = f"within {self.bounds.level()}{level}: {coverage}{nearest}{notes}"
+        within = f"within {describe_bounds_level(self.bounds)}{level}: {coverage}{nearest}{notes}"
         if self.tested is not None and self.tested.suspicions:
-            listed = "; ".join(item.text for item in self.tested.suspicions[:_NUM_SELECTIONS])
+            listed = "; ".join(describe_suspicion(item) for item in self.tested.suspicions[:_NUM_SELECTIONS])
             count = len(self.tested.suspicions)
             more = f"; and {count - _NUM_SELECTIONS} more" if count > _NUM_SELECTIONS else ""
             return VerdictKind.SUSPECT, f"noise does not explain this: {listed}{more}; {within}"
-        tests = "" if self.tested is None else "".join(f"; {test.text}" for test in self.tested.tests)
-        advice = self.bounds.advice()
+        tests = "" if self.tested is None else "".join(f"; {describe_test(test)}" for test in self.tested.tests)
+        advice = describe_bounds_advice(self.bounds)
         return VerdictKind.ROUNDING, f"{within}; {smallest}{tests}{f'; to {advice}' if advice else ''}"
 
     def _describe_limits(self) -> str:
@@ -273,7 +283,7 @@ class _Evidence:
         hidden = first_hidden_step(self.tensors)
         if hidden is not None:
             parts.append(f"from step {hidden} on nothing can be judged: differences there are noise, whatever they are")
-        return "".join(f"; {part}" for part in (*parts, *self.tensors.notes))
+        return "".join(f"; {part}" for part in (*parts, *map(describe_note, self.tensors.notes)))
 
     def _not_compared(self) -> list[str]:
         missing = ["metric"] if self.metrics is not None and not self.metrics.differences else []
@@ -304,12 +314,12 @@ class _Evidence:
         if self.tensors is not None:
             counts.append(f"{len(self.tensors.exceeding)} of {count_of(len(self.tensors.differences), 'tensor')}")
             num_findings += len(self.tensors.findings)
-        parts.append(f"beyond {self.bounds.level()}: {', '.join(counts)}")
+        parts.append(f"beyond {describe_bounds_level(self.bounds)}: {', '.join(counts)}")
         if num_findings:
             parts.append(f"{num_findings} could not be compared")
         if self.tensors is not None:
             parts += describe_causes(first, self.tensors)
-        advice = self.bounds.advice()
+        advice = describe_bounds_advice(self.bounds)
         if advice and first.value is not None and first.tolerance != 0.0:
             parts.append(f"whether this is more than this model's own noise was not measured; to {advice}")
         return "; ".join(dict.fromkeys(parts))

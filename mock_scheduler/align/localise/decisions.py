@@ -18,6 +18,7 @@ from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.verdict.wording.findings import describe_finding
 
 GraftKind = Literal["activation", "activation_gradient"]
 PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
@@ -72,7 +73,7 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
     for finding in comparison.findings:
         if finding.kind in TRACE_KINDS and not finding.is_selection:
             key = TraceKey(step=finding.step, update=finding.update or 0, kind=finding.kind, name=finding.name)
-            found[key] = Differing(key=key, problem=finding.message, lacks_tokens=finding.lacks_tokens)
+            found[key] = Differing(key=key, problem=describe_finding(finding), lacks_tokens=finding.lacks_tokens)
     for conflict in comparison.candidate_conflicts:
         text = f"copies within the candidate differ: {conflict.describe()}"
         found[conflict.key] = Differing(key=conflict.key, difference=measured.get(conflict.key), problem=text)

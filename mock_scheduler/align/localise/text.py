@@ -16,6 +16,7 @@ from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.proofs import GraftedModule
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 #: In which of its parts a step is, as a sentence says it: main gradients are made in the backward pass.
 _SAID: dict[PassName, str] = {"gradient": "backward", "loss": "forward"}
@@ -59,10 +60,10 @@ def describe_look(item: Differing) -> str:
     difference = item.difference
     if difference is None:
         return item.problem
-    details = [] if difference.residual is None else [difference.residual.text]
+    details = [] if difference.residual is None else [describe_residual(difference.residual)]
     if not details and not difference.bit_equal:
         details = [_describe_size(difference)]
-    details += [difference.localities[0].text] if difference.localities else []
+    details += [describe_locality(difference.localities[0])] if difference.localities else []
     return ", ".join(details) or item.problem
 
 

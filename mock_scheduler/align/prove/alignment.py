@@ -21,7 +21,6 @@ from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.closer_look import CloserLook
-from mock_scheduler.align.prove.proof_bounds import WideBounds
 from mock_scheduler.align.prove.proof_runs import (
     describe_order_limits,
     is_same_order,
@@ -33,6 +32,7 @@ from mock_scheduler.align.runs.execution import Outcome, failed_run_error
 from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.bounds.wide import WideBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds

@@ -24,19 +24,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from mock_scheduler.compare.bounds.bounds import BoundsSource, MetricBound, TensorBound
-from mock_scheduler.compare.bounds.heavy_tails import Pool, describe_factors, find_factors
-from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
+from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.tensor_noise import Pool, TensorNoise, find_factors
 from mock_scheduler.compare.bounds.token_shares import TokenShares, is_share
-from mock_scheduler.compare.pairing.routing import is_choice
-from mock_scheduler.support.text import count_of
+from mock_scheduler.compare.router_names import is_choice
+from mock_scheduler.compare.thresholds import FEWEST_ROUNDINGS, SAFETY
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
 
-#: How many times the noise that was measured a difference may be.
-SAFETY = 3.0
-#: Unit roundoffs of what accumulates, below which noise is not told from none.
-FEWEST_ROUNDINGS = 4.0
 _METRIC = "metric"
 _T = TypeVar("_T")
 
@@ -137,22 +132,6 @@ class NoiseBounds:
         least = self.smallest * abs(self.metric_values[step, name])
         return MetricBound(absolute=self.factors.get((_METRIC, step, 0), SAFETY) * max(largest, least))
 
-    def level(self) -> str:
-        """``the noise of 5 perturbed runs``."""
-        return f"the noise of {count_of(self.num_runs, 'perturbed run')}"
-
-    def describe(self) -> str:
-        """The formula, and from what it was measured."""
-        more = describe_factors(self.factors)
-        times = f"{SAFETY:g} times{f' ({more})' if more else ''}"
-        size = f"{self.unit_roundoffs:g} unit roundoff"
-        return (
-            f"Each tensor's and metric's own noise: {times} the largest difference that {self.num_runs} runs with "
-            f"weights perturbed by {size} have of the baseline, and at least {SAFETY * self.smallest:.1e} of its size: "
-            "||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / ||d_a||, of metrics |a-b|; integers equal. a "
-            f"is the baseline, b the candidate; NaN equals NaN only.{_describe_held_out(self.held_out)}"
-        )
-
     @cached_property
     def held_out(self) -> tuple[int, ...]:
         """Of each perturbed run, how many tensors and metrics are beyond the bounds that the other runs give.
@@ -182,10 +161,6 @@ class NoiseBounds:
         )
         return tensors + metrics
 
-    def advice(self) -> str:
-        """Nothing: these are measured."""
-        return ""
-
 
 def _is_decided(key: TraceKey) -> bool:
     """Whether a tensor is of whole decisions, and no rounding by itself."""
@@ -194,15 +169,6 @@ def _is_decided(key: TraceKey) -> bool:
 
 def _without(values: tuple[_T, ...], place: int) -> tuple[_T, ...]:
     return values[:place] + values[place + 1 :]
-
-
-def _describe_held_out(beyond: Sequence[int]) -> str:
-    if not beyond:
-        return ""
-    wrong = [count for count in beyond if count]
-    each = f", in {count_of(wrong[0], 'figure')}" if len(wrong) == 1 else f", in {', '.join(map(str, wrong))} figures"
-    found = f"{len(wrong)} {'is beyond its' if len(wrong) == 1 else 'are beyond their'} bounds{each}"
-    return f" Of these {len(beyond)} runs, each held to the others, {found if wrong else 'none is beyond its bounds'}."
 
 
 def _pool(key: TraceKey) -> Pool:

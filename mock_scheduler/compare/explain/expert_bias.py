@@ -19,15 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.compare.bounds.bounds import TensorBound
+from mock_scheduler.compare.bounds.bound import TensorBound
 from mock_scheduler.compare.measure.distance import Pair
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.thresholds import DECISION_UNITS, ELEMENTS_OF_A_TOKEN
 from mock_scheduler.trace.entries import TraceKey
-
-#: Elements that one token may move: the expert that it left, and the one that it chose instead.
-ELEMENTS_OF_A_TOKEN = 2
-#: Units in the last place of float32 to which steps are one size, and an element is unmoved.
-_NUM_UNITS = 4
 
 
 def find_without_gradient(keys: Collection[TraceKey]) -> frozenset[str]:
@@ -65,7 +61,7 @@ def read_decisions(before: Pair, after: Pair) -> Decisions | None:
     step = max((float(change.abs().max()) for change in changes if change.numel()), default=0.0)
     if not step:
         return None
-    unit = _NUM_UNITS * torch.finfo(torch.float32).eps
+    unit = DECISION_UNITS * torch.finfo(torch.float32).eps
     signs = []
     for old, new, change in zip(olds, news, changes, strict=True):
         rounding = unit * torch.maximum(old.abs(), new.abs()).clamp(min=step)

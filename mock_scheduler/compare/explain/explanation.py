@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.explain.locality import find_localities, parameter_dims
 from mock_scheduler.compare.explain.parts import classify_parts
 from mock_scheduler.compare.explain.permutations import find_holders
@@ -21,16 +20,14 @@ from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale
 from mock_scheduler.compare.explain.residual import classify_residual
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair, all_of, pair_up
-from mock_scheduler.compare.pairing.routing import is_choice
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
+from mock_scheduler.compare.residuals import Residual
+from mock_scheduler.compare.router_names import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.thresholds import NUM_FIRST, NUM_LARGEST
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
-
-#: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
-NUM_FIRST = 6
-NUM_LARGEST = 2
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 
@@ -97,17 +94,16 @@ def _explain(
         numbers = layout_numbers(traces.readers, key)
         residual = classify_parts(pair, traces.readers[1], tokens, conflicts, numbers)
     before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
-    what = ""
     if before is not None:
-        pair, what = _change(before, pair), "of the change by the update: "
+        # Of a parameter itself, what an update did would be rounding.
+        pair = _change(before, pair)
     if pair.baseline.dtype != pair.candidate.dtype:
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
         residual = _classify(key, pair, traces, is_change=before is not None, bound=bound, common=common)
-        if residual is not None:
-            hint = ", as another learning rate makes it" if what and residual.kind == "ratio" else ""
-            residual = replace(residual, text=f"{what}{residual.text}{hint}")
+        if residual is not None and before is not None:
+            residual = replace(residual, is_of_change=True)
     dims = dims_of(pair)
     if not dims:
         return replace(difference, residual=residual)

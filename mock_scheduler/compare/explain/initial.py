@@ -15,26 +15,24 @@ import torch
 from mock_scheduler.compare.explain.explanation import dims_of, layout_numbers
 from mock_scheduler.compare.explain.permutations import find_holders
 from mock_scheduler.compare.explain.residual import classify_residual
+from mock_scheduler.compare.findings import OtherStart
 from mock_scheduler.compare.measure.distance import is_bit_equal
 from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair
+from mock_scheduler.compare.thresholds import FIRST_ELEMENTS, MOST_TENSORS_READ, OTHER_TENSOR
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 
-#: ||a - b|| / ||a|| from which on it may be another tensor.
-_OTHER = 0.1
-_MOST_READ = 64
-_FIRST_ELEMENTS = 64
 _NUMBER = re.compile(r"\d+")
 
 
-def describe_initial(pair: TensorPair, traces: TracePair) -> str:
-    """In words, as ``candidate is 2.000 times the baseline``; empty where it looks like nothing.
+def explain_initial(pair: TensorPair, traces: TracePair) -> OtherStart:
+    """Explains an initial parameter that is not equal in both runs.
 
-    ``pair``: of kind ``initial``, not equal, finite. Raises ``TraceError`` where a file is damaged.
+    ``pair``: of kind ``initial``, finite. Raises ``TraceError`` where a file is damaged.
     """
     key = pair.key
     if pair.baseline.dtype != pair.candidate.dtype or not pair.baseline.is_floating_point():
-        return ""
+        return OtherStart()
     found = classify_residual(
         pair.baseline,
         pair.candidate,
@@ -44,11 +42,10 @@ def describe_initial(pair: TensorPair, traces: TracePair) -> str:
         holders=find_holders(key, traces.readers[1]),
     )
     if found is not None:
-        return found.text
-    if pair.present is not None or pair.sums.figures.relative < _OTHER:
-        return ""
-    other = _find_equal(key, pair.candidate, traces.readers[0])
-    return "" if other is None else f"candidate is the baseline's {other}"
+        return OtherStart(residual=found)
+    if pair.present is not None or pair.sums.figures.relative < OTHER_TENSOR:
+        return OtherStart()
+    return OtherStart(same_as=_find_equal(key, pair.candidate, traces.readers[0]))
 
 
 def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -> str | None:
@@ -60,9 +57,9 @@ def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -
         if replace(other, name=key.name) == key and other != key and baseline.dtype_and_shape(other) == form
     ]
     others.sort(key=lambda other: (_NUMBER.sub("", other.name) != _NUMBER.sub("", key.name), _natural(other.name)))
-    for other in others[:_MOST_READ]:
+    for other in others[:MOST_TENSORS_READ]:
         values = baseline.merge(other).tensor
-        few = (side.reshape(-1)[:_FIRST_ELEMENTS] for side in (values, candidate))
+        few = (side.reshape(-1)[:FIRST_ELEMENTS] for side in (values, candidate))
         if is_bit_equal(*few) and is_bit_equal(values, candidate):
             return other.name
     return None

@@ -16,32 +16,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import Literal
 
 import torch
 
-from mock_scheduler.compare.differences import Locality
+from mock_scheduler.compare.residuals import Locality, Sample
+from mock_scheduler.compare.thresholds import (
+    ABOVE_MEDIAN,
+    ABOVE_OTHERS,
+    EXPLAINED_ROUNDING_UNITS,
+    FEW_ABOVE_MEDIAN,
+    FEWEST_PLACE_ELEMENTS,
+    MOST_LOCALITIES,
+    MOST_RUNS,
+    NARROWER,
+    PLACE_DEVIATIONS,
+    PLACE_SAMPLE_ELEMENTS,
+    SCATTERED_PART,
+    SCATTERED_SHARE,
+    SMALLEST_SHARE,
+    TILE_ELEMENTS,
+)
 from mock_scheduler.trace.entries import DimName
-
-_CHUNK_ELEMENTS = 1 << 16
-_MOST_ELEMENTS = 1 << 22
-#: Localities of one tensor, and runs of indices of one dimension, that are worth reading.
-_MOST = 4
-_MOST_RUNS = 3
-_SMALLEST_SHARE = 0.01
-#: Indices far apart are one locality where they hold at least this share and are at most this part of the dimension.
-_SCATTERED_SHARE, _SCATTERED_PART = 0.5, 0.25
-#: Of the difference of a rank's piece that a narrower run must hold to be reported instead.
-_NARROWER = 0.95
-_FEWEST_ELEMENTS = 32
-#: Squares of how far an index is above the median one, and at least above all that do not stand out.
-_ABOVE_MEDIAN, _ABOVE_OTHERS = 25.0, 4.0
-#: The former where few elements make up the difference.
-_FEW_ABOVE_MEDIAN = 1e4
-_ROUNDING_UNITS = 8
-#: Standard deviations of a normal distribution that an index may be off by chance: one of 5e7 is.
-_DEVIATIONS = 5.5
-
-_NOUNS: Mapping[DimName, str] = {"vocab": "vocabulary row"}
 
 
 def find_localities(
@@ -60,15 +56,15 @@ def find_localities(
     """
     if len(dims) != baseline.dim():
         raise ValueError(f"dims {list(dims)} do not name the dimensions of shape {list(baseline.shape)}")
-    if baseline.numel() <= _MOST_ELEMENTS:
-        found = _search(_Sides(baseline, candidate, present), dims, boundaries or {}, seen="")
+    if baseline.numel() <= PLACE_SAMPLE_ELEMENTS:
+        found = _search(_Sides(baseline, candidate, present), dims, boundaries or {}, sample=None)
     else:
         found = []
         for dim in range(baseline.dim()):
             sides = _thin(_Sides(baseline, candidate, present), dim)
-            seen = f" (seen in {sides.baseline.numel():,} of {baseline.numel():,} elements)"
-            found += _search(sides, dims, boundaries or {}, seen=seen, only=dim)
-    return tuple(sorted(found, key=lambda item: -item.share)[:_MOST])
+            sample = Sample(num_seen=sides.baseline.numel(), num_elements=baseline.numel())
+            found += _search(sides, dims, boundaries or {}, sample=sample, only=dim)
+    return tuple(sorted(found, key=lambda item: -item.share)[:MOST_LOCALITIES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class _Sides:
 
 def _thin(sides: _Sides, dim: int) -> _Sides:
     """All indices of one dimension, and evenly spaced ones of the others, so that few elements are left."""
-    room = max(_MOST_ELEMENTS // max(sides.baseline.shape[dim], 1), 1)
+    room = max(PLACE_SAMPLE_ELEMENTS // max(sides.baseline.shape[dim], 1), 1)
     index = [slice(None)] * sides.baseline.dim()
     for other, size in enumerate(sides.baseline.shape):
         if other != dim:
@@ -98,15 +94,15 @@ def _search(
     dims: tuple[DimName, ...],
     boundaries: Mapping[int, Sequence[int]],
     *,
-    seen: str,
+    sample: Sample | None,
     only: int | None = None,
 ) -> list[Locality]:
-    """Localities along all dimensions, or along one. seen: of how much of the tensor, for the text."""
+    """Finds localities along all dimensions, or along one; ``sample``: how much of the tensor ``sides`` are."""
     is_floating = sides.baseline.is_floating_point()
-    floor = torch.finfo(sides.baseline.dtype).eps * _ROUNDING_UNITS if is_floating else 0.0
+    floor = torch.finfo(sides.baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if is_floating else 0.0
     found: list[Locality] = []
     sums = _sum_energies(sides.baseline, sides.candidate, sides.present)
-    if not sums or sums[0].total == 0.0 or float(sums[0].counts.sum()) < _FEWEST_ELEMENTS:
+    if not sums or sums[0].total == 0.0 or float(sums[0].counts.sum()) < FEWEST_PLACE_ELEMENTS:
         return found
     equivalent = math.prod(energies.num_equivalent for energies in sums)
     for dim, energies in enumerate(sums):
@@ -114,7 +110,7 @@ def _search(
             others = equivalent / energies.num_equivalent
             starts = boundaries.get(dim, ())
             search = _DimSearch(dims[dim], energies, floor=floor, others=others, boundaries=starts)
-            found += [replace(item, text=item.text + seen) for item in search.find()]
+            found += [replace(item, sample=sample) for item in search.find()]
     return found
 
 
@@ -178,16 +174,16 @@ class _Energies:
         mean = self.difference / self.counts
         others = min(float(self.counts[live].median()), others)
         chance = _chance_ratio(others)
-        if others * int(live.sum()) < _FEWEST_ELEMENTS:  # then the median itself may be small by chance
-            chance = max(chance**2, _FEW_ABOVE_MEDIAN)
-        threshold = max(_ABOVE_MEDIAN, chance)
+        if others * int(live.sum()) < FEWEST_PLACE_ELEMENTS:  # then the median itself may be small by chance
+            chance = max(chance**2, FEW_ABOVE_MEDIAN)
+        threshold = max(ABOVE_MEDIAN, chance)
         found = live & (relative > floor**2)
         for values in (relative, mean):
             found &= values > threshold * values[live].median()
         usual = mean[live & ~found].max() if bool((live & ~found).any()) else torch.zeros(())
         if not bool(found.any()):
             return found
-        return found & (mean[found].mean() > max(_ABOVE_OTHERS, chance) * usual)
+        return found & (mean[found].mean() > max(ABOVE_OTHERS, chance) * usual)
 
 
 def _chance_ratio(num_elements: float) -> float:
@@ -196,7 +192,7 @@ def _chance_ratio(num_elements: float) -> float:
     The quantile of chi-squared over its median, by Wilson and Hilferty (1931).
     """
     spread = 2.0 / (9.0 * max(num_elements, 1.0))
-    return ((1.0 - spread + _DEVIATIONS * math.sqrt(spread)) / (1.0 - spread)) ** 3
+    return ((1.0 - spread + PLACE_DEVIATIONS * math.sqrt(spread)) / (1.0 - spread)) ** 3
 
 
 def _sum_energies(
@@ -232,7 +228,7 @@ def _add_marginals(values: torch.Tensor, totals: Sequence[torch.Tensor]) -> None
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Parts of a tensor of at most a chunk of elements each, in order."""
-    room, lengths = _CHUNK_ELEMENTS, list(shape)
+    room, lengths = TILE_ELEMENTS, list(shape)
     for dim in reversed(range(len(shape))):
         lengths[dim] = max(min(shape[dim], room), 1)
         room //= lengths[dim]
@@ -269,10 +265,10 @@ class _DimSearch:
         runs = self._runs(self._energies.find_outliers(floor=self._floor, others=self._others))
         pieces = [piece for piece in self._pieces() if not _has_narrower(piece, runs)]
         runs = [run for run in runs if not any(piece.first <= run.first <= piece.last for piece in pieces)]
-        if len(runs) > _MOST_RUNS:
+        if len(runs) > MOST_RUNS:
             runs = self._scattered()
-        chosen = [run for run in (*pieces, *runs) if run.share >= _SMALLEST_SHARE]
-        return [self._describe(run) for run in sorted(chosen, key=lambda run: -run.share)[:_MOST_RUNS]]
+        chosen = [run for run in (*pieces, *runs) if run.share >= SMALLEST_SHARE]
+        return [self._locate(run) for run in sorted(chosen, key=lambda run: -run.share)[:MOST_RUNS]]
 
     def _run(self, first: int, last: int) -> _Run:
         share = float(self._energies.difference[first : last + 1].sum()) / self._energies.total
@@ -302,47 +298,40 @@ class _DimSearch:
         """Indices far apart: a few runs of them, or all as one set."""
         outliers = self._energies.find_outliers(floor=self._floor, others=self._others, among_different=True)
         runs = self._runs(outliers)
-        if len(runs) <= _MOST_RUNS:
+        if len(runs) <= MOST_RUNS:
             return runs
         share, count = sum(run.share for run in runs), int(outliers.sum())
-        if share < _SCATTERED_SHARE or count > _SCATTERED_PART * self._energies.size:
+        if share < SCATTERED_SHARE or count > SCATTERED_PART * self._energies.size:
             return []
         return [_Run(first=runs[0].first, last=runs[-1].last, count=count, share=share)]
 
-    def _describe(self, run: _Run) -> Locality:
-        noun = _NOUNS.get(self._dim, self._dim)
-        size = self._energies.size
-        share = f"{100 * run.share:.1f} % of the difference"
-        count = f"{run.count:,} of {size:,} {noun}s"
-        if run.first == run.last:
-            text = f"{noun} {run.first:,} holds {share} ({count})"
-        elif run.count <= run.last - run.first:
-            text = f"{count}, between {run.first:,} and {run.last:,}, hold {share}"
-        else:
-            text = f"{noun}s {run.first:,} to {run.last:,} hold {share} ({count})"
+    def _locate(self, run: _Run) -> Locality:
+        num_pieces, edge = self._meet_pieces(run)
         return Locality(
             dim=self._dim,
             first=run.first,
             last=run.last,
             share=run.share,
-            fraction=run.count / size,
-            text=text + self._describe_boundary(run),
+            num_indices=run.count,
+            dim_size=self._energies.size,
+            num_pieces=num_pieces,
+            edge=edge,
         )
 
-    def _describe_boundary(self, run: _Run) -> str:
+    def _meet_pieces(self, run: _Run) -> tuple[int, Literal["begins", "ends"] | None]:
+        """Counts the ranks' pieces that a run consists of; where it is none, says which end it shares with one."""
         begins, ends = run.first in self._edges, run.last + 1 in self._edges
         if len(self._edges) < 3 or run.count <= run.last - run.first:
-            return ""
+            return 0, None
         if begins and ends:
-            pieces = self._edges.index(run.last + 1) - self._edges.index(run.first)
-            return ": just the piece of one rank" if pieces == 1 else f": just {pieces} pieces of ranks"
+            return self._edges.index(run.last + 1) - self._edges.index(run.first), None
         if begins and run.first:
-            return ": from where a rank's piece begins"
-        return ": up to where a rank's piece ends" if ends and run.last + 1 < self._energies.size else ""
+            return 0, "begins"
+        return 0, "ends" if ends and run.last + 1 < self._energies.size else None
 
 
 def _has_narrower(piece: _Run, runs: Sequence[_Run]) -> bool:
     """Whether one run of indices within a piece holds nearly all of its difference."""
     return any(
-        piece.first <= run.first and run.last <= piece.last and run.share >= _NARROWER * piece.share for run in runs
+        piece.first <= run.first and run.last <= piece.last and run.share >= NARROWER * piece.share for run in runs
     )

@@ -13,20 +13,21 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.compare.differences import Residual
-from mock_scheduler.compare.explain.permutations import Holders, describe_order
+from mock_scheduler.compare.explain.permutations import Holders, find_blocks, find_holders_fault
+from mock_scheduler.compare.residuals import Reorder, Residual, Sample, Shift
+from mock_scheduler.compare.thresholds import (
+    BETTER_ORDER,
+    FEWEST_COLUMNS,
+    FEWEST_SHIFTED,
+    KEPT_NORM,
+    LARGEST_DEGREE,
+    LONGEST_SHIFT,
+    MOST_MATCHED,
+    MOVED,
+    SAMPLE_ELEMENTS,
+    SHIFTED_SHARE,
+)
 from mock_scheduler.trace.entries import DimName
-
-_MOST_ELEMENTS = 1 << 20
-_LONGEST_SHIFT = 3
-_FEWEST_SHIFTED = 8
-#: Rows that are looked for one by one; more take seconds to sort.
-_MOST_MATCHED = 1 << 16
-#: Columns by which rows are told apart where they are not equal to the bit.
-_FEWEST_COLUMNS = 8
-#: ||a - b||² of the rows that moved, relative to their ||a||², from which on they have moved.
-_MOVED = 0.1
-_LARGEST_DEGREE = 64
 
 
 def find_move(
@@ -45,7 +46,9 @@ def find_move(
     holders: by dimension, what the candidate's ranks hold.
     """
     sides = [
-        _Rows.read(baseline, candidate, present, dim=dim, noun=_noun(dims, dim), holders=(holders or {}).get(dim))
+        _Rows.read(
+            baseline, candidate, present, dim=dim, name=dims[dim] if dims else dim, holders=(holders or {}).get(dim)
+        )
         for dim in range(baseline.dim())
         if baseline.shape[dim] > 1
     ]
@@ -58,20 +61,16 @@ def find_move(
     return None
 
 
-def _noun(dims: tuple[DimName, ...], dim: int) -> str:
-    return f"{dims[dim]}s" if dims else f"indices of dimension {dim}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
-    """float64 ``[n, columns]``: a tensor by the indices of one dimension; 0 where absent. ``seen``: of how much."""
+    """float64 ``[n, columns]``: a tensor by the indices of one dimension, ``name``; 0 where absent."""
 
     baseline: torch.Tensor
     candidate: torch.Tensor
     present: torch.Tensor
     square: float
-    noun: str
-    seen: str
+    name: DimName | int
+    sample: Sample | None
     holders: Holders | None
 
     @classmethod
@@ -82,7 +81,7 @@ class _Rows:
         present: torch.Tensor | None,
         *,
         dim: int,
-        noun: str,
+        name: DimName | int,
         holders: Holders | None,
     ) -> _Rows:
         """The rows along ``dim``."""
@@ -90,18 +89,20 @@ class _Rows:
         there = torch.ones((), dtype=torch.bool).expand(mine.shape)
         if present is not None:
             there = _thin(present.expand(baseline.shape), dim)
-        seen = (
-            "" if mine.numel() == baseline.numel() else f" (seen in {mine.numel():,} of {baseline.numel():,} elements)"
-        )
+        sample = None
+        if mine.numel() != baseline.numel():
+            sample = Sample(num_seen=mine.numel(), num_elements=baseline.numel())
         mine, other = (side.where(there & side.isfinite(), 0.0) for side in (mine, other))
         square = float((mine - other).square().sum())
-        return cls(baseline=mine, candidate=other, present=there, square=square, noun=noun, seen=seen, holders=holders)
+        return cls(
+            baseline=mine, candidate=other, present=there, square=square, name=name, sample=sample, holders=holders
+        )
 
 
 def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """``[n, columns]`` with all indices of ``dim``, as far as they fit, and evenly spaced ones of the others."""
-    rows = tensor.movedim(dim, 0)[:_MOST_ELEMENTS]
-    room = max(_MOST_ELEMENTS // max(rows.shape[0], 1), 1)
+    rows = tensor.movedim(dim, 0)[:SAMPLE_ELEMENTS]
+    room = max(SAMPLE_ELEMENTS // max(rows.shape[0], 1), 1)
     for other in range(1, rows.dim()):
         rows = rows[(slice(None),) * other + (slice(None, None, math.ceil(rows.shape[other] / room) or 1),)]
         room = max(room // max(rows.shape[other], 1), 1)
@@ -112,24 +113,26 @@ def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
     """b at index i is a at index i - k; the ends have no counterpart and do not count."""
     best: Residual | None = None
     num_rows = rows.baseline.shape[0]
-    for distance in range(1, min(_LONGEST_SHIFT, num_rows - _FEWEST_SHIFTED) + 1):
+    for distance in range(1, min(LONGEST_SHIFT, num_rows - FEWEST_SHIFTED) + 1):
         for shift in (distance, -distance):
             source = slice(0, num_rows - distance) if shift > 0 else slice(distance, num_rows)
             target = slice(distance, num_rows) if shift > 0 else slice(0, num_rows - distance)
             both = rows.present[source] & rows.present[target]
             there = (rows.candidate[target] - rows.baseline[target]).where(both, 0.0).square().sum()
             remainder = (rows.candidate[target] - rows.baseline[source]).where(both, 0.0).square().sum()
-            explained = 1.0 - float(remainder / there) if float(there) >= 0.5 * rows.square else 0.0
+            explained = 1.0 - float(remainder / there) if float(there) >= SHIFTED_SHARE * rows.square else 0.0
             if best is None or explained > best.explained:
-                text = f"candidate is the baseline shifted by {shift:+d} along the {rows.noun}{rows.seen}"
-                best = Residual(kind="shift", value=float(shift), explained=explained, text=text)
+                detail = Shift(dim=rows.name)
+                best = Residual(
+                    kind="shift", value=float(shift), explained=explained, detail=detail, sample=rows.sample
+                )
     return best
 
 
 def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
     """Row i of b is row ``order[i]`` of a."""
     norms = [math.sqrt(float(side.square().sum())) for side in (rows.baseline, rows.candidate)]
-    if (norms[0] - norms[1]) ** 2 > 0.1 * rows.square:  # a permutation keeps the norm
+    if (norms[0] - norms[1]) ** 2 > KEPT_NORM * rows.square:  # a permutation keeps the norm
         return None
     best: tuple[float, torch.Tensor] | None = None
     for order in _orders(rows, degrees):
@@ -138,18 +141,21 @@ def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
             continue
         remainder = float((rows.candidate - rows.baseline[order]).square().sum())
         explained = 1.0 - remainder / rows.square
-        if best is None or explained > best[0] + 1e-6:
+        if best is None or explained > best[0] + BETTER_ORDER:
             best = (explained, order)
     if best is None:
         return None
-    count = int((best[1] != torch.arange(best[1].numel())).sum())
-    text = describe_order(best[1], rows.noun, rows.holders) + rows.seen
-    return Residual(kind="permutation", value=float(count), explained=best[0], text=text)
+    explained, order = best
+    blocks = find_blocks(order)
+    detail = Reorder(dim=rows.name, order=blocks, holders=find_holders_fault(order, rows.holders))
+    return Residual(
+        kind="permutation", value=float(blocks.num_moved), explained=explained, detail=detail, sample=rows.sample
+    )
 
 
 def _has_moved(rows: _Rows, moved: torch.Tensor) -> bool:
     difference = (rows.candidate[moved] - rows.baseline[moved]).square().sum()
-    return bool(difference >= _MOVED * rows.baseline[moved].square().sum())
+    return bool(difference >= MOVED * rows.baseline[moved].square().sum())
 
 
 def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -159,7 +165,7 @@ def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
     if num_rows > 2:
         yield straight.flip(0)
     pieces = {2, *degrees} - {1}
-    for degree in sorted(item for item in pieces if item <= _LARGEST_DEGREE and num_rows % item == 0):
+    for degree in sorted(item for item in pieces if item <= LARGEST_DEGREE and num_rows % item == 0):
         swapped = _swap_pieces(rows, degree)
         if swapped is not None:
             yield swapped
@@ -167,7 +173,7 @@ def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
             yield straight.view(2, degree, -1).transpose(0, 1).reshape(-1)
             yield straight.view(degree, 2, -1).transpose(0, 1).reshape(-1)
     found = _match_exactly(rows)
-    if found is None and rows.baseline.shape[1] >= _FEWEST_COLUMNS:
+    if found is None and rows.baseline.shape[1] >= FEWEST_COLUMNS:
         found = _match_nearly(rows)
     if found is not None:
         yield found
@@ -184,7 +190,7 @@ def _swap_pieces(rows: _Rows, degree: int) -> torch.Tensor | None:
 def _match_exactly(rows: _Rows) -> torch.Tensor | None:
     """Where all rows that differ are found again to the bit; ``None`` else, where most are alike, or where too many."""
     changed = (rows.baseline != rows.candidate).any(1).nonzero().squeeze(1)
-    if not 2 <= changed.numel() <= _MOST_MATCHED:
+    if not 2 <= changed.numel() <= MOST_MATCHED:
         return None
     columns = [side[changed, 0].sort().values for side in (rows.baseline, rows.candidate)]
     if not torch.equal(*columns):  # whole rows take long to sort

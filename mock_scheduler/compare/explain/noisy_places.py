@@ -16,11 +16,12 @@ from types import TracebackType
 
 import torch
 
-from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.differences import Locality
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.pairs import TensorPair, pair_up
 from mock_scheduler.compare.pairing.tokens import align_tokens
+from mock_scheduler.compare.residuals import Locality
+from mock_scheduler.compare.thresholds import SAFETY
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.sketch.files import has_full
@@ -53,7 +54,7 @@ class PlaceNoise:
     def confirm(
         self, found: Sequence[Locality], pair: TensorPair, dims: tuple[DimName, ...], baseline: TraceReader
     ) -> tuple[Locality, ...]:
-        """Those places that differ by more than their own noise allows, with that in their text.
+        """Those places that differ by more than their own noise allows, with both figures.
 
         pair: of the candidate, in the baseline's order. dims: what each dimension counts. Raises ``TraceError``.
         """
@@ -64,8 +65,7 @@ class PlaceNoise:
             own = _relative(pair, dims.index(place.dim), place)
             usual = max((_relative(other, dims.index(place.dim), place) for other in noisy), default=math.inf)
             if own > SAFETY * max(usual, self._noise.smallest):
-                text = f"{place.text}; it differs by {own:.2g} there, in perturbed runs by at most {usual:.2g}"
-                confirmed.append(replace(place, text=text))
+                confirmed.append(replace(place, relative=own, noise=usual))
         return tuple(confirmed)
 
     def _read(self, pair: TensorPair, baseline: TraceReader) -> list[TensorPair]:

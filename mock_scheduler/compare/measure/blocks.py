@@ -16,11 +16,9 @@ from typing import TypeVar
 
 import torch
 
-#: Measured fastest of 32 Ki to 256 Ki on two cores: of smaller ones, threads spend their time passing on Python's lock.
-CHUNK_ELEMENTS = 1 << 17
-#: Of elements that one thread takes at a time.
-BLOCK_ELEMENTS = 1 << 20
-_MOST_THREADS = 8
+from mock_scheduler.compare.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS, MOST_THREADS
+
+#: Buffers of one thread: both sides, and the two that a comparison of updates needs besides.
 _NUM_WIDE = 4
 
 _Item = TypeVar("_Item")
@@ -70,7 +68,7 @@ def split_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def num_threads() -> int:
     """Processors that this process may use, at most 8."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, _MOST_THREADS)
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST_THREADS)
 
 
 @cache

@@ -30,11 +30,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS, TensorBound
-from mock_scheduler.compare.differences import Figures
+from mock_scheduler.compare.bounds.bound import TensorBound
+from mock_scheduler.compare.findings import NonFinite
 from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.compare.measure.figures import PairSums, compute_figures, sum_pair
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import Figures, TensorDifference
+from mock_scheduler.compare.thresholds import (
+    LARGEST_SIGNIFICANT,
+    LARGEST_SIGNIFICANT_UNMEASURED,
+    NUM_ULPS,
+    POOL_ROUNDING_UNITS,
+    SIGNIFICANT,
+)
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.files import view_as_bits
@@ -42,28 +49,19 @@ from mock_scheduler.trace.full.files import view_as_bits
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same tensor of baseline and candidate."""
 
-#: Elements whose gradients differ by more than this many times what the whole gradient does, each relative to its own
-#: size, have no say in how the update is judged.
-SIGNIFICANT = 4.0
-#: The same as a fraction of the element itself at most: with a measured bound, and without one. Where all of a gradient
-#: is noise, so is every step that is made of it, which a measured bound knows and no other does.
-_LARGEST_SIGNIFICANT, _LARGEST_UNMEASURED = 1.0, 1e-2
-#: Units in the last place of the root mean square of its kind below which a tensor is rounding.
-ROUNDING_UNITS = 16
-
 
 def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and equal bits."""
     return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
 
 
-def describe_non_finite(tensor: torch.Tensor) -> str:
-    """How many elements are NaN and infinite, in words; empty where all are finite."""
+def count_non_finite(tensor: torch.Tensor) -> NonFinite | None:
+    """Counts elements that are NaN and infinite; ``None`` where all are finite."""
     if not tensor.dtype.is_floating_point or not tensor.numel() or _is_finite(tensor):
-        return ""
-    counts = (("NaN", int(tensor.isnan().sum())), ("infinity", int(tensor.isinf().sum())))
-    found = [f"{what} in {count} of {tensor.numel()} elements" for what, count in counts if count]
-    return " and ".join(found)
+        return None
+    return NonFinite(
+        num_nan=int(tensor.isnan().sum()), num_infinite=int(tensor.isinf().sum()), num_elements=tensor.numel()
+    )
 
 
 def find_significant(relative: float, bound: TensorBound) -> float:
@@ -71,7 +69,7 @@ def find_significant(relative: float, bound: TensorBound) -> float:
 
     ``relative``: ||a - b|| / ||a|| of the whole gradient. ``bound``: that the update is held to.
     """
-    largest = _LARGEST_UNMEASURED if bound.has_rounding else _LARGEST_SIGNIFICANT
+    largest = LARGEST_SIGNIFICANT_UNMEASURED if bound.has_rounding else LARGEST_SIGNIFICANT
     return min(SIGNIFICANT * relative, largest)
 
 
@@ -123,7 +121,7 @@ def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: fl
     at 1.
     """
     unit = max(unit, bound.unit)
-    rounding = ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
+    rounding = POOL_ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
     relative, tolerance = relate(
         difference.distance, difference.size, rounding=bound.absolute + rounding, tolerance=bound.relative
     )

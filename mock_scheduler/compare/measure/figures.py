@@ -15,15 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.compare.differences import Figures, WorstElement
-from mock_scheduler.compare.measure.blocks import (
-    BLOCK_ELEMENTS,
-    CHUNK_ELEMENTS,
-    SCRATCH,
-    map_blocks,
-    split_blocks,
-    split_chunks,
-)
+from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.tensors import Figures, WorstElement
+from mock_scheduler.compare.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.trace.full.files import view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]

@@ -12,42 +12,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.slopes import SlopeSummary
-from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
+from mock_scheduler.compare.noise.suspicions import Drift, Suspicion, TestSummary
+from mock_scheduler.compare.thresholds import FEWEST_SERIES, SAFETY
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.support.text import count_of
-
-#: Standard deviations of the sum of fair signs.
-LARGEST_SIGMA = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """changes: of the candidate. noise: of each perturbed run, the same length. smallest: below which each change is
-    nothing. places: in words, of what each is."""
+    """A figure over steps or updates.
+
+    Args:
+        name: Of the metric; empty for the size of the gradients.
+        changes: Of the candidate from the baseline.
+        noise: Of each perturbed run from the baseline, the same length.
+        smallest: Below which each change is nothing.
+    """
 
     name: str
     changes: tuple[float, ...]
     noise: tuple[tuple[float, ...], ...]
     smallest: tuple[float, ...]
-    what: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drift:
-    """sigma: (n₊ - n₋) / √n of the candidate. mean: of its changes in units of noise. noise_mean: the largest |mean| of
-    the perturbed runs."""
-
-    num_signs: int
-    sigma: float
-    mean: float
-    noise_mean: float
-
-    @property
-    def is_one_way(self) -> bool:
-        """Whether it goes one way, and further than perturbed runs do."""
-        return abs(self.sigma) > LARGEST_SIGMA and abs(self.mean) > SAFETY * self.noise_mean
 
 
 def measure_drift(series: Series) -> Drift:
@@ -66,17 +52,13 @@ def judge_drifts(
 ) -> tuple[list[Suspicion], TestSummary]:
     """Metrics and slopes that go one way, and how many series were looked at."""
     series = [*_metric_series(metrics, noise), *_slope_series(slopes, noise)]
-    enough = [item for item in series if len(item.changes) > LARGEST_SIGMA**2]
+    enough = [item for item in series if len(item.changes) > FEWEST_SERIES]
     found = []
     for item in enough:
         drift = measure_drift(item)
         if drift.is_one_way:
-            found.append(_describe(item, drift))
-    if enough:
-        text = f"{count_of(len(enough), 'series', 'series')} over steps do not drift"
-    else:
-        text = f"drift was not tested, which takes more than {LARGEST_SIGMA**2:g} steps or updates"
-    return found, TestSummary(test="drift", num_looked_at=len(enough), smallest=None, text=text)
+            found.append(_suspect(item, drift))
+    return found, TestSummary(test="drift", num_looked_at=len(enough))
 
 
 def _drift(changes: Sequence[float], units: Sequence[float]) -> tuple[float, float, int]:
@@ -106,7 +88,6 @@ def _metric_series(metrics: MetricComparison | None, noise: NoiseBounds) -> list
                     smallest=tuple(
                         noise.smallest * abs(noise.metric_values[step, difference.name]) for step, _ in rows
                     ),
-                    what=f"metric {difference.name}",
                 )
             )
     return found
@@ -122,13 +103,11 @@ def _slope_series(slopes: Sequence[SlopeSummary], noise: NoiseBounds) -> list[Se
             changes=tuple(item.median for item in complete),
             noise=tuple(zip(*(item.noise_medians for item in complete), strict=True)),
             smallest=(noise.smallest,) * len(complete),
-            what="the size of the gradients",
         )
     ]
 
 
-def _describe(series: Series, drift: Drift) -> Suspicion:
-    way = "larger" if drift.sigma > 0 else "smaller"
+def _suspect(series: Series, drift: Drift) -> Suspicion:
     return Suspicion(
         test="drift",
         step=None,
@@ -136,9 +115,5 @@ def _describe(series: Series, drift: Drift) -> Suspicion:
         name=series.name,
         value=abs(drift.mean),
         limit=SAFETY * drift.noise_mean,
-        text=(
-            f"{series.what} is {way} in the candidate at nearly every one of {drift.num_signs} places "
-            f"({drift.sigma:+.1f} sigma), on average by {abs(drift.mean):.2g} times its noise, where perturbed runs "
-            f"have at most {drift.noise_mean:.2g}: a bias that adds up"
-        ),
+        fact=drift,
     )

@@ -8,12 +8,10 @@ from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.drift import judge_drifts
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
-from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
+from mock_scheduler.compare.noise.suspicions import NoiseVerdict, NoisyPlace, Suspicion, TestSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import MOST_SUSPICIONS
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.support.text import count_of
-
-_MOST_PLACES = 8
 
 
 def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
@@ -29,8 +27,12 @@ def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | No
     slopes += [item for item in behind if (item.step, item.update, item.name) not in told]
     places = [_from_place(item) for item in differences if item.localities and not item.exceeds]
     drifts, drift_test = judge_drifts(metrics, summarise_slopes(differences, noise), noise)
-    in_time = sorted([*slopes, *places[:_MOST_PLACES]], key=lambda item: (item.step or 0, item.update or 0))
-    tests = (slope_test, _locality_test(tensors), drift_test)
+    in_time = sorted([*slopes, *places[:MOST_SUSPICIONS]], key=lambda item: (item.step or 0, item.update or 0))
+    tests = (
+        slope_test,
+        TestSummary(test="locality", num_looked_at=0 if tensors is None else tensors.num_located),
+        drift_test,
+    )
     return NoiseVerdict(suspicions=(*in_time, *drifts), tests=tests)
 
 
@@ -53,14 +55,5 @@ def _from_place(item: TensorDifference) -> Suspicion:
         name=item.key.name,
         value=item.localities[0].share,
         limit=item.localities[0].fraction,
-        text=f"{item.key.describe()}: {item.localities[0].text}",
+        fact=NoisyPlace(key=item.key, locality=item.localities[0]),
     )
-
-
-def _locality_test(tensors: TensorComparison | None) -> TestSummary:
-    count = 0 if tensors is None else tensors.num_located
-    if count:
-        text = f"no place stands out in {count_of(count, 'tensor')}"
-    else:
-        text = "places were not looked for, which takes whole traces of the perturbed runs"
-    return TestSummary(test="locality", num_looked_at=count, smallest=None, text=text)

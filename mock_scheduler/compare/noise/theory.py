@@ -24,23 +24,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import BoundsSource, MetricBound, TensorBound
-from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.measure.distance import SIGNIFICANT
-from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.thresholds import SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH, THEORY_MOMENTS
 from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, Phase
 from mock_scheduler.trace.sketch.sketch import difference
 
-GROWTH = 1.03
-FACTOR = 4.0
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
-#: How a comparison is had that knows this model's noise.
-ADVICE = (
-    "calibrate, run the baseline again, replaying its recording, with perturbation.seed=1 (2, 3, 4, 5) and give the "
-    "runs with --noise; mock-scheduler align does so itself"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +58,7 @@ class TheoryBounds:
         """k · C^d · (ε + δ); an estimate where the weights before the update are apart, or are not known."""
         relative = self._error(key.step, key.update, self._depth(key))
         if key.kind == "optimizer":
-            relative *= 2.0
+            relative *= THEORY_MOMENTS
         elif key.kind in ("parameter", "weight"):
             relative *= SIGNIFICANT
         return TensorBound(
@@ -84,25 +77,8 @@ class TheoryBounds:
             relative=relative, floor=1.0, is_estimate=not self.distances or not self._begins_equal(step, last)
         )
 
-    def level(self) -> str:
-        """``uncalibrated bounds``."""
-        return "uncalibrated bounds of theory"
-
-    def describe(self) -> str:
-        """The formula."""
-        return (
-            f"Uncalibrated: {SAFETY * FACTOR:g} · {GROWTH:g}^d · (ε + δ) of ||a-b|| / ||a|| after d of "
-            f"{self.num_layers} layers, with ε {self.epsilon:.1e} and δ the relative distance of the weights before "
-            f"the update (arXiv 2506.09280, Theorem 5.3); {SIGNIFICANT:g} times that of the change d by an update; "
-            "each beyond rounding; integers equal. a is the baseline, b the candidate; NaN equals NaN only."
-        )
-
-    def advice(self) -> str:
-        """How to measure noise."""
-        return ADVICE
-
     def _error(self, step: int, update: int, depth: int) -> float:
-        return SAFETY * FACTOR * GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
+        return SAFETY * THEORY_FACTOR * THEORY_GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:
         """Whether both runs are known to begin an update with the same weights, as the first one of a run does."""

@@ -7,26 +7,19 @@ together. Two runs in one layout must issue the same calls on every rank; in dif
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import Protocol
 
+from mock_scheduler.compare.findings import LedgerNotCompared, Note
 from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.tensors import LedgerComparison
-from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter
+from mock_scheduler.compare.pairing.sources import LedgerSource
+from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.trace.entries import LedgerCall, RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, LedgerKind
-
-
-class LedgerSource(Protocol):
-    """A trace that has ledgers, whatever else is in it."""
-
-    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """What each rank says of a step, by global rank."""
-
 
 _NO_CALLS: tuple[LedgerCall, ...] = ()
 
 
 def compare_ledgers(
-    readers: tuple[LedgerSource, LedgerSource], step: int, selection: Selection, notes: MutableMapping[str, None]
+    readers: tuple[LedgerSource, LedgerSource], step: int, selection: Selection, notes: MutableMapping[Note, None]
 ) -> list[LedgerComparison]:
     """The ledgers of one step that both runs have, rank by rank; what cannot be compared goes to the keys of ``notes``.
 
@@ -40,10 +33,9 @@ def compare_ledgers(
         if not ours and not theirs:
             continue
         if not ours or not theirs:
-            side = "baseline" if ours else "candidate"
-            notes[f"the ledger of {kind} calls was not compared: only the {side} traced it"] = None
+            notes[LedgerNotCompared(kind=kind, only="baseline" if ours else "candidate")] = None
         elif [_where(place) for place, _ in ours] != [_where(place) for place, _ in theirs]:
-            notes[f"the ledger of {kind} calls was not compared: the two runs have different layouts"] = None
+            notes[LedgerNotCompared(kind=kind, only=None)] = None
         else:
             found.append(_compare(kind, step, ours, theirs))
     return found
@@ -68,26 +60,25 @@ def check_groups(reader: LedgerSource, step: int) -> LedgerComparison | None:
             position = _first_difference(sequences[0], sequence)
             num_equal += position if position is not None else len(sequence)
             if position is not None:
-                names = (places[members[0]].describe(), places[rank].describe())
-                text = _describe(f"group {list(group)}, collective", position, names, (sequences[0], sequence))
+                whose = (places[members[0]], places[rank])
                 return LedgerComparison(
                     kind="collective",
                     step=step,
                     num_ranks=len(by_rank),
                     num_calls=num_equal,
-                    difference=f"step {step}: {text}",
+                    difference=_difference_at(position, (sequences[0], sequence), whose, group=tuple(group)),
                 )
     return LedgerComparison(kind="collective", step=step, num_ranks=len(by_rank), num_calls=num_equal, difference=None)
 
 
 def _compare(kind: LedgerKind, step: int, ours: _ByRank, theirs: _ByRank) -> LedgerComparison:
-    num_calls, difference = 0, None
+    num_calls = 0
+    difference: LedgerDifference | None = None
     for (place, mine), (_, other) in zip(ours, theirs, strict=True):
         position = _first_difference(mine, other)
         num_calls += len(mine) if position is None else position
         if position is not None and difference is None:
-            text = _describe(f"{kind} call", position, ("the baseline", "the candidate"), (mine, other))
-            difference = f"step {step}, {place.describe()}: {text}"
+            difference = _difference_at(position, (mine, other), (place,))
     return LedgerComparison(kind=kind, step=step, num_ranks=len(ours), num_calls=num_calls, difference=difference)
 
 
@@ -99,17 +90,16 @@ def _first_difference(mine: Sequence[LedgerCall], other: Sequence[LedgerCall]) -
     return position
 
 
-def _describe(
-    what: str, position: int, names: tuple[str, str], calls: tuple[Sequence[LedgerCall], Sequence[LedgerCall]]
-) -> str:
-    """``collective 3 is all_reduce of 64 float32 over ranks 0, 1 in …, and absent (2 calls in all) in …``."""
-    sides = [_describe_call(own[position]) if position < len(own) else f"absent ({len(own)} in all)" for own in calls]
-    return f"{what} {position} is {sides[0]} in {names[0]}, and {sides[1]} in {names[1]}"
-
-
-def _describe_call(call: LedgerCall) -> str:
-    group = f" over ranks {', '.join(map(str, call.group))}" if call.group else ""
-    return f"{call.operation} of {call.num_elements:,} {call.dtype}{group}"
+def _difference_at(
+    position: int,
+    sequences: tuple[Sequence[LedgerCall], Sequence[LedgerCall]],
+    places: tuple[RankPlace, ...],
+    *,
+    group: tuple[int, ...] = (),
+) -> LedgerDifference:
+    mine, other = (own[position] if position < len(own) else None for own in sequences)
+    lengths = (len(sequences[0]), len(sequences[1]))
+    return LedgerDifference(position=position, calls=(mine, other), num_calls=lengths, places=places, group=group)
 
 
 def _is_one_sided(call: LedgerCall) -> bool:

@@ -9,13 +9,12 @@ from types import TracebackType
 
 import torch
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.measure.distance import describe_non_finite
+from mock_scheduler.compare.findings import Finding, NotFinite, OtherDtype, OtherPlaces, OtherShape, finding
+from mock_scheduler.compare.measure.distance import count_non_finite
 from mock_scheduler.compare.measure.figures import PairSums, sum_pair
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 
@@ -90,7 +89,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
         their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
         shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
     if left.shape != right.shape:
-        return finding(key, f"has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate")
+        return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
     present = all_of([ours.present, their_presence, shared])
     is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
     return TensorPair(
@@ -105,35 +104,35 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     )
 
 
-def describe_other_presence(pair: TensorPair) -> str:
-    """Where only one run has a value of a tensor that both have; empty where both have the same elements."""
+def find_other_places(pair: TensorPair) -> OtherPlaces | None:
+    """Counts elements of a tensor of which one run alone has a value; ``None`` where both have the same elements."""
     if pair.ours is None and pair.theirs is None:
-        return ""
+        return None
     whole = torch.ones((), dtype=torch.bool)
     ours, theirs = (whole if mask is None else mask for mask in (pair.ours, pair.theirs))
     only = [int((mine & ~other).sum()) for mine, other in ((ours, theirs), (theirs, ours))]
     if not any(only):
-        return ""
-    what = "token" if pair.dims[:1] == ("token",) else "element"
-    return (
-        f"is defined at other {what}s: {count_of(only[0], what)} only in the baseline, {only[1]} only in the candidate"
-    )
+        return None
+    is_by_token = pair.dims[:1] == ("token",)
+    return OtherPlaces(what="token" if is_by_token else "element", num_baseline=only[0], num_candidate=only[1])
 
 
-def describe_dtypes(pair: TensorPair) -> str:
-    """That the dtypes differ, in words; empty where they do not."""
+def find_other_dtype(pair: TensorPair) -> OtherDtype | None:
+    """Returns both dtypes where they differ."""
     mine, other = (dtype_name(side.dtype) for side in (pair.baseline, pair.candidate))
-    return "" if mine == other else f"has dtype {mine} in the baseline and {other} in the candidate"
+    return None if mine == other else OtherDtype(baseline=mine, candidate=other)
 
 
-def describe_broken(pair: TensorPair) -> tuple[str, str]:
-    """NaN and infinities among the compared elements, in words, of each side; empty where all are finite."""
+def find_not_finite(pair: TensorPair) -> NotFinite | None:
+    """Counts NaN and infinities among the compared elements of each side; ``None`` where all are finite."""
     if pair.sums.is_finite:
-        return "", ""
-    if pair.present is None:
-        return describe_non_finite(pair.baseline), describe_non_finite(pair.candidate)
-    kept = pair.present.expand_as(pair.baseline)
-    return describe_non_finite(pair.baseline[kept]), describe_non_finite(pair.candidate[kept])
+        return None
+    sides = (pair.baseline, pair.candidate)
+    if pair.present is not None:
+        kept = pair.present.expand_as(pair.baseline)
+        sides = (pair.baseline[kept], pair.candidate[kept])
+    mine, other = map(count_non_finite, sides)
+    return None if mine is None and other is None else NotFinite(baseline=mine, candidate=other)
 
 
 def locate(
@@ -147,7 +146,7 @@ def locate(
     index, their_index = worst.index, worst.index
     sample, position = worst.sample, worst.position
     if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
-        sample, position = tokens.describe(index[0])
+        sample, position = tokens.find(index[0])
         if tokens.index is not None:
             their_index = (int(tokens.index[index[0]]), *index[1:])
     worst = replace(
@@ -169,25 +168,6 @@ def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     for mask in given[1:]:
         result = result & mask
     return None if bool(result.all()) else result
-
-
-def finding(key: TraceKey, message: str) -> Finding:
-    """A finding on one tensor; ``message`` goes on from its name."""
-    return Finding(
-        kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()} {message}"
-    )
-
-
-def lacks_tokens(key: TraceKey, missing: str) -> Finding:
-    """A finding on tokens that a run which wrote all of its trace did not train on; ``missing``: as it was merged."""
-    return Finding(
-        kind=key.kind,
-        step=key.step,
-        update=key.update,
-        name=key.name,
-        message=f"{key.describe()}: {missing}",
-        lacks_tokens=True,
-    )
 
 
 def _sum(

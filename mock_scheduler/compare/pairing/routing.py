@@ -11,39 +11,11 @@ that token: e stood before f by no more than what the two runs' logits moved. Ne
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from mock_scheduler.compare.pairing.pairs import TensorPair
 from mock_scheduler.compare.tensors import ExpertFlips
-from mock_scheduler.trace.entries import DimName, TraceKey
-
-#: What follows the name of the part that both belong to.
-_ROUTER, _EXPERTS = ".router", ".experts"
-_CHOICE, _LOGITS = "chosen_experts", "logits"
-
-
-def is_choice(key: TraceKey) -> bool:
-    """Whether a tensor says which experts each token chose: integers ``[T, slots]``."""
-    return key.kind == "router" and key.name.endswith(f"{_ROUTER}.{_CHOICE}")
-
-
-def logits_key(choice: TraceKey) -> TraceKey:
-    """The router's logits ``[T, experts]``, from which a choice was made."""
-    return replace(choice, name=choice.name.removesuffix(_CHOICE) + _LOGITS)
-
-
-def is_by_slot(dims: tuple[DimName, ...]) -> bool:
-    """Whether a tensor is stored in the order of each token's chosen experts."""
-    return dims[:2] == ("token", "slot")
-
-
-def routed_part(name: str) -> str:
-    """The part of the model that a router and its experts belong to: ``decoder.layers.1.mlp``."""
-    for inside in (_ROUTER, _EXPERTS):
-        name = name.partition(inside)[0]
-    return name
+from mock_scheduler.compare.thresholds import FLIP_MOVES
 
 
 def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, torch.Tensor]:
@@ -58,7 +30,7 @@ def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, tor
     moved = (left - right).abs().amax(dim=1)
     gap = left.masked_fill(~only_mine, -torch.inf).amax(dim=1) - left.masked_fill(~only_other, torch.inf).amin(dim=1)
     num_swapped = only_mine.sum(dim=1)
-    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= 2 * moved)
+    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= FLIP_MOVES * moved)
     for pair in (choice, logits):
         if pair.present is not None:
             is_flipped &= pair.present.reshape(num_tokens, -1).all(dim=1)

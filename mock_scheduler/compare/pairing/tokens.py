@@ -12,10 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.compare.findings import (
+    SIDES,
+    Finding,
+    OtherLengths,
+    OtherNumUpdates,
+    OtherUpdateRows,
+    RowLength,
+    RowsOnlyIn,
+)
 from mock_scheduler.trace.entries import RowTable, StepFooter
 
+#: Rows that a finding names.
 _NUM_NAMED = 3
 
 
@@ -56,8 +64,8 @@ class TokenAlignment:
             return None
         return self.index >= 0
 
-    def describe(self, token: int) -> tuple[str, int]:
-        """Identity and position of a token of the baseline; raises ``IndexError`` where there is none."""
+    def find(self, token: int) -> tuple[str, int]:
+        """Returns identity and position of a token of the baseline; raises ``IndexError`` where there is none."""
         row, position = self.rows.find(token)
         return self.rows.identities[row], position
 
@@ -84,43 +92,34 @@ def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter)
     ours, theirs = (
         dict(zip(_numbered(side.rows.identities), side.rows.lengths, strict=True)) for side in (baseline, candidate)
     )
-    messages = []
-    for side, own, other in (("baseline", ours, theirs), ("candidate", theirs, ours)):
+    facts: list[RowsOnlyIn | OtherLengths | OtherNumUpdates | OtherUpdateRows] = []
+    for side, own, other in zip(SIDES, (ours, theirs), (theirs, ours), strict=True):
         only = [name[0] for name in own if name not in other]
         if only:
-            messages.append(
-                f"{count_of(len(only), 'row')} of {len(own)} of step {step} {'is' if len(only) == 1 else 'are'} in the "
-                f"{side} only: {list_some(only, _NUM_NAMED)}"
-            )
+            first = tuple(only[:_NUM_NAMED])
+            facts.append(RowsOnlyIn(side=side, num_rows=len(only), num_all=len(own), first=first))
     lengths = [
-        f"{name[0]} has {length} tokens in the baseline and {theirs[name]} in the candidate"
+        RowLength(identity=name[0], baseline=length, candidate=theirs[name])
         for name, length in ours.items()
         if name in theirs and theirs[name] != length
     ]
     if lengths:
-        messages.append(
-            f"{count_of(len(lengths), 'row')} of step {step} {'has' if len(lengths) == 1 else 'have'} another length: "
-            f"{list_some(lengths, _NUM_NAMED)}; their first tokens are compared"
-        )
-    messages += _other_updates(step, baseline, candidate)
-    return [
-        Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", message=text) for text in messages
-    ]
+        facts.append(OtherLengths(num_rows=len(lengths), first=tuple(lengths[:_NUM_NAMED])))
+    facts += _find_other_updates(baseline, candidate)
+    return [Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", fact=fact) for fact in facts]
 
 
-def _other_updates(step: int, baseline: StepFooter, candidate: StepFooter) -> list[str]:
+def _find_other_updates(baseline: StepFooter, candidate: StepFooter) -> list[OtherNumUpdates | OtherUpdateRows]:
     mine, other = len(baseline.update_rows), len(candidate.update_rows)
     if mine != other:
-        return [f"step {step} has {count_of(mine, 'update')} in the baseline and {other} in the candidate"]
-    messages = []
+        return [OtherNumUpdates(baseline=mine, candidate=other)]
+    found: list[OtherNumUpdates | OtherUpdateRows] = []
     for update in range(mine):
         ours, theirs = (_trained_on(footer, update) for footer in (baseline, candidate))
         if ours != theirs:
-            messages.append(
-                f"update {update} of step {step} trains on other rows: {len(ours - theirs)} only in the baseline, "
-                f"{len(theirs - ours)} only in the candidate"
-            )
-    return messages
+            only = (len(ours - theirs), len(theirs - ours))
+            found.append(OtherUpdateRows(update=update, num_baseline=only[0], num_candidate=only[1]))
+    return found
 
 
 def _trained_on(footer: StepFooter, update: int) -> set[tuple[str, int]]:

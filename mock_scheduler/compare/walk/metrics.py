@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import Bounds, MetricBound
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.bounds.bound import MetricBound
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.findings import SIDES, Finding, NotLogged, other_side
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.residuals import Side
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.text import count_of, shorten
+from mock_scheduler.support.text import shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
@@ -221,31 +223,21 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
 
 
 def _find_missing_steps(baseline: MetricLog, candidate: MetricLog) -> list[Finding]:
-    return [
-        _finding(step, f"step {step}", f"step {step} was logged by the {present} but not by the {absent}")
-        for step, present, absent in sorted(
-            [(step, "baseline", "candidate") for step in baseline.keys() - candidate.keys()]
-            + [(step, "candidate", "baseline") for step in candidate.keys() - baseline.keys()]
-        )
-    ]
+    rows: list[tuple[int, Side]] = [(step, "candidate") for step in baseline.keys() - candidate.keys()]
+    rows += [(step, "baseline") for step in candidate.keys() - baseline.keys()]
+    return [_finding(step, f"step {step}", NotLogged(absent=absent)) for step, absent in sorted(rows)]
 
 
 def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, steps: Sequence[int]) -> list[Finding]:
-    """At most one finding per side: the first step at which the metric is missing there, and at how many."""
+    """Finds at most one fault per side: the first step at which the metric is missing there, and at how many."""
     findings = []
-    for present, absent, have, lack in (
-        ("baseline", "candidate", baseline, candidate),
-        ("candidate", "baseline", candidate, baseline),
-    ):
+    for present, have, lack in zip(SIDES, (baseline, candidate), (candidate, baseline), strict=True):
         missing = [step for step in steps if name in have[step] and name not in lack[step]]
         if missing:
-            message = (
-                f"metric {name} was logged by the {present} but not by the {absent} at {len(missing)} of "
-                f"{count_of(len(steps), 'step')}, first at step {missing[0]}"
-            )
-            findings.append(_finding(missing[0], name, message))
+            fact = NotLogged(absent=other_side(present), num_missing=len(missing), num_steps=len(steps))
+            findings.append(_finding(missing[0], name, fact))
     return findings
 
 
-def _finding(step: int, name: str, message: str) -> Finding:
-    return Finding(kind="metric", step=step, update=None, name=name, message=message)
+def _finding(step: int, name: str, fact: NotLogged) -> Finding:
+    return Finding(kind="metric", step=step, update=None, name=name, fact=fact)

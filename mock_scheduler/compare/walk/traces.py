@@ -11,10 +11,11 @@ import torch
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.compare.walk.full import compare_traces
 from mock_scheduler.compare.walk.sketches import compare_sketches
-from mock_scheduler.compare.walk.walk import OnKey, compare_traces
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind

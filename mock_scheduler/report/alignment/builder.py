@@ -56,6 +56,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind, worst_exit_code
+from mock_scheduler.verdict.wording.bounds import describe_bounds
 
 _MAX_CELLS = 60_000  # of all heat maps of a page
 _LEAST_CELLS, _MOST_CELLS = 150, 1_600  # of one heat map
@@ -120,7 +121,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         packages=tuple((baseline.packages or recording.packages).items()),
         facts=recording.facts,
         notes=(*recording.problems, *baseline.problems),
-        bounds=result.bounds.describe(),
+        bounds=describe_bounds(result.bounds),
         seconds=all_seconds(result.times),
         total_s=None if result.times is None else result.times.total_s,
     )

@@ -34,13 +34,23 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.compare.findings import Finding, NotCompared
+from mock_scheduler.compare.noise.suspicions import TestSummary
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.verdict import Divergence, Verdict
+from mock_scheduler.verdict.wording.bounds import (
+    describe_bounds,
+    describe_bounds_advice,
+    describe_suspicion,
+    describe_test,
+)
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 Item = TypeVar("Item")
 
@@ -57,8 +67,8 @@ def alignment_to_json(alignment: Verdict) -> dict[str, JSON]:
         "sentence": alignment.sentence,
         "full_dump": list(alignment.full_dump),
         "first_divergence": _divergence(alignment.first_divergence),
-        "suspicions": [to_json(item) for item in alignment.suspicions],
-        "tests": [to_json(item) for item in alignment.tests],
+        "suspicions": [{**dataclass_to_json(item), "text": describe_suspicion(item)} for item in alignment.suspicions],
+        "tests": [_test(item) for item in alignment.tests],
         "metrics": None if alignment.metrics is None else _metrics(alignment.metrics),
         "tensors": None if alignment.tensors is None else _tensors(alignment.tensors),
     }
@@ -77,8 +87,8 @@ def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
         }
     return {
         "source": bounds.source,
-        "description": bounds.describe(),
-        "advice": bounds.advice(),
+        "description": describe_bounds(bounds),
+        "advice": describe_bounds_advice(bounds),
         "noise": measured,
     }
 
@@ -86,6 +96,12 @@ def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
 def conflict_to_json(conflict: ReplicaConflict) -> dict[str, JSON]:
     """A disagreement of replicas: its fields, the ``axes`` on which the two ranks stand apart, and it in words."""
     return {**dataclass_to_json(conflict), "axes": list(conflict.axes), "description": conflict.describe()}
+
+
+def ledger_to_json(ledger: LedgerComparison) -> dict[str, JSON]:
+    """A ledger's fields, and its first difference in words besides its facts."""
+    difference = None if ledger.difference is None else describe_ledger(ledger)
+    return {**dataclass_to_json(ledger), "difference": difference, "first_difference": to_json(ledger.difference)}
 
 
 def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = to_json) -> dict[str, JSON]:
@@ -104,7 +120,7 @@ def _metrics(metrics: MetricComparison) -> JSON:
     return {
         **bounded("steps", metrics.steps),
         **bounded("differences", metrics.differences, _metric),
-        **bounded("findings", metrics.findings),
+        **bounded("findings", metrics.findings, _finding),
     }
 
 
@@ -128,14 +144,14 @@ def _tensors(tensors: TensorComparison) -> JSON:
         "nearest": [_tensor(item) for item in nearest[:NUM_NEAREST]],
         **bounded("exceeding", tensors.exceeding, _tensor),
         **bounded("undecided", tensors.undecided, _tensor),
-        **bounded("findings", tensors.findings),
-        **bounded("unusable", tensors.unusable),
+        **bounded("findings", tensors.findings, _finding),
+        **bounded("unusable", tensors.unusable, _finding),
         **bounded("baseline_replica_conflicts", tensors.baseline_conflicts, conflict_to_json),
         **bounded("candidate_replica_conflicts", tensors.candidate_conflicts, conflict_to_json),
-        **bounded("not_compared", tensors.not_compared),
+        **bounded("not_compared", tensors.not_compared, _not_compared),
         **bounded("flips", tensors.flips),
-        **bounded("ledgers", tensors.ledgers),
-        **bounded("notes", tensors.notes),
+        **bounded("ledgers", tensors.ledgers, ledger_to_json),
+        **bounded("notes", tensors.notes, describe_note),
     }
 
 
@@ -163,9 +179,33 @@ def _group(group: TensorGroup | None) -> JSON:
     }
 
 
+def _test(summary: TestSummary) -> JSON:
+    return {**dataclass_to_json(summary), "smallest": to_json(summary.smallest), "text": describe_test(summary)}
+
+
+def _finding(finding: Finding) -> JSON:
+    return {
+        **dataclass_to_json(finding),
+        "fact": {"type": type(finding.fact).__name__, **dataclass_to_json(finding.fact)},
+        "message": describe_finding(finding),
+        "is_selection": finding.is_selection,
+        "lacks_tokens": finding.lacks_tokens,
+    }
+
+
+def _not_compared(item: NotCompared) -> JSON:
+    return {**dataclass_to_json(item), "reason": describe_reasons(item)}
+
+
 def _tensor(difference: TensorDifference) -> dict[str, JSON]:
+    residual = difference.residual
     return {
         **dataclass_to_json(difference),
+        "residual": None if residual is None else {**dataclass_to_json(residual), "text": describe_residual(residual)},
+        "localities": [
+            {**dataclass_to_json(item), "fraction": item.fraction, "text": describe_locality(item)}
+            for item in difference.localities
+        ],
         "tier": difference.tier,
         "is_judged": difference.is_judged,
         "margin": to_json(difference.margin),

@@ -12,6 +12,8 @@ from mock_scheduler.report.comparison.view import describe_ledgers, describe_not
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.verdict.consequence.text import describe_length
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
+from mock_scheduler.verdict.wording.bounds import describe_suspicion, describe_test
+from mock_scheduler.verdict.wording.findings import describe_finding
 
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20
@@ -25,9 +27,9 @@ _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "r
 def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...], int], ...]:
     """Findings by heading: the first few, and how many there are."""
     alignment, tensors = candidate.alignment, candidate.alignment.tensors
-    lists = [("Without a number", [item.message for item in unmatched(alignment.metrics, tensors)])]
-    lists.append(("What noise does not explain", [item.text for item in alignment.suspicions]))
-    lists.append(("Tests for what hides within the noise", [test.text for test in alignment.tests]))
+    lists = [("Without a number", [describe_finding(item) for item in unmatched(alignment.metrics, tensors)])]
+    lists.append(("What noise does not explain", [describe_suspicion(item) for item in alignment.suspicions]))
+    lists.append(("Tests for what hides within the noise", [describe_test(test) for test in alignment.tests]))
     if tensors is not None:
         replicas = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]
         replicas += [f"in the baseline: {item.describe()}" for item in tensors.baseline_conflicts]

@@ -16,6 +16,7 @@ from mock_scheduler.verdict.proofs import PROOF_NAMES, Outcome, Proof, ProofName
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.sentence import name_kinds
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_suspicion
 
 #: How to read each verdict, in one sentence.
 LEGEND: Mapping[VerdictKind, str] = {
@@ -110,7 +111,7 @@ def write_headline(candidate: CandidateResult) -> str:
                 return (
                     f"beyond its bounds, and not in float64: {alignment.sentence}" if is_excused else alignment.reason
                 )
-            doubts = [item.text for item in alignment.suspicions]
+            doubts = [describe_suspicion(item) for item in alignment.suspicions]
             doubts += [proof.text for proof in candidate.proofs if (proof.name, proof.outcome) == ("noise", "open")]
             return f"within its bounds, and yet {doubts[0]}" if doubts else alignment.reason
         case VerdictKind.DIVERGED:

@@ -46,6 +46,8 @@ from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 
 MAX_PANELS = 8
 _NUM_EQUAL_PANELS = 2
@@ -78,7 +80,7 @@ def render_comparison_page(result: ComparisonResult) -> str:
     baseline, candidate = name_sides(result)
     title = f"{result.alignment.verdict.value}: {candidate} against {baseline}"
     return render_document(
-        title, f"{candidate} against {baseline}", sections, footer=result.bounds.describe(), figures=figures
+        title, f"{candidate} against {baseline}", sections, footer=describe_bounds(result.bounds), figures=figures
     )
 
 
@@ -203,7 +205,7 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 def _list_sections(result: ComparisonResult) -> list[str]:
     """What is a list of lines: what has no number, replicas, choices of experts, calls, what was left out."""
     alignment, tensors = result.alignment, result.alignment.tensors
-    found = [item.message for item in unmatched(alignment.metrics, tensors)]
+    found = [describe_finding(item) for item in unmatched(alignment.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
     if tensors is not None:
         conflicts = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]

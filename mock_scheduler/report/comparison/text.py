@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
+from mock_scheduler.compare.thresholds import NUM_ULPS
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.display.text import print_wrapped
 from mock_scheduler.errors import ExitCode
@@ -36,6 +36,8 @@ from mock_scheduler.report.comparison.view import (
 from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 
 _NUM_SHOWN = 5
 _NUM_METRICS = 12
@@ -65,7 +67,7 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
     _print_next(alignment.full_dump, console)
     console.print()
     if alignment.tensors is not None or alignment.metrics is not None:
-        print_wrapped(console, Text(f"Bounds: {result.bounds.describe()}", style="dim"))
+        print_wrapped(console, Text(f"Bounds: {describe_bounds(result.bounds)}", style="dim"))
     for what, path in files.items():
         console.print(Text(f"{what}: {path}"), soft_wrap=True)
 
@@ -154,7 +156,7 @@ def _print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], console: Console, *, more: str) -> None:
-    _print_list("Without a number", [item.message for item in findings], console, more=more, style="red")
+    _print_list("Without a number", [describe_finding(item) for item in findings], console, more=more, style="red")
 
 
 def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:

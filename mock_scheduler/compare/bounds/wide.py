@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mock_scheduler.compare.bounds.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.trace.entries import TraceKey
-
-if TYPE_CHECKING:
-    from mock_scheduler.compare.bounds.measured import NoiseBounds
 
 
 def shrinking_factor(precision: str) -> float:
@@ -43,27 +41,16 @@ class WideBounds:
     def tensor(self, key: TraceKey) -> TensorBound:
         """The inner one, smaller."""
         bound = self.inner.tensor(key)
-        return TensorBound(relative=bound.relative * self._factor, absolute=bound.absolute * self._factor)
+        return TensorBound(relative=bound.relative * self.factor, absolute=bound.absolute * self.factor)
 
     def metric(self, step: int, name: str) -> MetricBound:
         """The inner one, smaller."""
         bound = self.inner.metric(step, name)
         return MetricBound(
-            relative=bound.relative * self._factor, floor=bound.floor, absolute=bound.absolute * self._factor
+            relative=bound.relative * self.factor, floor=bound.floor, absolute=bound.absolute * self.factor
         )
 
-    def level(self) -> str:
-        """In a few words."""
-        return f"{self.inner.level()}, made smaller for float64"
-
-    def describe(self) -> str:
-        """In a sentence."""
-        return f"{1 / self._factor:.1e} times less than: {self.inner.describe()}"
-
-    def advice(self) -> str:
-        """That of the inner bounds."""
-        return self.inner.advice()
-
     @property
-    def _factor(self) -> float:
+    def factor(self) -> float:
+        """How much smaller a bound is in float64: 0 to 1."""
         return 1.0 / math.sqrt(shrinking_factor(self.precision))

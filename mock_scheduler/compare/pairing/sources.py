@@ -1,18 +1,24 @@
-"""Traces that give sketches: those that have them, and whole tensors of which they are made."""
+"""What a comparison reads of a trace, and traces of whole tensors that are read as sketches."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from mock_scheduler.compare.pairing.ledgers import LedgerSource
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.sketch.reader import MergedSketch
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
 
-class SketchSource(LedgerSource, Protocol):
-    """A trace that gives sketches."""
+class LedgerSource(Protocol):
+    """A trace that has ledgers, whatever else is in it."""
+
+    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
+        """Returns what each rank says of a step, by global rank."""
+
+
+class StepSource(LedgerSource, Protocol):
+    """A trace of any level."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -22,10 +28,14 @@ class SketchSource(LedgerSource, Protocol):
         """Whether all ranks wrote it."""
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor of a step."""
+        """Returns every tensor of a step."""
+
+
+class SketchSource(StepSource, Protocol):
+    """A trace that gives sketches."""
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """Of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
+        """Returns the sketch of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
 
 
 class FullAsSketches:
