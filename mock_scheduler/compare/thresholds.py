@@ -164,6 +164,13 @@ BLOCK_ELEMENTS = _define(
 MOST_THREADS = _define(
     "MOST_THREADS", 8, unit="threads", reason="a comparison leaves some of a large machine to what else runs there"
 )
+NUM_BUFFERS = _define(
+    "NUM_BUFFERS",
+    4,
+    unit="chunks in float64 of one thread",
+    reason="the parameter before and after an update, of both sides",
+    source="arithmetic",
+)
 TILE_ELEMENTS = _define(
     "TILE_ELEMENTS",
     1 << 16,
@@ -375,6 +382,8 @@ ELEMENTS_OF_A_TOKEN = _define(
     reason="one token moves two counts: of the expert that it left, and of the one that it chose instead",
     source="arithmetic",
 )
+
+NAMED_ROWS = _define("NAMED_ROWS", 3, unit="rows", reason="of a batch that a finding names; it counts the others")
 
 # --- Places -----------------------------------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ def _chance_ratio(num_elements: float) -> float:
 
     The quantile of chi-squared over its median, by Wilson and Hilferty (1931).
     """
-    spread = 2.0 / (9.0 * max(num_elements, 1.0))
+    spread = 2 / (9 * max(num_elements, 1.0))
     return ((1.0 - spread + PLACE_DEVIATIONS * math.sqrt(spread)) / (1.0 - spread)) ** 3
 
 
@@ -258,6 +258,7 @@ class _DimSearch:
         self._floor = floor
         self._others = others
         inner = {start for start in boundaries if 0 < start < energies.size}
+        self._is_split = bool(inner)
         self._edges = (0, *sorted(inner), energies.size)
 
     def find(self) -> list[Locality]:
@@ -283,7 +284,7 @@ class _DimSearch:
 
     def _pieces(self) -> list[_Run]:
         """Pieces of ranks that stand out as a whole."""
-        if len(self._edges) < 3:
+        if not self._is_split:
             return []
         blocks = self._energies.blocks(self._edges)
         others = self._others * self._energies.num_equivalent / blocks.num_equivalent
@@ -321,7 +322,7 @@ class _DimSearch:
     def _meet_pieces(self, run: _Run) -> tuple[int, Literal["begins", "ends"] | None]:
         """Counts the ranks' pieces that a run consists of; where it is none, says which end it shares with one."""
         begins, ends = run.first in self._edges, run.last + 1 in self._edges
-        if len(self._edges) < 3 or run.count <= run.last - run.first:
+        if not self._is_split or run.count <= run.last - run.first:
             return 0, None
         if begins and ends:
             return self._edges.index(run.last + 1) - self._edges.index(run.first), None

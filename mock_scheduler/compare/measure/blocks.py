@@ -16,10 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from mock_scheduler.compare.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS, MOST_THREADS
-
-#: Buffers of one thread: both sides, and the two that a comparison of updates needs besides.
-_NUM_WIDE = 4
+from mock_scheduler.compare.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS, MOST_THREADS, NUM_BUFFERS
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -29,13 +26,13 @@ class Scratch(threading.local):
     """Memory of one thread for what it computes of a chunk: made once, and overwritten by the next chunk."""
 
     def __init__(self) -> None:
-        self._wide = torch.empty(_NUM_WIDE, CHUNK_ELEMENTS, dtype=torch.float64)
+        self._wide = torch.empty(NUM_BUFFERS, CHUNK_ELEMENTS, dtype=torch.float64)
         self._narrow = torch.empty(CHUNK_ELEMENTS, dtype=torch.int64)
 
     def wide(self, place: int, size: int) -> torch.Tensor:
         """float64 ``[size]``: one of four; grows where a single row is longer than a chunk."""
         if size > self._wide.shape[1]:
-            self._wide = torch.empty(_NUM_WIDE, size, dtype=torch.float64)
+            self._wide = torch.empty(NUM_BUFFERS, size, dtype=torch.float64)
         return self._wide[place, :size]
 
     def bits(self, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -98,7 +98,7 @@ def _header(path: Path) -> Iterator[bytes]:
         length = file.read(8)
         yield length
         size = int.from_bytes(length, "little")
-        yield file.read(size if size <= path.stat().st_size - 8 else -1)
+        yield file.read(size if size <= path.stat().st_size - len(length) else -1)
 
 
 def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:

@@ -19,7 +19,7 @@ _BEFORE_LAYERS = re.compile(r"\bembedding\b")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\b")
 _NUMBER = re.compile(r"(\d+)")
 #: Stages of the model.
-_EMBEDDING, _LAYERS, _AFTER_LAYERS = range(3)
+_EMBEDDING, _LAYERS, _AFTER_LAYERS = (0, 1, 2)
 
 #: The parts of a transformer layer in the order of the forward pass. Longer names win over those that they begin with.
 _LAYER_PARTS = (

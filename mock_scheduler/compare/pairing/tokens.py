@@ -21,10 +21,8 @@ from mock_scheduler.compare.findings import (
     RowLength,
     RowsOnlyIn,
 )
+from mock_scheduler.compare.thresholds import NAMED_ROWS
 from mock_scheduler.trace.entries import RowTable, StepFooter
-
-#: Rows that a finding names.
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,7 +94,7 @@ def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter)
     for side, own, other in zip(SIDES, (ours, theirs), (theirs, ours), strict=True):
         only = [name[0] for name in own if name not in other]
         if only:
-            first = tuple(only[:_NUM_NAMED])
+            first = tuple(only[:NAMED_ROWS])
             facts.append(RowsOnlyIn(side=side, num_rows=len(only), num_all=len(own), first=first))
     lengths = [
         RowLength(identity=name[0], baseline=length, candidate=theirs[name])
@@ -104,7 +102,7 @@ def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter)
         if name in theirs and theirs[name] != length
     ]
     if lengths:
-        facts.append(OtherLengths(num_rows=len(lengths), first=tuple(lengths[:_NUM_NAMED])))
+        facts.append(OtherLengths(num_rows=len(lengths), first=tuple(lengths[:NAMED_ROWS])))
     facts += _find_other_updates(baseline, candidate)
     return [Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", fact=fact) for fact in facts]
 
