@@ -1,7 +1,7 @@
-"""Differences that are no numbers, as plain data; ``verdict.wording.findings`` puts them into words.
+"""Differences without a number, as plain data; ``verdict.wording.findings`` puts them into words.
 
-A *finding* is a fault: something is missing on one side, or cannot be subtracted. An *absence* that is no fault is
-listed as not compared. A *note* is something else that limits a comparison.
+A *finding* is a fault: something is missing on one side, or cannot be subtracted. An *absence* without fault is listed
+as not compared. A *note* is another limit of a comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIDES: tuple[Side, Side] = ("baseline", "candidate")
 
 
 def other_side(side: Side) -> Side:
-    """Returns the side that this one is compared with."""
+    """Returns the other of the two sides."""
     return "candidate" if side == "baseline" else "baseline"
 
 
@@ -36,12 +36,12 @@ class OnlyIn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotLogged:
-    """A metric, or all metrics of a step, that ``absent`` did not log.
+    """A metric, or all metrics of a step, missing in ``absent``.
 
     Args:
         absent: The side without it.
         num_missing: Steps at which the metric is missing; ``None`` for all metrics of one step.
-        num_steps: Steps that both sides logged.
+        num_steps: Steps logged by both sides.
     """
 
     absent: Side
@@ -75,7 +75,7 @@ class OtherCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherPlaces:
-    """Tokens or elements of which one side alone has a value."""
+    """Tokens or elements with a value on one side alone."""
 
     what: Literal["token", "element"]
     num_baseline: int
@@ -100,7 +100,7 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotFinite:
-    """NaN or infinity on one side or on both; ``None`` for a side whose elements are all finite."""
+    """NaN or infinity on one side or on both; ``None`` for a side with finite elements only."""
 
     baseline: NonFinite | None
     candidate: NonFinite | None
@@ -116,8 +116,12 @@ class CopiesDiffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherStart:
-    """The runs start from other weights. ``residual``: what the difference looks like. ``same_as``: the parameter of
-    the baseline that the candidate has in its place."""
+    """The runs start from other weights.
+
+    Args:
+        residual: Explains the difference.
+        same_as: The parameter of the baseline the candidate has in its place.
+    """
 
     residual: Residual | None = None
     same_as: str | None = None
@@ -125,14 +129,14 @@ class OtherStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LacksParameter:
-    """The parameter is not in the trace that an update starts from, or that a weight is rounded from."""
+    """The trace does not have the parameter before an update, or the parameter of a weight."""
 
     needed_by: Literal["update", "weight"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherWeight:
-    """The weight that the model computes with is not the rounded parameter in ``side``."""
+    """The weight the model computes with is not the rounded parameter in ``side``."""
 
     side: Side
 
@@ -147,7 +151,7 @@ class NotTraced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotSelected:
-    """``num_tensors`` tensors of a kind that ``side`` was told not to trace, and the other side was."""
+    """``num_tensors`` tensors of a kind traced by the other side; ``side`` was told not to."""
 
     side: Side
     num_tensors: int
@@ -156,7 +160,14 @@ class NotSelected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsOnlyIn:
-    """Rows of a step that one side alone has: ``num_rows`` of its ``num_all``, of which ``first`` are the first."""
+    """Rows of a step in one side alone.
+
+    Args:
+        side: Of the rows.
+        num_rows: How many.
+        num_all: Rows of the side.
+        first: Identities of the first few.
+    """
 
     side: Side
     num_rows: int
@@ -175,7 +186,7 @@ class RowLength:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherLengths:
-    """Rows that have another length on each side: how many, and the first of them."""
+    """Rows with another length on each side: how many, and the first of them."""
 
     num_rows: int
     first: tuple[RowLength, ...]
@@ -191,7 +202,7 @@ class OtherNumUpdates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherUpdateRows:
-    """An update trains on other rows; how many one side alone trains on."""
+    """An update trains on other rows; the counts are of rows on one side alone."""
 
     update: int
     num_baseline: int
@@ -221,7 +232,7 @@ Fact = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference without a number, where it first appears; ``update``: ``None`` for what belongs to no update."""
+    """One difference without a number, where it first appears; ``update``: ``None`` where it belongs to no update."""
 
     kind: DifferenceKind
     step: int
@@ -231,7 +242,7 @@ class Finding:
 
     @property
     def is_selection(self) -> bool:
-        """Whether the two runs were told to trace other things, so that it says nothing about what they computed."""
+        """Whether the two runs were told to trace other things, so it says nothing about their computation."""
         return isinstance(self.fact, NotSelected)
 
     @property
@@ -247,7 +258,7 @@ def finding(key: TraceKey, fact: Fact) -> Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotShown:
-    """The model does not show the tensor, for the ``reason`` that the trace has, as a norm that is fused."""
+    """The model does not show the tensor, as a fused norm; ``reason``: from the trace."""
 
     reason: str
 
@@ -261,12 +272,12 @@ class NotWritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotCompared:
-    """A tensor that one or both runs do not show, for reasons that are no fault.
+    """A tensor not shown by one or both runs, without fault.
 
     Args:
         kind: Of the tensor.
         name: Canonical.
-        sides: The runs that do not have it.
+        sides: The runs without it.
         reasons: Why not, each once.
         first_step: The first step without it.
         num_steps: How many steps are without it.
@@ -282,7 +293,7 @@ class NotCompared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerNotCompared:
-    """A ledger that one side alone has; ``only``: ``None`` where the layouts are not the same."""
+    """A ledger of one side alone; ``only``: ``None`` where the layouts are not the same."""
 
     kind: LedgerKind
     only: Side | None
@@ -305,12 +316,12 @@ class SketchTokensNotCompared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SketchWeightsNotCompared:
-    """Whether a weight is the rounded parameter is judged bit by bit, which sketches do not show."""
+    """Whether a weight is the rounded parameter is judged bit by bit, and sketches do not show bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindNotCompared:
-    """Both traces were asked for a kind of which nothing was compared; ``names``: of its tensors."""
+    """Both traces were asked for a kind, and none of its tensors was compared; ``names``: of its tensors."""
 
     kind: TraceKind
     names: tuple[str, ...]

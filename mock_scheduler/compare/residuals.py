@@ -1,7 +1,7 @@
 """What a difference looks like and where it lies, as plain data; ``verdict.wording.residuals`` puts it into words.
 
 A *residual* is an explanation of ``b - a``, with the baseline a and the candidate b. A *locality* is a part of a tensor
-that holds most of ``||a - b||²``.
+holding most of ``||a - b||²``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ResidualKind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Evenly spaced elements that were looked at in the place of a whole tensor."""
+    """Evenly spaced elements, looked at in the place of a whole tensor."""
 
     num_seen: int
     num_elements: int
@@ -56,9 +56,9 @@ class Multiple:
 
     Args:
         error: The standard error of the ratio.
-        factor: The number of the layout that the ratio is, as ``1/tp``; ``None`` where it is none.
-        rest: What remains of the difference when the multiple is taken away.
-        num_gradients: Gradients of the update whose median the ratio is; 0 where it is the tensor's own.
+        factor: The number of the layout equal to the ratio, as ``1/tp``; ``None`` where it is none.
+        rest: The rest of the difference when the multiple is taken away.
+        num_gradients: The ratio is the median of so many gradients of the update; 0 where it is the tensor's own.
     """
 
     error: float
@@ -91,12 +91,12 @@ class PartialSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreducedCopies:
-    """Each rank of ``axes`` holds its own part, of which the baseline is the sum or the mean.
+    """Each rank of ``axes`` holds its own part of the baseline.
 
     Args:
         axes: The axes over which nothing was reduced.
-        reduction: What the baseline is of the parts; ``multiple``: their sum is ``Residual.value`` baselines.
-        factor: For ``multiple``, the number of the layout that this is.
+        reduction: The baseline is the parts' sum or mean; ``multiple``: their sum is ``Residual.value`` baselines.
+        factor: For ``multiple``, the number of the layout it is.
     """
 
     axes: tuple[str, ...]
@@ -121,16 +121,16 @@ class Shift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOrder:
-    """An order of indices, by the blocks that were moved as a whole.
+    """An order of indices, by the blocks moved as a whole.
 
     Args:
-        form: ``exchanged``: two runs of indices stand in each other's place. ``interleaved``: one block of each part
-            in turn.
+        form: ``exchanged``: two runs of indices stand in each other's place. ``interleaved``: one block of each part in
+            turn.
         num_indices: Length of the dimension.
-        num_moved: Indices that are not in their place.
+        num_moved: Indices out of their place.
         block_size: Of ``interleaved`` and ``other``.
         runs: Of ``exchanged``, first and last index of both runs.
-        first: Of ``rotated``, the baseline's index that comes first.
+        first: Of ``rotated``, the baseline's index at the beginning.
         num_parts: Of ``interleaved``.
     """
 
@@ -158,7 +158,7 @@ class WrongCut:
         axis: As ``tp``; ``ranks`` where no single axis tells the holders apart.
         is_whole: The parts were cut in one piece, where each part is to be cut; else one piece was cut as parts.
         num_parts: How many parts the tensor has, or was cut as.
-        part_names: Names of the parts, as ``gate`` and ``up``; empty where they are not known.
+        part_names: Names of the parts, as ``gate`` and ``up``; empty where not known.
     """
 
     axis: str
@@ -169,7 +169,7 @@ class WrongCut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reorder:
-    """The baseline's values in another order along a dimension; ``holders``: what that order is of ranks' shards."""
+    """The baseline's values in another order along a dimension; ``holders``: the mistake of ranks' shards behind it."""
 
     dim: DimName | int
     order: BlockOrder
@@ -183,14 +183,14 @@ ResidualDetail = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """What a difference looks like.
+    """An explanation of a difference.
 
     Args:
         kind: The explanation.
-        value: The ratio, offset, distance or count that was found.
-        explained: How much of ``||a - b||²`` the explanation accounts for, 0 to 1.
-        detail: What the kind and the value do not say; ``None`` where they say all.
-        sample: Which elements were looked at; ``None`` for all.
+        value: The ratio, offset, distance or count found.
+        explained: The explained part of ``||a - b||²``, 0 to 1.
+        detail: All the kind and the value do not say; ``None`` where they say all.
+        sample: The elements looked at; ``None`` for all.
         is_of_change: It explains the change by an update, and not the parameter after it.
     """
 
@@ -207,15 +207,15 @@ class Locality:
     """A part of a tensor in which the difference is concentrated, as head 3 or tokens 40 to 55.
 
     Args:
-        dim: What the dimension counts.
+        dim: The dimension counts these.
         first: First index of the part.
         last: Last index of the part, included.
         share: The part's share of ``||a - b||²``, 0 to 1.
         num_indices: Indices of the part; fewer than lie between first and last where they are scattered.
         dim_size: All indices of the dimension.
-        num_pieces: Of how many ranks' pieces the part consists exactly; 0 where it does not.
-        edge: Whether the part begins or ends where a rank's piece does.
-        sample: Which elements were looked at; ``None`` for all.
+        num_pieces: The part consists of exactly so many ranks' pieces; 0 where it does not.
+        edge: The part begins or ends where a rank's piece does.
+        sample: The elements looked at; ``None`` for all.
         relative: ``||a - b|| / ||a||`` of the part, where it was held against perturbed runs.
         noise: The largest such figure of the perturbed runs.
     """

@@ -1,4 +1,4 @@
-"""Names of what a router chose and of what its experts compute."""
+"""Names of a router's choices and of its experts' tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _CHOICE, _LOGITS = "chosen_experts", "logits"
 
 
 def is_choice(key: TraceKey) -> bool:
-    """Whether a tensor says which experts each token chose: integers ``[T, slots]``."""
+    """Whether a tensor lists the experts each token chose: integers ``[T, slots]``."""
     return key.kind == "router" and key.name.endswith(f"{_ROUTER}.{_CHOICE}")
 
 
 def logits_key(choice: TraceKey) -> TraceKey:
-    """Returns the key of the router's logits ``[T, experts]``, from which a choice was made."""
+    """Returns the key of the router's logits ``[T, experts]``, from which the choice was made."""
     return replace(choice, name=choice.name.removesuffix(_CHOICE) + _LOGITS)
 
 

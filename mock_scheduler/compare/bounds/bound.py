@@ -14,13 +14,13 @@ class TensorBound:
     """The bound of ``||a - b||``, or of an update ``||d_a - d_b||``: ``relative`` · ``||a||`` + ``absolute``.
 
     Args:
-        relative: Relative difference that is allowed (``thresholds`` has the word).
-        absolute: Norm that is allowed besides.
-        has_rounding: Whether the rounding that such a tensor cannot be without (``measure.distance``) is added; it is
-            part of what was measured.
-        unit: Spacing at 1 of the numbers that the values are made of, where that is coarser than their own dtype's.
-        is_estimate: The bound was extrapolated, so that what is beyond it is suspicious only.
-        fraction: Fraction of the elements that may differ, of what is no floating-point number.
+        relative: The relative difference allowed (``thresholds`` has the word).
+        absolute: A norm allowed besides.
+        has_rounding: The rounding of any tensor of its kind (``measure.distance``) is added; measured noise has it
+            already.
+        unit: Spacing at 1 of the numbers its values are made of, where coarser than their own dtype's.
+        is_estimate: The bound was extrapolated; beyond it, a tensor is suspicious only.
+        fraction: Fraction of the elements allowed to differ, for a tensor of integers.
     """
 
     relative: float

@@ -1,9 +1,9 @@
-"""What tensors and metrics of a comparison are held to, and the bounds that a user states.
+"""The bounds of a comparison, and the bounds a user states.
 
-There are three sources of bounds. *Noise*: what perturbing the baseline by one rounding made of every tensor and metric
-(``measured``); it decides where it is known. *Theory*: how rounding grows with the depth of a network
-(``noise.theory``), where nothing was measured. *Stated*: by the user, one by one, over either. Their words are in
-``verdict.wording.bounds``.
+Bounds have three sources. *Noise*: perturbing the baseline by one rounding moved every tensor and metric by so much
+(``measured``); it decides wherever it is known. *Theory*: rounding grows with the depth of a network
+(``noise.theory``); it stands in where nothing was measured. *Stated*: by the user, one by one, over either. Their words
+are in ``verdict.wording.bounds``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
 
 
 class Bounds(Protocol):
-    """What every tensor and metric of a comparison is held to."""
+    """The bound of every tensor and metric of a comparison."""
 
     @property
     def source(self) -> BoundsSource:
@@ -28,7 +28,7 @@ class Bounds(Protocol):
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """The measured noise, by which slopes, places and drifts are judged too; ``None`` where none was measured."""
+        """The measured noise, which slopes, places and drifts are judged by too; ``None`` where none was measured."""
 
     def tensor(self, key: TraceKey) -> TensorBound:
         """Returns the bound of one tensor; ``relative`` is infinite where nothing is known, so it is not judged."""
@@ -70,7 +70,7 @@ EXACT: Bounds = UniformBounds(is_exact=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedBounds:
-    """Bounds that a user states; for all else ``otherwise`` holds."""
+    """Bounds a user states; for all else ``otherwise`` holds."""
 
     tolerance: ToleranceConfig
     otherwise: Bounds
@@ -82,7 +82,7 @@ class StatedBounds:
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """The noise that was measured beside what is stated."""
+        """The noise measured beside the stated bounds."""
         return self.otherwise.noise
 
     @property

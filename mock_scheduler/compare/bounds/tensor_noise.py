@@ -1,9 +1,9 @@
-"""What perturbed runs of a baseline made of one tensor, and how far such runs are beyond each other.
+"""The noise of one tensor over the perturbed runs, and how far such runs are beyond each other.
 
 *Heavy tails.* A token whose clip turned moves all gradients of its update, and Adam moves a weight whose gradient is
-near 0 by a whole step either way; few runs show little of that. So each perturbed run is held to the others: with F the
+near 0 by a whole step either way; few runs show little of it. So each perturbed run is held to the others: with F the
 largest noise of a tensor over the second largest, the largest F of all tensors of a *pool* (kind and update) widens the
-bounds of that pool.
+bounds of the pool.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TensorNoise:
 
     @property
     def slope_spread(self) -> float:
-        """The standard deviation of the slopes about 1; 0 where there is none."""
+        """The standard deviation of the slopes about 1; 0 without slopes."""
         # About 1 rather than about their mean: honest runs have no reason to be larger or smaller.
         return math.sqrt(sum((slope - 1.0) ** 2 for slope in self.slopes) / max(len(self.slopes), 1))
 
@@ -60,12 +60,12 @@ class TensorNoise:
 def find_factors(
     samples: Iterable[tuple[Pool, Sequence[float]]], *, usual: float, smallest: float
 ) -> dict[Pool, float]:
-    """Finds, by pool, how many times its noise a figure may differ, where that is more than ``usual``.
+    """Finds, by pool, how many times its noise a figure may differ, where more than ``usual``.
 
     Args:
-        samples: Of each tensor or metric, its pool and its noise in every run.
+        samples: For each tensor or metric, its pool and its noise in every run.
         usual: How many times the noise is allowed anyway.
-        smallest: Noise that is none.
+        smallest: Noise too small to count.
     """
     factors: dict[Pool, float] = {}
     for pool, values in samples:
@@ -73,6 +73,7 @@ def find_factors(
         # The second largest stands for the bound that the other runs would have given the largest one.
         if len(ranked) > 1 and ranked[-2] > smallest and math.isfinite(ranked[-1]):
             needed = min(TAIL_ROOM * ranked[-1] / ranked[-2], LARGEST_TAIL)
+            # One factor for the whole pool: a heavy tail shows in other tensors in other runs.
             if needed > factors.get(pool, usual):
                 factors[pool] = needed
     return factors

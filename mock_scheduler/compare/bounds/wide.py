@@ -1,4 +1,4 @@
-"""What noise that was measured in a precision leaves of a difference in float64."""
+"""Bounds in float64 for a difference that may be rounding in another precision."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mock_scheduler.trace.entries import TraceKey
 
 
 def shrinking_factor(precision: str) -> float:
-    """How many times rounding is smaller in float64 than in a precision: 5.4e8 for float32, 3.5e13 for bfloat16."""
+    """Returns how many times smaller rounding is in float64: 5.4e8 than in float32, 3.5e13 than in bfloat16."""
     return UNIT_ROUNDOFFS[precision] / UNIT_ROUNDOFFS["float64"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideBounds:
-    """What a difference may be in float64 that is rounding in ``precision``: its bound there / √(shrinking factor).
+    """The inner bounds, divided by √(shrinking factor).
 
     Rounding shrinks by the whole factor, a wrong computation not at all; half way between, on a logarithmic scale, no
     honest run and no fault comes near.
@@ -30,21 +30,22 @@ class WideBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """That of the inner bounds."""
+        """The source of the inner bounds."""
         return self.inner.source
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """None was measured in float64."""
+        """``None``: none was measured in float64."""
         return None
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        """The inner one, smaller."""
+        """Returns the inner bound, smaller."""
         bound = self.inner.tensor(key)
+        # Rounding of the pool is left out: in float64 it is far below even the smaller bound.
         return TensorBound(relative=bound.relative * self.factor, absolute=bound.absolute * self.factor)
 
     def metric(self, step: int, name: str) -> MetricBound:
-        """The inner one, smaller."""
+        """Returns the inner bound, smaller."""
         bound = self.inner.metric(step, name)
         return MetricBound(
             relative=bound.relative * self.factor, floor=bound.floor, absolute=bound.absolute * self.factor

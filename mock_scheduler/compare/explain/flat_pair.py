@@ -42,7 +42,7 @@ class FlatPair:
         return self.num_elements < FEWEST_ELEMENTS
 
     def explained(self, remainder: torch.Tensor) -> float:
-        """The part of ||a - b||² that an explanation with this remainder accounts for."""
+        """Returns the part of ||a - b||² an explanation with this remainder accounts for."""
         return 1.0 - square_of(remainder) / self.square if self.square else 0.0
 
 
@@ -76,12 +76,12 @@ def flatten(
 
 
 def spread(tensor: torch.Tensor, stride: int, mask: torch.Tensor | None) -> torch.Tensor:
-    """float64: every ``stride``-th element; 0 where the mask is False and where it is not finite."""
+    """Returns float64: every ``stride``-th element; 0 where the mask is False and where it is not finite."""
     values = tensor.reshape(-1)[::stride].double()
     values = values.where(values.isfinite(), 0.0)
     return values if mask is None else values.where(mask, 0.0)
 
 
 def square_of(values: torch.Tensor) -> float:
-    """The sum of squares of a flat float64 tensor."""
+    """Returns the sum of squares of a flat float64 tensor."""
     return float(torch.dot(values, values))

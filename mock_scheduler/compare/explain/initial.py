@@ -1,8 +1,8 @@
-"""What a parameter looks like that is not the same in both runs before their first step.
+"""What a parameter looks like when it is not the same in both runs before their first step.
 
-It is loaded, not computed, so that beyond what any difference may be it may be another tensor altogether: of another
-layer, or of another expert. Other tensors of its shape are read from the baseline for that, the likeliest first, and
-only where the difference is too large to be anybody's rounding.
+It is loaded, not computed, so it may be another tensor altogether: of another layer, or of another expert. For this,
+other tensors of its shape are read from the baseline, the likeliest first, and only where the difference is too large
+to be anybody's rounding.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 def explain_initial(pair: TensorPair, traces: TracePair) -> OtherStart:
-    """Explains an initial parameter that is not equal in both runs.
+    """Explains an initial parameter with unequal values in the two runs.
 
-    ``pair``: of kind ``initial``, finite. Raises ``TraceError`` where a file is damaged.
+    ``pair``: of kind ``initial``, finite.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     key = pair.key
     if pair.baseline.dtype != pair.candidate.dtype or not pair.baseline.is_floating_point():
@@ -49,16 +52,18 @@ def explain_initial(pair: TensorPair, traces: TracePair) -> OtherStart:
 
 
 def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -> str | None:
-    """The name of another initial parameter of the baseline that has these bits."""
+    """Finds the name of another initial parameter of the baseline with these bits."""
     form = candidate.dtype, tuple(candidate.shape)
     others = [
         other
         for other in baseline.keys(key.step)
         if replace(other, name=key.name) == key and other != key and baseline.dtype_and_shape(other) == form
     ]
+    # A tensor with the same name but for its numbers is of another layer or expert, the likeliest mistake.
     others.sort(key=lambda other: (_NUMBER.sub("", other.name) != _NUMBER.sub("", key.name), _natural(other.name)))
     for other in others[:MOST_TENSORS_READ]:
         values = baseline.merge(other).tensor
+        # A few elements tell nearly all tensors apart, at a small part of the cost.
         few = (side.reshape(-1)[:FIRST_ELEMENTS] for side in (values, candidate))
         if is_bit_equal(*few) and is_bit_equal(values, candidate):
             return other.name
@@ -66,5 +71,5 @@ def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers as numbers."""
+    """Splits a name so that its numbers are compared as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

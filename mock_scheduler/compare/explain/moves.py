@@ -1,8 +1,8 @@
-"""Differences that are the same values in other places: a shift, or a permutation along a dimension.
+"""Differences made of the same values in other places: a shift, or a permutation along a dimension.
 
 Contract: at most 1 Mi elements are looked at: all indices of the dimension in question, and evenly spaced ones of the
-others; what is longer than that along one dimension, up to there. The same values in another order are a permutation
-only where rows that moved differ by much more than by noise, since noise alone reorders rows that are nearly equal.
+others; a dimension longer than 1 Mi is cut off there. The same values in another order are a permutation only where
+moved rows differ by much more than noise, since noise alone reorders rows of nearly equal values.
 """
 
 from __future__ import annotations
@@ -40,10 +40,16 @@ def find_move(
     enough: float,
     holders: Mapping[int, Holders] | None = None,
 ) -> Residual | None:
-    """A shift by up to three, or a permutation, that explains at least ``enough`` of the difference.
+    """Finds a shift by up to three, or a permutation, explaining at least ``enough`` of the difference.
 
-    degrees: numbers of pieces that a dimension may be split into. dims: what each dimension counts, or empty.
-    holders: by dimension, what the candidate's ranks hold.
+    Args:
+        baseline: Any shape.
+        candidate: Of the same shape.
+        present: bool: elements that count.
+        degrees: Numbers of pieces a dimension may be split into.
+        dims: What each dimension counts, or empty.
+        enough: Share of ||a - b||².
+        holders: By dimension, what the candidate's ranks hold.
     """
     sides = [
         _Rows.read(
@@ -52,6 +58,7 @@ def find_move(
         for dim in range(baseline.dim())
         if baseline.shape[dim] > 1
     ]
+    # Shifts first: a shift is a permutation too, and the plainer word.
     for find in (_find_shift, _find_permutation):
         for rows in sides:
             if rows.square:
@@ -84,7 +91,7 @@ class _Rows:
         name: DimName | int,
         holders: Holders | None,
     ) -> _Rows:
-        """The rows along ``dim``."""
+        """Reads the rows along ``dim``."""
         mine, other = (_thin(side, dim).double() for side in (baseline, candidate))
         there = torch.ones((), dtype=torch.bool).expand(mine.shape)
         if present is not None:
@@ -100,7 +107,7 @@ class _Rows:
 
 
 def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """``[n, columns]`` with all indices of ``dim``, as far as they fit, and evenly spaced ones of the others."""
+    """Returns ``[n, columns]``: all indices of ``dim``, as far as they fit, and evenly spaced ones of the others."""
     rows = tensor.movedim(dim, 0)[:SAMPLE_ELEMENTS]
     room = max(SAMPLE_ELEMENTS // max(rows.shape[0], 1), 1)
     for other in range(1, rows.dim()):
@@ -110,7 +117,7 @@ def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
-    """b at index i is a at index i - k; the ends have no counterpart and do not count."""
+    """Finds k with b at index i equal to a at index i - k; the ends have no counterpart and do not count."""
     best: Residual | None = None
     num_rows = rows.baseline.shape[0]
     for distance in range(1, min(LONGEST_SHIFT, num_rows - FEWEST_SHIFTED) + 1):
@@ -118,6 +125,7 @@ def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
             source = slice(0, num_rows - distance) if shift > 0 else slice(distance, num_rows)
             target = slice(distance, num_rows) if shift > 0 else slice(0, num_rows - distance)
             both = rows.present[source] & rows.present[target]
+            # Both differences are over the overlap, so their ratio is a share of the same elements.
             there = (rows.candidate[target] - rows.baseline[target]).where(both, 0.0).square().sum()
             remainder = (rows.candidate[target] - rows.baseline[source]).where(both, 0.0).square().sum()
             explained = 1.0 - float(remainder / there) if float(there) >= SHIFTED_SHARE * rows.square else 0.0
@@ -130,7 +138,7 @@ def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
 
 
 def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
-    """Row i of b is row ``order[i]`` of a."""
+    """Finds an order with row i of b equal to row ``order[i]`` of a."""
     norms = [math.sqrt(float(side.square().sum())) for side in (rows.baseline, rows.candidate)]
     if (norms[0] - norms[1]) ** 2 > KEPT_NORM * rows.square:  # a permutation keeps the norm
         return None
@@ -159,7 +167,7 @@ def _has_moved(rows: _Rows, moved: torch.Tensor) -> bool:
 
 
 def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Orders that layouts confuse, then the one in which rows are found again."""
+    """Yields orders layouts confuse, then the one in which rows are found again."""
     num_rows = rows.baseline.shape[0]
     straight = torch.arange(num_rows)
     if num_rows > 2:
@@ -180,7 +188,7 @@ def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
 
 
 def _swap_pieces(rows: _Rows, degree: int) -> torch.Tensor | None:
-    """The order with those two of ``degree`` equal pieces exchanged that differ most."""
+    """Returns the order with two of ``degree`` equal pieces exchanged, the two with the largest differences."""
     energies = (rows.candidate - rows.baseline).square().sum(1).view(degree, -1).sum(1)
     first, second = energies.topk(2).indices.tolist()
     order = torch.arange(rows.baseline.shape[0]).view(degree, -1)
@@ -188,16 +196,18 @@ def _swap_pieces(rows: _Rows, degree: int) -> torch.Tensor | None:
 
 
 def _match_exactly(rows: _Rows) -> torch.Tensor | None:
-    """Where all rows that differ are found again to the bit; ``None`` else, where most are alike, or where too many."""
+    """Finds all unequal rows again to the bit; ``None`` if they are not there, mostly alike, or too many."""
     changed = (rows.baseline != rows.candidate).any(1).nonzero().squeeze(1)
     if not 2 <= changed.numel() <= MOST_MATCHED:
         return None
+    # One column is a cheap test that nearly all other differences fail.
     columns = [side[changed, 0].sort().values for side in (rows.baseline, rows.candidate)]
     if not torch.equal(*columns):  # whole rows take long to sort
         return None
     values = torch.cat([rows.baseline[changed], rows.candidate[changed]])
     kinds, labels = torch.unique(values, dim=0, return_inverse=True)
     mine, other = labels[: changed.numel()], labels[changed.numel() :]
+    # Rows that are mostly copies of each other match in any order.
     if 2 * kinds.shape[0] < changed.numel() or not torch.equal(mine.sort().values, other.sort().values):
         return None
     order = torch.arange(rows.baseline.shape[0])
@@ -206,7 +216,8 @@ def _match_exactly(rows: _Rows) -> torch.Tensor | None:
 
 
 def _match_nearly(rows: _Rows) -> torch.Tensor:
-    """The order that sorts one fixed projection of the rows alike in both."""
+    """Returns the order sorting one fixed projection of the rows alike in both."""
+    # Fixed weights without a common period, so that the same rows give the same order in every run.
     weights = torch.arange(1, rows.baseline.shape[1] + 1, dtype=torch.float64).mul_(math.sqrt(2.0)).cos_()
     order = torch.empty(rows.baseline.shape[0], dtype=torch.int64)
     order[(rows.candidate @ weights).argsort()] = (rows.baseline @ weights).argsort()

@@ -1,8 +1,8 @@
-"""Partial sums: where ranks of the candidate that must hold copies of one tensor each hold a value of their own.
+"""Partial sums: ranks of the candidate hold values of their own where they must hold copies of one tensor.
 
 Contract: the values at each place of an axis are added up and averaged, and held against the baseline; then some of
-them alone are. At most 1 Mi evenly spaced elements are looked at, of one place at a time, so that memory is bounded by
-one tensor. Only ranks whose pieces cover all that is compared count, since pieces of a shard are no partial sums.
+them alone are. At most 1 Mi evenly spaced elements are looked at, of one place at a time, so memory is bounded by one
+tensor. Only ranks with pieces covering all compared elements count, since pieces of a shard are no partial sums.
 """
 
 from __future__ import annotations
@@ -35,10 +35,17 @@ def classify_parts(
     conflicts: Sequence[ReplicaConflict],
     layout: Mapping[str, float],
 ) -> Residual | None:
-    """What the candidate's copies of a tensor are in terms of the baseline, where they are not equal.
+    """Explains unequal copies of a tensor of the candidate in terms of the baseline.
 
-    pair: the tensor, in the baseline's order of tokens. reader: of the candidate. conflicts: of this tensor, within the
-    candidate. layout: numbers that a factor may be. Raises ``TraceError`` where a file is damaged.
+    Args:
+        pair: The tensor, in the baseline's order of tokens.
+        reader: Of the candidate.
+        tokens: Of both batches.
+        conflicts: Of this tensor, within the candidate.
+        layout: Numbers a factor may be.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     for axes in _choose_axes(conflicts):
         parts = _read_parts(pair, reader, tokens, axes)
@@ -51,7 +58,7 @@ def classify_parts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """float64 ``[n]`` each: the baseline, the candidate, and what stands at each named place of the axes."""
+    """float64 ``[n]`` each: the baseline, the candidate, and the value at each named place of the axes."""
 
     axes: tuple[str, ...]
     baseline: torch.Tensor
@@ -60,8 +67,9 @@ class _Parts:
     sample: Sample | None
 
     def explained(self, explanation: torch.Tensor, *, scale: float = 1.0) -> float:
-        """The part of ||a - b||² that it accounts for that ``explanation`` is ``scale`` times the baseline."""
+        """Returns the part of ||a - b||² accounted for if ``explanation`` is ``scale`` times the baseline."""
         remainder = torch.sub(explanation, self.baseline, alpha=scale)
+        # An explanation near the candidate but far from the baseline explains nothing.
         if float(remainder.norm()) > COPY_CLOSE * abs(scale) * float(self.baseline.norm()):
             return 0.0
         square = float((self.candidate - self.baseline).square().sum())
@@ -69,7 +77,7 @@ class _Parts:
 
 
 def _choose_axes(conflicts: Sequence[ReplicaConflict]) -> list[tuple[str, ...]]:
-    """Single axes on which copies differ, then all of these together, then whatever else two ranks differ on."""
+    """Lists single axes on which copies differ, then all of these together, then whatever else two ranks differ on."""
     found = dict.fromkeys(conflict.axes for conflict in conflicts if conflict.axes)
     single = [axes for axes in found if len(axes) == 1]
     together = tuple(dict.fromkeys(axis for axes in single for axis in axes))
@@ -77,7 +85,7 @@ def _choose_axes(conflicts: Sequence[ReplicaConflict]) -> list[tuple[str, ...]]:
 
 
 def _read_parts(pair: TensorPair, reader: TraceReader, tokens: TokenAlignment, axes: tuple[str, ...]) -> _Parts | None:
-    """What each place holds; ``None`` where one does not hold all that is compared, or there are too many."""
+    """Reads each place; ``None`` where one does not hold all compared elements, or there are too many."""
     ranks: dict[tuple[int, ...], set[int]] = {}
     for piece in reader.pieces(pair.key):
         place = tuple(piece.place.coordinates.get(axis, 0) for axis in axes)
@@ -117,15 +125,16 @@ def _covers(present: torch.Tensor | None, needed: torch.Tensor | None) -> bool:
 
 
 def _find_sum(parts: _Parts, layout: Mapping[str, float]) -> Residual | None:
-    """The values at all places add up to the baseline, to a named multiple of it, or are it on average.
+    """Finds that the values at all places add up to the baseline, to a named multiple of it, or are it on average.
 
-    Copies that differ by rounding alone are no parts, even where they are the baseline divided by their number.
+    Copies apart by rounding alone are no parts, even where they are the baseline divided by their number.
     """
     values = torch.stack(list(parts.values.values()))
     total = values.sum(0)
     square = float(parts.baseline.square().sum())
     if not square or float((values - values[0]).norm()) <= COPY_ROUNDING * float(values.norm()):
         return None
+    # The least-squares multiple of the baseline that the sum of the parts is.
     scale, count = float(total.dot(parts.baseline)) / square, len(parts.values)
     copies = UnreducedCopies(axes=parts.axes, reduction="sum")
     if abs(scale - 1.0) <= COPY_CLOSE:
@@ -142,7 +151,9 @@ def _find_sum(parts: _Parts, layout: Mapping[str, float]) -> Residual | None:
 
 
 def _find_some(parts: _Parts) -> Residual | None:
-    """Some places hold the baseline's values and others do not; or some places' values are missing, or there twice."""
+    """Finds places with the baseline's values beside places without; or places whose values are missing, or there
+    twice.
+    """
     norm = float(parts.baseline.norm())
     right = [
         name for name, values in parts.values.items() if float((values - parts.baseline).norm()) <= COPY_ROUNDING * norm

@@ -1,8 +1,8 @@
-"""The same values in another order along one dimension: by blocks, and by which rank holds whose part.
+"""The same values in another order along one dimension: by blocks, and by the ranks' shards.
 
-An order gives for each index of the candidate the baseline's index that is found there. Its blocks are found from the
-order alone: the largest equal ones that were moved as a whole. What ranks hold is read from the candidate's trace, so
-that two shards in each other's place, and parts that were cut in one piece, are told from any other order.
+An order gives, for each index of the candidate, the baseline's index found there. Its blocks follow from the order
+alone: the largest equal ones moved as a whole. The candidate's trace says what its ranks hold, so that two shards in
+each other's place, and parts cut in one piece, are told from any other order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Holders:
 
 
 def find_holders(key: TraceKey, reader: TraceReader) -> dict[int, Holders]:
-    """By dimension, what the ranks of a run hold of a tensor; without dimensions that are not split, and tokens."""
+    """Finds, by dimension, the shards of a run's ranks; only split dimensions, and never tokens."""
     places: dict[int, dict[tuple[Block, ...], list[RankPlace]]] = {}
     is_by_token = reader.dims(key)[:1] == ("token",)
     for piece in reader.pieces(key):
@@ -59,9 +59,9 @@ def find_holders(key: TraceKey, reader: TraceReader) -> dict[int, Holders]:
 
 
 def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> MisplacedShards | WrongCut | None:
-    """Finds what an order is of ranks' shards; ``None`` where it is nothing, or they do not hold all indices.
+    """Finds the mistake of ranks' shards behind an order; ``None`` for none, or where they do not hold all indices.
 
-    ``order``: int64 ``[n]``, a permutation that moves something.
+    ``order``: int64 ``[n]``, a permutation moving something.
     """
     if holders is None or not torch.equal(holders.in_turn.sort().values, torch.arange(order.numel())):
         return None
@@ -69,9 +69,10 @@ def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> Misplace
 
 
 def block_size(order: torch.Tensor) -> int:
-    """The largest size of equal blocks that the order moves as a whole."""
+    """Returns the largest size of equal blocks the order moves as a whole."""
     num = order.numel()
     breaks = (order.diff() != 1).nonzero().squeeze(1) + 1
+    # A block begins at every break, on both sides, so that its size divides all of these places.
     return math.gcd(num, *breaks.tolist(), *order[breaks].tolist(), int(order[0]))
 
 
@@ -97,19 +98,20 @@ def _name_holders(key: TraceKey, held: Mapping[tuple[Block, ...], Sequence[RankP
 
 
 def _tells_apart(axis: str, groups: Sequence[Sequence[RankPlace]]) -> bool:
-    """Whether the ranks of each group stand at one place of the axis, and those of no two at the same."""
+    """Whether the ranks of each group stand at one place of the axis, and no two groups at the same."""
     found = [{place.coordinates.get(axis) for place in ranks} for ranks in groups]
     return all(len(places) == 1 for places in found) and len(set.union(*found)) == len(found)
 
 
 def find_blocks(order: torch.Tensor) -> BlockOrder:
-    """Finds the simplest form of an order that moves something; int64 ``[n]``."""
+    """Finds the simplest form of an order moving something; int64 ``[n]``."""
     num_rows = order.numel()
     straight = torch.arange(num_rows)
     moved = (order != straight).nonzero().squeeze(1)
     found = BlockOrder(form="other", num_indices=num_rows, num_moved=moved.numel())
     if torch.equal(order, straight.flip(0)):
         return replace(found, form="reversed")
+    # Tried from the most special form to the most general one, so that the first that fits says most.
     first, second = moved.tensor_split(2)
     if torch.equal(order[moved], torch.cat([second, first])) and _is_run(first) and _is_run(second):
         return replace(found, form="exchanged", runs=(_ends(first), _ends(second)))
@@ -124,13 +126,13 @@ def find_blocks(order: torch.Tensor) -> BlockOrder:
 
 
 def _divisors(number: int) -> list[int]:
-    """Those between 1 and the number."""
+    """Returns divisors between 1 and the number, both excluded."""
     small = [item for item in range(2, math.isqrt(number) + 1) if number % item == 0]
     return sorted({*small, *(number // item for item in small)})
 
 
 def _find_misplaced(order: torch.Tensor, holders: Holders) -> MisplacedShards | None:
-    """Finds ranks that hold each other's parts."""
+    """Finds ranks holding each other's parts."""
     sources = []
     for indices in holders.indices:
         found = order[indices]
@@ -144,7 +146,7 @@ def _find_misplaced(order: torch.Tensor, holders: Holders) -> MisplacedShards | 
 
 
 def _find_cut(order: torch.Tensor, holders: Holders) -> WrongCut | None:
-    """Finds that parts were cut over the ranks in one piece, or one piece as if it were parts."""
+    """Finds parts cut over the ranks in one piece, or one piece cut as if it were parts."""
     num, count = order.numel(), len(holders.indices)
     in_turn, straight = order[holders.in_turn], torch.arange(order.numel())
     if torch.equal(in_turn, straight):

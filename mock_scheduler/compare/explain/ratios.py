@@ -1,14 +1,13 @@
-"""Whether a candidate is a multiple of its baseline, from what is left when the best multiple is taken away.
+"""Whether a candidate is a multiple of its baseline, from the rest when the best multiple is taken away.
 
-A ratio c is recognised where it accounts for 90 % of ||a - b||². Where it is so near to 1 that noise hides it, that
-fixed part is no measure; then it is recognised where all that it leaves is noise, and c is further from 1 than its own
-uncertainty allows: where what it leaves is rounding at nearly every element, that is, at most the spacing of the
-dtype's numbers there, since both sides were rounded by half of it; or where it leaves no more than the bound of the
-tensor, and accounts for half of the difference. Digits that were cut off make a tensor smaller too, by steps of its
-numbers' spacing rather than by a ratio: whichever leaves less is what it is. The standard error of c = <a, b> / <a, a>,
-with a remainder r that grows with a, is √Σa²r² / Σa² (White, Econometrica 48, 1980). Of a ratio that is still too near
-to 1, the gradients that were made from the same tensor may tell it: sums over all tokens, in float32, in which rounding
-is averaged away.
+A ratio c is recognised where it accounts for 90 % of ||a - b||². So near to 1 that noise hides it, this fixed part is
+no measure. Then c is recognised where its rest is all noise, and c is further from 1 than its own uncertainty allows.
+The rest is noise where it is rounding at nearly every element, at most the spacing of the dtype's numbers there, since
+both sides were rounded by half of it; or where it is within the bound of the tensor, and c accounts for half of the
+difference. Digits cut off make a tensor smaller too, by steps of its numbers' spacing rather than by a ratio: the one
+with the smaller rest is the explanation. The standard error of c = <a, b> / <a, a>, with a remainder r growing with a,
+is √Σa²r² / Σa² (White, Econometrica 48, 1980). If a ratio is still too near to 1, the gradients made from the same
+tensor may tell it: sums over all tokens, in float32, in which rounding is averaged away.
 """
 
 from __future__ import annotations
@@ -54,13 +53,14 @@ class CommonScale:
 
 
 def find_common_scale(differences: Sequence[TensorDifference], *, step: int, update: int) -> CommonScale | None:
-    """The ratio that the main gradients of an update have in common; ``None`` where it is 1, or they are few."""
+    """Finds the ratio common to the main gradients of an update; ``None`` where it is 1, or they are few."""
     gradients = [
         item for item in differences if (item.key.step, item.key.update, item.key.kind) == (step, update, "gradient")
     ]
     slopes = [item.slope for item in gradients if item.slope is not None and item.size]
     if len(slopes) < FEWEST_SLOPES:
         return None
+    # A median, since a few gradients that are wrong by themselves must not move it.
     ratio = median(slopes)
     error = DEVIATION_OF_MAD * ERROR_OF_MEDIAN * median(abs(slope - ratio) for slope in slopes) / math.sqrt(len(slopes))
     return CommonScale(ratio=ratio, error=error, num_tensors=len(slopes)) if _is_apart(ratio, error) else None
@@ -69,9 +69,13 @@ def find_common_scale(differences: Sequence[TensorDifference], *, step: int, upd
 def find_ratio(
     pair: FlatPair, layout: Mapping[str, float], *, bound: float, common: CommonScale | None = None
 ) -> Residual | None:
-    """b is c times a; c is 0 or -1 where it is zero, or of the other sign.
+    """Finds c with b equal to c times a; 0 or -1 where it is zero, or of the other sign.
 
-    layout: numbers that c may be. bound: of ||a - b|| / ||a||, of noise. common: of the gradients made from the tensor.
+    Args:
+        pair: Both sides.
+        layout: Numbers c may be.
+        bound: Of ||a - b|| / ||a||, of noise.
+        common: Of the gradients made from the tensor.
     """
     size = square_of(pair.baseline)
     if size == 0.0:
@@ -81,6 +85,7 @@ def find_ratio(
     explained = pair.explained(remainder)
     if abs(ratio) <= max(pair.rounding, NO_RATIO):
         return only_enough(Residual(kind="zeroed", value=0.0, explained=explained, detail=Zero(side="candidate")))
+    # Of a / (b - a) only the products weigh: one large element makes any ratio fit.
     is_weak = pair.is_small or _equivalent_elements(pair.baseline * pair.difference) < FEWEST_EQUIVALENT
     closeness = VERY_CLOSE if is_weak else CLOSE
     if abs(ratio + 1.0) <= closeness:
@@ -92,6 +97,7 @@ def find_ratio(
         return _find_common(pair, common, own=ratio, error=error)
     is_certain = _is_apart(ratio, error) and not _is_lopsided(pair)
     if _is_slight(pair):
+        # Rounding has no sign; digits cut off have one, as a ratio has.
         is_certain &= not _is_cut_off(pair, remainder)
         if not is_certain:
             return _find_common(pair, common, own=ratio, error=error)
@@ -111,7 +117,7 @@ def _is_apart(ratio: float, error: float) -> bool:
 
 
 def _is_slight(pair: FlatPair) -> bool:
-    """Whether all of the difference is no larger than rounding may be."""
+    """Whether the whole difference is no larger than rounding may be."""
     return pair.square <= pair.rounding**2 * square_of(pair.baseline)
 
 
@@ -121,7 +127,7 @@ def _is_lopsided(pair: FlatPair) -> bool:
 
 
 def _is_cut_off(pair: FlatPair, remainder: torch.Tensor) -> bool:
-    """Whether steps of the dtype's numbers, all to one side, explain as much: digits that are cut off, not rounded."""
+    """Whether steps of the dtype's numbers, all to one side, explain as much: digits cut off, not rounded."""
     exponents = torch.frexp(pair.baseline).exponent
     steps = torch.ldexp(pair.baseline.sign(), exponents - 1).mul_(pair.eps)
     size = square_of(steps)
@@ -132,7 +138,7 @@ def _is_cut_off(pair: FlatPair, remainder: torch.Tensor) -> bool:
 def _find_within_noise(
     pair: FlatPair, remainder: torch.Tensor, explained: float, *, bound: float
 ) -> tuple[float, Literal["rounding", "noise"]] | None:
-    """How much a ratio and noise account for together, and which noise; ``None`` where that is not enough."""
+    """Returns how much a ratio and noise account for together, and which noise; ``None`` where not enough."""
     share = pair.explained(_beyond_rounding(pair, remainder))
     if share >= ENOUGH:
         return share, "rounding"
@@ -141,13 +147,16 @@ def _find_within_noise(
 
 
 def _beyond_rounding(pair: FlatPair, remainder: torch.Tensor) -> torch.Tensor:
-    """The remainder, 0 where it is what rounding both sides to the dtype leaves."""
+    """Returns the remainder, 0 where rounding both sides to the dtype leaves it."""
+    # The spacing at the larger of both is at least that at either.
     largest = torch.maximum(pair.baseline.abs(), pair.candidate.abs())
     return remainder.where(remainder.abs() > pair.eps * largest, 0.0)
 
 
 def _find_common(pair: FlatPair, common: CommonScale | None, *, own: float, error: float) -> Residual | None:
-    """The ratio of the gradients, where the tensor's own is that within its error, and the rest of it is rounding."""
+    """Returns the ratio of the gradients, where the tensor's own is the same within its error, and the rest is
+    rounding.
+    """
     if common is None or abs(own - common.ratio) > RATIO_DEVIATIONS * math.hypot(error, common.error):
         return None
     remainder = torch.sub(pair.candidate, pair.baseline, alpha=common.ratio)
@@ -157,21 +166,21 @@ def _find_common(pair: FlatPair, common: CommonScale | None, *, own: float, erro
 
 
 def only_enough(residual: Residual) -> Residual | None:
-    """Returns an explanation that accounts for most of the difference; ``None`` for any other."""
+    """Returns an explanation of most of the difference; ``None`` for any other."""
     return residual if residual.explained >= ENOUGH else None
 
 
 def _equivalent_elements(products: torch.Tensor) -> float:
-    """Of how many equal elements a sum of these consists: (Σ|p|)² / Σp²."""
+    """Returns how many equal elements a sum of these is worth: (Σ|p|)² / Σp²."""
     square = square_of(products)
     return float(products.abs().sum()) ** 2 / square if square else 0.0
 
 
 def name_factor(value: float, layout: Mapping[str, float], *, closeness: float = CLOSE) -> str | None:
-    """The simplest numbers of the layout that ``value`` is: ``tp or 1/dp``; ``None`` where it is none.
+    """Names the simplest numbers of the layout equal to ``value``: ``tp or 1/dp``; ``None`` for none.
 
-    layout: numbers by name, as ``{"tp": 2, "micro-batches": 4}``. Tried in this order, the nearest first within each:
-    the numbers and their inverses; their square roots; products and quotients of two.
+    ``layout``: numbers by name, as ``{"tp": 2, "micro-batches": 4}``. Tried in this order, the nearest first within
+    each: the numbers and their inverses; their square roots; products and quotients of two.
     """
     known = {name: float(number) for name, number in layout.items() if number > 0 and number != 1}
     roots = {f"√{name}": math.sqrt(number) for name, number in known.items()}

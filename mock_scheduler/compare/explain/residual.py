@@ -1,10 +1,10 @@
 """What a difference looks like: a ratio, a missing part, a permutation, a stale tensor; nothing where it is noise.
 
-Contract: an explanation is given only where it accounts for at least 90 % of ||a - b||², of a ratio with the noise that
-``ratios`` says. What random noise could look like has none: a fitted number needs at least 16 elements, none of which
-outweighs the others, or must be a number of the layout. What is no larger than the rounding of the dtype is only held
-against zeros and ratios, which rounding does not make. Of a tensor of more than 1 Mi elements, evenly spaced ones are
-looked at, and the text says so. Cheap explanations are tried first; a is the baseline, b the candidate.
+Contract: an explanation accounts for at least 90 % of ||a - b||², a ratio together with the noise ``ratios`` describes.
+Random noise has none: a fitted number needs at least 16 elements, none outweighing the others, or must be a number of
+the layout. A difference no larger than the rounding of the dtype is only held against zeros and ratios, which rounding
+does not make. From a tensor of more than 1 Mi elements, evenly spaced ones are taken, and ``Residual.sample`` says so.
+Cheap explanations are tried first; a is the baseline, b the candidate.
 """
 
 from __future__ import annotations
@@ -48,13 +48,20 @@ def classify_residual(
     bound: float = 0.0,
     common: CommonScale | None = None,
 ) -> Residual | None:
-    """What ``candidate`` is in terms of ``baseline``; ``None`` where nothing explains most of the difference.
+    """Explains ``candidate`` in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
-    baseline, candidate, previous: finite, of one shape and dtype. present: bool, as of ``compute_figures``; elements
-    that count. layout: numbers that a ratio may be, as ``{"tp": 2, "micro-batches": 4}``. previous: the baseline's
-    tensor of the update before. parts: what ranks contribute to the sum, each of the same shape; part_names: whose
-    they are, else they are numbered. dims: what each dimension counts, for the text. holders: by dimension, what the
-    candidate's ranks hold. bound: of ||a - b|| / ||a||, of noise. common: the ratio of the gradients of the update.
+    Args:
+        baseline: Finite.
+        candidate: Finite, of the same shape and dtype.
+        present: bool, as of ``compute_figures``; elements that count.
+        layout: Numbers a ratio may be, as ``{"tp": 2, "micro-batches": 4}``.
+        previous: The baseline's tensor of the update before.
+        parts: Contributions of ranks to the sum, each of the same shape.
+        part_names: Their names; without them they are numbered.
+        dims: What each dimension counts.
+        holders: By dimension, what the candidate's ranks hold.
+        bound: Of ||a - b|| / ||a||, of noise.
+        common: The ratio of the gradients of the update.
     """
     figures = compute_figures(baseline, candidate, present=present)
     one = _find_one_element(figures)
@@ -64,6 +71,7 @@ def classify_residual(
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
     before = None if previous is None else spread(previous, pair.stride, pair.present)
+    # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     tests: tuple[Callable[[], Residual | None], ...] = (
         lambda: _find_stale(pair, before),
@@ -85,6 +93,7 @@ def classify_residual(
         return None
     if figures.num_elements < FEWEST_ELEMENTS:
         return None
+    # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
 
@@ -94,7 +103,7 @@ def _best(*found: Residual | None) -> Residual | None:
 
 
 def _find_one_element(figures: Figures) -> Residual | None:
-    """One element differs, or is so far off that it outweighs all others."""
+    """Finds one unequal element, or one so far off that it outweighs all others."""
     worst = figures.worst
     if worst is None or figures.num_elements < 2:
         return None
@@ -112,16 +121,18 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
     if previous is None:
         return None
     remainder = pair.candidate - previous
+    # Of few elements, the tensor before is told from noise only where it is met to the rounding.
     if pair.is_small and square_of(remainder) > pair.rounding**2 * square_of(previous):
         return None
     return only_enough(Residual(kind="stale", value=1.0, explained=pair.explained(remainder)))
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:
-    """The difference is the sum of some of the parts, with either sign."""
+    """Explains the difference as the sum of some of the parts, with either sign."""
     if len(parts) < 2 or pair.is_small or pair.square == 0.0:
         return None
     stacked = torch.stack(list(parts))
+    # ||d ∓ Σp||² from products alone, so that 256 subsets cost no pass over the elements.
     gram = (stacked @ stacked.T).tolist()
     along = (stacked @ pair.difference).tolist()
     sizes = range(1, len(parts) if len(parts) <= MOST_PARTS else 3)
@@ -156,7 +167,9 @@ _BLOCKS: tuple[tuple[ResidualKind, float], ...] = (("doubled part", 2.0), ("sign
 
 
 def _find_block(pair: FlatPair) -> Residual | None:
-    """b is 0, twice a, -a or half of a in a part of the tensor, and nearly a elsewhere; or only a is 0 there."""
+    """Finds b to be 0, twice a, -a or half of a in a part of the tensor, and nearly a elsewhere; or only a to be 0
+    there.
+    """
     if pair.is_small:
         return None
     size = pair.baseline.abs()
@@ -175,7 +188,7 @@ def _find_block(pair: FlatPair) -> Residual | None:
 
 
 def _find_zeros(pair: FlatPair) -> Residual | None:
-    """b is 0 in a part of the tensor."""
+    """Finds b to be 0 in a part of the tensor."""
     if pair.is_small:
         return None
     inside = (pair.candidate == 0) & (pair.baseline != 0)
@@ -191,7 +204,7 @@ def _find_part(
     value: float,
     zero_side: Side | None = None,
 ) -> Residual | None:
-    """Explains the difference by what some elements are; ``remainder``: what that leaves of it there."""
+    """Explains the difference by the values of some elements; ``remainder``: the rest of it there."""
     count = int(torch.count_nonzero(inside))
     if count < 2:
         return None

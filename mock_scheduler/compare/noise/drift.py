@@ -1,9 +1,9 @@
-"""Whether differences go one way over steps: a bias that each step hides in its noise, and training adds up.
+"""Whether differences go one way over steps: a bias hidden by the noise of each step, and added up by training.
 
-Of a series of changes x (a metric's b - a by step; the median of an update's slopes - 1), each in units of what the
-perturbed runs' changes are at that step, the signs are counted: with n of them not 0, (n₊ - n₋) / √n beyond 3 is no
-chance. Steps of one training are not independent, though: once two runs part they stay apart on one side. So the mean
-of the series must also be more than 3 times the largest mean of the perturbed runs, which part in the same way.
+For a series of changes x (a metric's b - a by step; the median of an update's slopes - 1), each in units of the
+perturbed runs' changes at the same step, signs are counted: with n of them not 0, (n₊ - n₋) / √n beyond 3 is no chance.
+Steps of one training are not independent, though: once two runs part they stay apart on one side. So the mean of the
+series must also be more than 3 times the largest mean of the perturbed runs, which part in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Series:
 
 
 def measure_drift(series: Series) -> Drift:
-    """The drift of one series."""
+    """Measures the drift of one series."""
+    # The root mean square of the runs at the step, since noise grows over a training.
     units = [
         max(math.sqrt(sum(run[place] ** 2 for run in series.noise) / len(series.noise)), series.smallest[place])
         for place in range(len(series.changes))
@@ -50,8 +51,9 @@ def measure_drift(series: Series) -> Drift:
 def judge_drifts(
     metrics: MetricComparison | None, slopes: Sequence[SlopeSummary], noise: NoiseBounds
 ) -> tuple[list[Suspicion], TestSummary]:
-    """Metrics and slopes that go one way, and how many series were looked at."""
+    """Finds metrics and slopes going one way, and counts the series."""
     series = [*_metric_series(metrics, noise), *_slope_series(slopes, noise)]
+    # Fewer changes cannot be beyond 3 sigma, even all of one sign.
     enough = [item for item in series if len(item.changes) > FEWEST_SERIES]
     found = []
     for item in enough:
@@ -62,7 +64,8 @@ def judge_drifts(
 
 
 def _drift(changes: Sequence[float], units: Sequence[float]) -> tuple[float, float, int]:
-    """Sigma, mean in units of noise, and how many changes are not 0."""
+    """Returns sigma, the mean in units of noise, and how many changes are not 0."""
+    # Signs rather than sizes: one large change must not make a drift.
     signs = [math.copysign(1.0, item) for item in changes if item]
     if not signs:
         return 0.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""All tests for what hides within the noise, and from which step on the noise hides everything."""
+"""All tests for errors within the noise, and the step from which the noise hides everything."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from mock_scheduler.compare.walk.metrics import MetricComparison
 
 
 def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
-    """Slopes, also behind an equal forward pass, places and drifts.
+    """Tests slopes, also behind an equal forward pass, places and drifts.
 
-    At level ``sketch``, where tensors have none of the former, drifts of metrics.
+    At level ``sketch``, where tensors have no slopes and places, drifts of metrics.
     """
     differences = () if tensors is None else tensors.differences
     numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
     slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)
+    # A tensor with another scale is told of once, by the test that needs no equal forward pass.
     told = {(item.step, item.update, item.name) for item in slopes}
     behind = judge_behind_equal_forward(differences, noise, numbers=numbers)
     slopes += [item for item in behind if (item.step, item.update, item.name) not in told]
@@ -37,7 +38,7 @@ def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | No
 
 
 def first_hidden_step(tensors: TensorComparison) -> int | None:
-    """The step from which on no gradient and no parameter is judged, being noise; ``None`` where there is none."""
+    """Finds the step from which no gradient and no parameter is judged, all being noise; ``None`` for none."""
     hidden: int | None = None
     for step in reversed(tensors.steps):
         items = [item for item in tensors.differences if item.key.step == step and item.key.kind in JUDGED_KINDS]

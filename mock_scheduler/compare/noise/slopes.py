@@ -2,12 +2,12 @@
 
 A relative norm hides a scale error smaller than the noise, since the two add as squares. The slope of a tensor s has
 far less noise. *All gradients of an update*: with m the median of s - 1 and z = m / (1.4826 · MAD / √n), an error of
-scale is where |z| > 5. Slopes of one update are not independent (they all follow the loss), so that z alone fires on
-honest runs (measured: up to 21, and up to 15 among perturbed runs); so |m| must also be more than 3 times the largest
-|m| of the perturbed runs, and |z| larger than theirs. *One tensor*: |s - 1| > 5 standard deviations of its slope among
-the perturbed runs. Five runs give that only roughly, so it is taken as no smaller than usual for the tensor's noise:
-the median over the tensors of its kind and update of (deviation by noise), times its own noise. Honest layouts then
-stay below 3.1, in float32 and bfloat16.
+scale is where |z| > 5. Slopes of one update are not independent (they all follow the loss), so z alone fires on honest
+runs (measured: up to 21, and up to 15 among perturbed runs). So |m| must also be more than 3 times the largest |m| of
+the perturbed runs, and |z| larger than theirs. *One tensor*: |s - 1| > 5 standard deviations of its slope among the
+perturbed runs. Five runs give it only roughly, so it is taken as no smaller than usual for the tensor's noise: the
+median over the tensors of its kind and update of (deviation by noise), times its own noise. Honest layouts then stay
+below 3.1, in float32 and bfloat16.
 """
 
 from __future__ import annotations
@@ -26,9 +26,18 @@ from mock_scheduler.compare.thresholds import DEVIATION_OF_MAD, FEWEST_SLOPES, L
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlopeSummary:
-    """The gradients of one update. median: m of the candidate. z: its robust z. spread: 1.4826 · MAD / √n.
+    """The gradients of one update.
 
-    noise_medians: m of each perturbed run. noise_z: their largest |z|. limit: of |m|.
+    Args:
+        step: Global step.
+        update: Within the step.
+        num_tensors: Gradients with a slope.
+        median: m of the candidate.
+        z: Its robust z.
+        spread: 1.4826 · MAD / √n.
+        noise_medians: m of each perturbed run.
+        noise_z: Their largest |z|.
+        limit: Of |m|.
     """
 
     step: int
@@ -48,8 +57,11 @@ class SlopeSummary:
 
 
 def robust_z(deviations: Sequence[float]) -> tuple[float, float, float]:
-    """Median m, spread 1.4826 · MAD / √n and z = m / spread of s - 1; z is 0 where m is, infinite without spread."""
+    """Returns median m, spread 1.4826 · MAD / √n and z = m / spread of s - 1; z is 0 where m is, infinite without
+    spread.
+    """
     middle = median(deviations)
+    # Median and MAD: a few gradients that are wrong by themselves must not hide that all are scaled.
     spread = DEVIATION_OF_MAD * median(abs(item - middle) for item in deviations) / math.sqrt(len(deviations))
     if not middle:
         return 0.0, spread, 0.0
@@ -57,7 +69,7 @@ def robust_z(deviations: Sequence[float]) -> tuple[float, float, float]:
 
 
 def summarise_slopes(differences: Sequence[TensorDifference], noise: NoiseBounds) -> list[SlopeSummary]:
-    """One for each update whose gradients are judged, in order; none of fewer than 8 gradients."""
+    """Summarises each update with judged gradients, in order; none with fewer than 8 gradients."""
     groups: dict[tuple[int, int], list[TensorDifference]] = {}
     for item in differences:
         if item.key.kind == "gradient" and _has_slope(item, noise):
@@ -68,7 +80,10 @@ def summarise_slopes(differences: Sequence[TensorDifference], noise: NoiseBounds
 def judge_slopes(
     differences: Sequence[TensorDifference], noise: NoiseBounds, *, numbers: Mapping[str, float]
 ) -> tuple[list[Suspicion], TestSummary]:
-    """What has another scale, and what was looked at. numbers: of the layouts, by which a ratio may be named."""
+    """Finds tensors of another scale, and sums up the test.
+
+    ``numbers``: of the layouts, by which a ratio may be named.
+    """
     summaries = summarise_slopes(differences, noise)
     scaled = {(item.step, item.update) for item in summaries if item.is_scaled}
     found = [_suspect_all(item, numbers) for item in summaries if item.is_scaled]
@@ -83,6 +98,7 @@ def judge_slopes(
         deviations = _deviations(items, noise)
         limits = [LARGEST_Z * deviation for deviation in deviations]
         smallest = min(smallest, median(limits))
+        # All of them together were told of already.
         if kind == "gradient" and (step, update) in scaled:
             continue
         pairs = zip(items, limits, strict=True)
@@ -103,12 +119,13 @@ def _has_slope(item: TensorDifference, noise: NoiseBounds) -> bool:
         and math.isfinite(item.slope)
         and all(map(math.isfinite, (*measured.slopes, *measured.relative)))
         and item.is_judged
+        # A tensor beyond its bound is a divergence, and no suspicion.
         and not item.exceeds
     )
 
 
 def slope_of(item: TensorDifference) -> float:
-    """Of one that has a slope."""
+    """Returns the slope of a tensor known to have one."""
     assert item.slope is not None
     return item.slope
 
@@ -127,14 +144,16 @@ def _summarise(place: tuple[int, int], items: Sequence[TensorDifference], noise:
         z=z,
         spread=spread,
         noise_medians=medians,
+        # Runs without any spread have an infinite z, which says nothing.
         noise_z=max((abs(run[2]) for run in runs if math.isfinite(run[2])), default=0.0),
         limit=max(LARGEST_Z * spread, SAFETY * max(*map(abs, medians), noise.smallest)),
     )
 
 
 def _deviations(items: Sequence[TensorDifference], noise: NoiseBounds) -> list[float]:
-    """The standard deviation of each tensor's slope about 1, no smaller than usual for its noise."""
+    """Returns the standard deviation of each tensor's slope about 1, no smaller than usual for its noise."""
     measured = [noise.tensors[item.key] for item in items]
+    # Deviation by noise is alike for tensors of one kind, of which there are more than runs.
     shares = [each.slope_spread / each.usual for each in measured if each.usual]
     usual = median(shares) if shares else 0.0
     smallest = SAFETY * noise.smallest / LARGEST_Z
@@ -167,12 +186,12 @@ def suspect_scale(
     limit: float,
     is_behind_equal_forward: bool = False,
 ) -> list[Suspicion]:
-    """Suspects the first of some tensors in the order of computation that have another scale, and counts the others.
+    """Suspects the first of some tensors of another scale, and counts the others.
 
     Args:
-        items: Of one update, in order.
+        items: Of one update, in the order of computation.
         numbers: Of the layouts, by which a ratio may be named.
-        limit: What noise makes of the first one's |slope - 1| at most.
+        limit: Noise makes at most so much of the first one's |slope - 1|.
         is_behind_equal_forward: The forward pass before them is equal to the last bit.
     """
     if not items:

@@ -1,6 +1,6 @@
-"""What is within every bound and still no noise, as plain data, and the tests that looked for it.
+"""Errors within every bound and still no noise, as plain data, and the tests looking for them.
 
-``verdict.wording.bounds`` puts it into words.
+``verdict.wording.bounds`` puts them into words.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ScaledGradients:
 
     Args:
         ratio: 1 + the median of their slopes - 1.
-        factor: The number of the layouts that the ratio is, if any.
-        num_tensors: Gradients that have a slope.
+        factor: The number of the layouts equal to the ratio, if any.
+        num_tensors: Gradients with a slope.
         z: Of the median.
-        noise_z: The largest of the perturbed runs; ``None`` where the forward pass before it is equal to the last bit,
-            which needs no such measure.
+        noise_z: The largest of the perturbed runs; ``None`` behind a forward pass equal to the last bit, where no such
+            measure is needed.
     """
 
     ratio: float
@@ -42,7 +42,7 @@ class ScaledTensor:
     Args:
         key: Of the first in the order of computation.
         ratio: Its slope ``<a, b> / <a, a>``.
-        factor: The number of the layouts that the ratio is, if any.
+        factor: The number of the layouts equal to the ratio, if any.
         num_others: How many more there are.
         is_behind_equal_forward: The forward pass before it is equal to the last bit.
     """
@@ -64,10 +64,10 @@ class NoisyPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """How a series goes on over steps.
+    """The course of a series over steps.
 
     Args:
-        num_signs: Changes that are not 0.
+        num_signs: Changes other than 0.
         sigma: (n₊ - n₋) / √n of the candidate.
         mean: Of its changes in units of noise.
         noise_mean: The largest |mean| of the perturbed runs.
@@ -87,15 +87,15 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspicion:
-    """Something systematic.
+    """A systematic difference.
 
     Args:
-        test: The test that found it.
+        test: The test it was found by.
         step: Where it first shows; ``None`` where it is over all steps.
         update: As ``step``.
         name: Canonical, or a metric's; empty where all gradients of an update share it.
-        value: What the test looks at: |slope - 1|, a place's share, the mean change in units of the noise.
-        limit: What noise makes of that at most.
+        value: The tested figure: |slope - 1|, a place's share, the mean change in units of the noise.
+        limit: Noise makes at most so much of it.
         fact: All that was found.
     """
 
@@ -110,12 +110,12 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestSummary:
-    """What one test looked at.
+    """The extent of one test.
 
     Args:
         test: Its name.
         num_looked_at: Tensors or series; 0 where it could not be made.
-        together: The smallest error of scale of all gradients of an update that it would have found.
+        together: The smallest error of scale of all gradients of an update it would have found.
         alone: The same of one tensor, the median of a kind and update.
     """
 
@@ -126,7 +126,7 @@ class TestSummary:
 
     @property
     def smallest(self) -> float | None:
-        """The smallest relative error that it would have found; ``None`` where that cannot be said."""
+        """The smallest relative error it would have found; ``None`` where unknown."""
         return min((limit for limit in (self.together, self.alone) if limit is not None), default=None)
 
 

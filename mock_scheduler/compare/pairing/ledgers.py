@@ -1,7 +1,7 @@
 """Sequences of calls, compared one by one: between the ranks of a group in one run, and between two runs.
 
-Ranks of one group must issue the same collectives in the same order, or a run hangs or sums what does not belong
-together. Two runs in one layout must issue the same calls on every rank; in different layouts they may not.
+Ranks of one group must issue the same collectives in the same order, or a run hangs or adds values of different
+tensors. Two runs in one layout must issue the same calls on every rank; in different layouts they may not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_CALLS: tuple[LedgerCall, ...] = ()
 def compare_ledgers(
     readers: tuple[LedgerSource, LedgerSource], step: int, selection: Selection, notes: MutableMapping[Note, None]
 ) -> list[LedgerComparison]:
-    """The ledgers of one step that both runs have, rank by rank; what cannot be compared goes to the keys of ``notes``.
+    """Compares the ledgers of one step in both runs, rank by rank; ledgers left out go to the keys of ``notes``.
 
     ``random`` and ``collective`` are compared where both runs have the same ranks at the same coordinates.
     """
@@ -42,18 +42,20 @@ def compare_ledgers(
 
 
 def check_groups(reader: LedgerSource, step: int) -> LedgerComparison | None:
-    """Whether the ranks of each group issued the same collectives in the same order; ``None`` without such a ledger.
+    """Checks whether the ranks of each group issued the same collectives in order; ``None`` without such a ledger.
 
     Point-to-point calls are not collective and are left out: each end has its own.
     """
     by_rank = _calls_by_rank(reader, step, "collective")
     if not by_rank:
         return None
+    # Each end of a point-to-point call has its own, so two ranks of a group differ in them.
     calls = {place.global_rank: [call for call in calls if not _is_one_sided(call)] for place, calls in by_rank}
     places = {place.global_rank: place for place, _ in by_rank}
     groups = sorted({call.group for own in calls.values() for call in own if len(call.group) > 1})
     num_equal = 0
     for group in groups:
+        # A rank that wrote no trace cannot be compared.
         members = [rank for rank in group if rank in calls]
         sequences = [[call for call in calls[rank] if call.group == group] for rank in members]
         for rank, sequence in zip(members[1:], sequences[1:], strict=True):
@@ -114,7 +116,7 @@ _ByRank = list[tuple[RankPlace, Sequence[LedgerCall]]]
 
 
 def _calls_by_rank(reader: LedgerSource, step: int, kind: LedgerKind) -> _ByRank:
-    """The calls of each rank that has such a ledger; empty where none has."""
+    """Returns the calls of each rank with such a ledger; empty where none has."""
     return [
         (place, footer.ledgers.get(kind, _NO_CALLS)) for place, footer in reader.footers(step) if kind in footer.ledgers
     ]

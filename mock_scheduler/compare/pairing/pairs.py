@@ -1,4 +1,4 @@
-"""One tensor of two traces, brought into the same order, and what makes it impossible to compare."""
+"""One tensor of two traces, brought into the same order, and the reasons it cannot be compared."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 class TensorPair:
     """A tensor of both runs, in the baseline's order of tokens.
 
-    present: bool, of the tensors' shape or ``[T, 1, ...]``: the elements that both runs have; ``None``: all of them.
-    ours, theirs: the same of each run by itself, before they are put together; ``theirs`` in the baseline's order.
-    sums: of the elements that are present; of two dtypes, of their values in float64.
+    Args:
+        key: Its canonical key.
+        baseline: The whole tensor.
+        candidate: The same shape.
+        dims: What each dimension counts.
+        present: bool, of the tensors' shape or ``[T, 1, ...]``: elements of both runs; ``None``: all of them.
+        sums: Of the present elements; of two dtypes, of their values in float64.
+        ours: The elements of the baseline by itself.
+        theirs: The elements of the candidate by itself, in the baseline's order.
     """
 
     key: TraceKey
@@ -39,11 +45,11 @@ class TensorPair:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all bits of the elements that are present are equal."""
+        """Whether all bits of the present elements are equal."""
         return self.baseline.dtype == self.candidate.dtype and not self.sums.figures.num_different
 
     def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
-        """The pair without these tokens; ``left_out``: bool ``[T]``."""
+        """Returns the pair without these tokens; ``left_out``: bool ``[T]``."""
         kept = _by_token(~left_out, self.baseline)
         present = kept if self.present is None else self.present & kept
         return replace(self, present=present, sums=_sum(self.baseline, self.candidate, present))
@@ -57,10 +63,15 @@ class TracePair:
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     def merge(self, key: TraceKey) -> tuple[MergedTensor, MergedTensor]:
-        """The whole tensor of both; each reader is only ever used by one thread at a time. Raises ``TraceError``.
+        """Reads the whole tensor of both; each reader is only ever used by one thread at a time.
 
-        The candidate may lack tokens, which is a difference; a baseline that does is no reference, which is an error.
+        The candidate may lack tokens, which is a difference; a baseline without some is no reference, which is an
+        error.
+
+        Raises:
+            TraceError: A file is damaged, or tokens of the baseline are missing.
         """
+        # One thread for each side: reading waits for the disk, and the two files are independent.
         theirs = self._executor.submit(self.readers[1].merge, key, may_lack_tokens=True)
         try:
             ours = self.readers[0].merge(key)
@@ -78,7 +89,7 @@ class TracePair:
 
 
 def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: TokenAlignment) -> TensorPair | Finding:
-    """Both sides in the baseline's order; a finding where their shapes do not fit each other."""
+    """Brings both sides into the baseline's order; a finding where their shapes do not fit each other."""
     ours, theirs = merged
     left, right = ours.tensor, theirs.tensor
     is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
@@ -91,6 +102,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     if left.shape != right.shape:
         return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
     present = all_of([ours.present, their_presence, shared])
+    # Equal digests of what was stored spare the comparison of bits; not where tokens were put in another order.
     is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
     return TensorPair(
         key=key,
@@ -138,7 +150,7 @@ def find_not_finite(pair: TensorPair) -> NotFinite | None:
 def locate(
     difference: TensorDifference, pair: TensorPair, traces: TracePair, tokens: TokenAlignment
 ) -> TensorDifference:
-    """The difference with sample, position and ranks of its worst element, where there is one."""
+    """Adds sample, position and ranks to the worst element of a difference, where there is one."""
     figures = difference.figures
     if figures is None or figures.worst is None:
         return difference
@@ -147,6 +159,7 @@ def locate(
     sample, position = worst.sample, worst.position
     if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
         sample, position = tokens.find(index[0])
+        # The candidate's ranks hold its own order of tokens.
         if tokens.index is not None:
             their_index = (int(tokens.index[index[0]]), *index[1:])
     worst = replace(
@@ -160,7 +173,7 @@ def locate(
 
 
 def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Where all masks are True; ``None`` where that is everywhere, as in a mask that is ``None``."""
+    """Returns where all masks are True; ``None`` where this is everywhere, as in a mask of ``None``."""
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
@@ -179,5 +192,5 @@ def _sum(
 
 
 def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """bool ``[T, 1, ...]`` from ``[T]``."""
+    """Returns bool ``[T, 1, ...]`` from ``[T]``."""
     return mask.view(-1, *([1] * (like.dim() - 1)))

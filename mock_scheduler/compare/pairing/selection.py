@@ -1,8 +1,8 @@
-"""Which tensors are compared, and why a tensor is in one trace only.
+"""The tensors to be compared, and the reasons a tensor is in one trace only.
 
-A tensor that one run lacks is a finding, with two exceptions that are listed instead: the model does not show it there,
-or the trace was written by some ranks only. Where a run was never told to trace it, the finding says so, once for all
-tensors of the kind.
+A tensor missing in one run is a finding, with two exceptions listed instead: the model does not show it there, or only
+some ranks wrote the trace. Where a run was never told to trace it, the finding says so, once for all tensors of the
+kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from mock_scheduler.trace.kinds import LedgerKind, TraceKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What is compared. steps, kinds: ``None`` is all. patterns: globs of canonical names, of which one must match."""
+    """The steps, kinds and names to be compared.
+
+    Args:
+        steps: ``None`` is all.
+        kinds: ``None`` is all.
+        patterns: Globs of canonical names, one of which must match.
+    """
 
     steps: StepRanges | None = None
     kinds: frozenset[TraceKind | LedgerKind] | None = None
@@ -56,7 +62,7 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Absence:
-    """A tensor that ``side`` does not have; ``reason``: ``None`` where nothing explains it."""
+    """A tensor ``side`` does not have; ``reason``: ``None`` where nothing explains it."""
 
     key: TraceKey
     side: Side
@@ -83,7 +89,7 @@ def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotS
 
 
 def find_faults(absences: Sequence[Absence]) -> list[Finding]:
-    """Finds faults: one for each tensor; of what was not selected, one for each kind, side and reason."""
+    """Finds faults: one for each tensor; for tensors not selected, one for each kind, side and reason."""
     findings = []
     groups: dict[tuple[TraceKind, Side, NotTraced], list[Absence]] = {}
     for absence in absences:
@@ -97,7 +103,7 @@ def find_faults(absences: Sequence[Absence]) -> list[Finding]:
 
 
 def list_not_compared(absences: Sequence[Absence]) -> tuple[NotCompared, ...]:
-    """Lists what is no fault: one entry for each tensor's name."""
+    """Lists absences without fault: one entry for each tensor's name."""
     reasons: dict[tuple[TraceKind, str], dict[NotShown | NotWritten, None]] = {}
     groups: dict[tuple[TraceKind, str], list[Absence]] = {}
     for absence in absences:
@@ -119,7 +125,7 @@ def list_not_compared(absences: Sequence[Absence]) -> tuple[NotCompared, ...]:
 
 
 def find_empty_kinds(not_compared: Sequence[NotCompared], compared: Collection[TraceKind]) -> list[KindNotCompared]:
-    """Finds kinds of which nothing was compared though both traces were asked for them, so that they prove nothing."""
+    """Finds kinds without any compared tensor though both traces were asked for them, so they prove nothing."""
     names: dict[TraceKind, list[str]] = {}
     for item in not_compared:
         if item.kind not in compared:

@@ -1,4 +1,4 @@
-"""What a comparison reads of a trace, and traces of whole tensors that are read as sketches."""
+"""Traces as a comparison reads them, and traces of whole tensors read as sketches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
 
 class LedgerSource(Protocol):
-    """A trace that has ledgers, whatever else is in it."""
+    """A trace with ledgers."""
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """Returns what each rank says of a step, by global rank."""
+        """Returns the footer of each rank of a step, by global rank."""
 
 
 class StepSource(LedgerSource, Protocol):
@@ -32,14 +32,14 @@ class StepSource(LedgerSource, Protocol):
 
 
 class SketchSource(StepSource, Protocol):
-    """A trace that gives sketches."""
+    """A trace with sketches."""
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """Returns the sketch of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
 
 
 class FullAsSketches:
-    """A trace of whole tensors, as one of sketches; ``num_buckets``: as the other side has them."""
+    """A trace of whole tensors, read as sketches of ``num_buckets``."""
 
     def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
         self._reader = reader
@@ -55,7 +55,7 @@ class FullAsSketches:
         return self._reader.steps
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """The sketch of the merged tensor; replicas that disagree are found by the merge."""
+        """Returns the sketch of the merged tensor; the merge finds unequal copies."""
         merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
         return MergedSketch(
             sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),

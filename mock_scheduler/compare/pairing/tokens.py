@@ -1,7 +1,7 @@
-"""Which tokens of two runs are the same: by the identity of their row and the position in it.
+"""The common tokens of two runs: by the identity of their row and the position in it.
 
-The baseline's order is the one that is compared in. What is in no row of both runs is absent, and the rows that only
-one run has, or has with another length, are findings.
+Tensors are compared in the baseline's order. A token without a row in both runs is absent; rows of one run only, or
+with another length, are findings.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from mock_scheduler.trace.entries import RowTable, StepFooter
 class TokenAlignment:
     """The tokens of a step's batch in both runs.
 
-    rows: the baseline's. num_candidate_tokens: of the candidate. index: int64 ``[T]``, for each token of the baseline
-    the candidate's token, -1 where it has none; ``None`` where both have the same tokens in the same order.
+    Args:
+        rows: Of the baseline.
+        num_candidate_tokens: Of the candidate.
+        index: int64 ``[T]``, for each token of the baseline the candidate's token, -1 where it has none; ``None`` where
+            both have the same tokens in the same order.
     """
 
     rows: RowTable
@@ -47,7 +50,7 @@ class TokenAlignment:
         )
 
     def in_baseline_order(self, candidate: torch.Tensor) -> torch.Tensor:
-        """A candidate's tensor with a value for each token of the baseline; 0 where the candidate has none."""
+        """Returns a candidate's tensor with a value for each token of the baseline; 0 where the candidate has none."""
         assert self.index is not None
         if not len(candidate):
             return candidate.new_zeros((len(self.index), *candidate.shape[1:]))
@@ -57,19 +60,23 @@ class TokenAlignment:
 
     @property
     def is_shared(self) -> torch.Tensor | None:
-        """bool ``[T]``: the baseline's tokens that the candidate has; ``None`` where it has all."""
+        """bool ``[T]``: the baseline's tokens the candidate has; ``None`` where it has all."""
         if self.index is None or bool((self.index >= 0).all()):
             return None
         return self.index >= 0
 
     def find(self, token: int) -> tuple[str, int]:
-        """Returns identity and position of a token of the baseline; raises ``IndexError`` where there is none."""
+        """Returns identity and position of a token of the baseline.
+
+        Raises:
+            IndexError: There is no such token.
+        """
         row, position = self.rows.find(token)
         return self.rows.identities[row], position
 
 
 def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
-    """Match the tokens of two batches; rows that are there twice are matched in their order."""
+    """Matches the tokens of two batches; rows present twice are matched in their order."""
     if baseline == candidate:
         return TokenAlignment(rows=baseline, num_candidate_tokens=candidate.num_tokens, index=None)
     starts = _starts(candidate)
@@ -79,6 +86,7 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
     for name, length in zip(_numbered(baseline.identities), baseline.lengths, strict=True):
         row = theirs.get(name)
         if row is not None:
+            # A row cut short still has its first tokens in common.
             shared = min(length, candidate.lengths[row])
             index[offset : offset + shared] = torch.arange(starts[row], starts[row] + shared)
         offset += length
@@ -86,7 +94,7 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
 
 
 def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter) -> list[Finding]:
-    """Rows of one side only, rows with another length, and updates that train on other rows; symmetric."""
+    """Finds rows of one side only, rows with another length, and updates training on other rows; symmetric."""
     ours, theirs = (
         dict(zip(_numbered(side.rows.identities), side.rows.lengths, strict=True)) for side in (baseline, candidate)
     )
@@ -126,7 +134,7 @@ def _trained_on(footer: StepFooter, update: int) -> set[tuple[str, int]]:
 
 
 def _numbered(identities: Sequence[str]) -> list[tuple[str, int]]:
-    """Each identity with how often it came before."""
+    """Returns each identity with how often it came before."""
     seen: Counter[str] = Counter()
     numbered = []
     for identity in identities:

@@ -27,9 +27,10 @@ def compare_traces(
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
-    """Compares every selected tensor of every step; one side alone, or what cannot be subtracted, is a finding.
+    """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
 
-    Raises ``TraceError`` where a file of either side is damaged or does not hold what it says.
+    Raises:
+        TraceError: A file of either side is damaged.
     """
     found = Found()
     alignments: dict[int, TokenAlignment] = {}

@@ -1,8 +1,8 @@
 """One step of two traces of whole tensors.
 
 One name is walked at a time: in memory are six tensors of it (of an update the gradient, and the parameter before and
-after, of both sides) and chunks of what their comparison computes. Choices of experts come first: what is stored in
-their order is compared without the tokens that rounding sent elsewhere.
+after, of both sides) and chunks of their comparison. Choices of experts come first: tensors stored in their order are
+compared without the tokens rounding sent elsewhere.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FullStep:
         self._found.absences += sides.find_unobserved()
 
     def run(self) -> Iterator[int]:
-        """Compares everything; yields after each name how many tensors that were."""
+        """Compares everything; yields after each name how many tensors it had."""
         for group in self._groups():
             if group[0].kind in STATE_KINDS:
                 self._walk_state(group)
@@ -90,6 +90,7 @@ class FullStep:
                     state.setdefault(key.name, []).append(key)
             elif is_choice(key) or sides.is_selected(key):
                 others.append(key)
+        # A stable sort: choices first, all else still in the order of computation.
         others.sort(key=lambda key: not is_choice(key))
         in_time = [sorted(keys, key=lambda key: (key.update, STATE_KINDS.index(key.kind))) for keys in state.values()]
         return [[key] for key in others] + in_time
@@ -99,6 +100,7 @@ class FullStep:
         pair = self._pair(key, is_reported=is_reported)
         if pair is None:
             return
+        # Before it is judged, since its own flips are left out of it too.
         if is_choice(key):
             self._follow_choice(pair)
         place = (key.update, routed_part(key.name))
@@ -129,7 +131,7 @@ class FullStep:
                 self._found.findings.append(finding(pair.key, fact))
 
     def _pair(self, key: TraceKey, *, is_reported: bool = True) -> TensorPair | None:
-        """Reads a tensor of both sides that can be subtracted; ``None``, with a finding, where there is none."""
+        """Reads a tensor of both sides for subtraction; ``None``, with a finding, where there is none."""
         if not self._sides.has_both(key, is_reported=is_reported):
             return None
         merged = self._traces.merge(key)
@@ -153,7 +155,7 @@ class FullStep:
         return paired if self._is_finite(paired) else None
 
     def _is_finite(self, pair: TensorPair) -> bool:
-        """Whether both sides are; else keeps what is wrong, as a fault of one side or of both runs."""
+        """Whether both sides are; else keeps the fault, of one side or of both runs."""
         broken = find_not_finite(pair)
         if broken is None:
             return True
@@ -163,7 +165,7 @@ class FullStep:
         return False
 
     def _follow_choice(self, choice: TensorPair) -> None:
-        """Keeps which tokens chose other experts, and which experts other tokens chose."""
+        """Keeps the tokens with other experts, and the experts with other tokens."""
         key = choice.key
         place = (key.update, routed_part(key.name))
         self._find_flips(choice)
@@ -211,7 +213,7 @@ class FullStep:
         return explain_initial(pair, self._traces) if self._num_initial <= NUM_FIRST else OtherStart()
 
     def _find_places(self, pair: TensorPair, bound: TensorBound) -> tuple[Locality, ...]:
-        """Finds places that differ by more than their own noise in a tensor that does not; none where not known."""
+        """Finds places differing by more than their own noise in a tensor within its bound; none where not known."""
         key = pair.key
         if not self._places.is_known or key.kind not in SLOPE_KINDS or bound.relative > LARGEST_BOUND:
             return ()

@@ -1,11 +1,11 @@
-"""Two traces of which at least one has sketches only: equal bits by fingerprint, else estimated relative differences.
+"""Two traces, at least one of sketches only: equal bits by fingerprint, else estimated relative differences.
 
 The bounds are those of whole tensors (``measure.distance``). A tensor is beyond its bound where its whole error bar is,
-within it where the whole error bar is, and undecided between. Some things a sketch cannot say, and are undecided where
-the bits are not equal: which experts were chosen differently and what is stored in their order, and an update whose
-gradients are not equal, since elements whose gradients are rounding cannot be left out. What a model in less than
-float32 computes with is not compared, and neither are token tensors of batches that are not in the same order.
-From a full trace, the sketch of each whole tensor is made, one tensor at a time.
+within it where the whole error bar is, and undecided between. Where bits are not equal, a sketch leaves some questions
+undecided: which experts were chosen differently, with all tensors stored in their order, and an update with unequal
+gradients, since elements with gradients of rounding cannot be left out. Weights of a model in less than float32 are not
+compared, and neither are token tensors of batches in another order. From a full trace, the sketch of each whole tensor
+is made, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def compare_sketches(
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
-    """Compares every selected tensor of every step, as ``full.compare_traces`` does. Raises ``TraceError``."""
+    """Compares every selected tensor of every step, as ``full.compare_traces`` does.
+
+    Raises:
+        TraceError: A file of either side is damaged.
+    """
     sources, found = (baseline, candidate), Found()
 
     def open_step(sides: StepSides) -> _SketchStep:
@@ -122,6 +126,7 @@ class _SketchStep:
                     POOL_ROUNDING_UNITS * unit * math.sqrt(self._pools.mean_square(item.pool) * known.num_elements)
                 )
             relative, bound = relate(item.distance, item.size, rounding=rounding, tolerance=item.bound.relative)
+            # Of a tensor that is 0, a difference within its rounding is none at all.
             is_nothing = item.size == 0.0 and relative == 0.0
             self._found.differences[item.position] = replace(
                 known,
@@ -201,6 +206,7 @@ class _SketchStep:
                 size=norm,
                 is_estimate=limit.is_estimate,
                 is_zero=before[0].sketch.is_identical(after[0].sketch),
+                # Elements with gradients of rounding may make up all of the difference.
                 low=0.0 if identical or not has_equal_gradient else estimate.low,
                 high=0.0 if identical else estimate.high,
             )
@@ -210,6 +216,7 @@ class _SketchStep:
         identical = _is_identical(pair)
         is_number = pair[0].dtype.is_floating_point
         low, high, relative = estimate.low, estimate.high, estimate.relative
+        # The whole range: how far the choices moved it cannot be told.
         if not identical and is_undecided:
             low, high = 0.0, math.inf
         elif not identical and not is_number:
@@ -248,7 +255,7 @@ def _is_identical(pair: _SketchPair) -> bool:
 
 
 def _find_faults(ours: MergedSketch, theirs: MergedSketch) -> list[Fact]:
-    """Finds what makes two sketches impossible to compare."""
+    """Finds the reasons two sketches cannot be compared."""
     faults: list[Fact] = []
     if ours.dtype != theirs.dtype:
         faults.append(OtherDtype(baseline=dtype_name(ours.dtype), candidate=dtype_name(theirs.dtype)))

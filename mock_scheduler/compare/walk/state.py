@@ -1,9 +1,9 @@
 """The state of one parameter within one step, in the order of computation: before, gradient, after, weight.
 
 - An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. At a later first step it is
-  judged as any tensor of the forward pass is. In steps that follow others it is the last parameter once more.
-- What an update did to a parameter without gradient may be *decisions* (``explain.expert_bias``).
-- A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
+  judged as any tensor of the forward pass is. In steps after others it is the last parameter once more.
+- The update of a parameter without gradient may be *decisions* (``explain.expert_bias``).
+- A *weight*, in which a model in less than float32 computes, must be the rounded parameter, bit for bit, in each run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal
 
 
 def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
-    """Returns the kinds that must be read to compare the selected ones."""
+    """Returns the kinds to be read for comparing the selected ones."""
     selected = {kind for kind in STATE_KINDS if selection.has_kind(kind)}
     if "parameter" in selected:
         selected |= {"initial", "gradient"}
@@ -47,14 +47,14 @@ def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRules:
-    """What decides how the tensors of one name are judged.
+    """How the tensors of one name are to be judged.
 
     Args:
-        bounds: What they are held to.
+        bounds: Of all tensors.
         reported: Kinds whose differences are wanted; the others only serve to judge them.
-        is_first: The step is the first that is compared.
+        is_first: The step is the first one compared.
         has_gradient: A gradient moves the parameter.
-        moved_experts: As the choices of experts show them.
+        moved_experts: From the choices of experts.
     """
 
     bounds: Bounds
@@ -65,7 +65,7 @@ class StateRules:
 
 
 def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tuple[TensorPair, Outcome]]:
-    """Judges the tensors of one name, read one after another, and yields what is reported of each.
+    """Judges the tensors of one name, read one after another, and yields the outcome of each reported one.
 
     Memory: the gradient, and the parameter before and after an update, of both sides.
     """
@@ -82,6 +82,7 @@ def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tu
             before, parameter = parameter, pair
             if kind in rules.reported:
                 outcome = _judge(before, pair, gradient, rules)
+            # A gradient belongs to the next update only.
             gradient = None
         if outcome is not None and kind in rules.reported:
             yield pair, outcome
@@ -136,6 +137,7 @@ def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParame
     present = all_of([pair.present, parameter.present])
     weights, parameters = _kept(pair, present), _kept(parameter, present)
     for side, weight, value in zip(SIDES, weights, parameters, strict=True):
+        # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
         if not is_bit_equal(weight, value.to(weight.dtype)):
             return OtherWeight(side=side)
     return None

@@ -1,4 +1,4 @@
-"""How two traces are walked, step by step, whatever their level; and all that a walk has found so far."""
+"""How two traces are walked, step by step, whatever their level; and the results of a walk so far."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepComparer(Protocol):
 
 @dataclass(kw_only=True)
 class Found:
-    """What a ``TensorComparison`` has in the end; ``notes`` are the keys of a dict, so that each is there once."""
+    """The parts of a ``TensorComparison`` so far; ``notes`` are the keys of a dict, so each is there once."""
 
     findings: list[Finding] = field(default_factory=list)
     differences: list[TensorDifference] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Found:
     num_located: int = 0
 
     def sort(self) -> None:
-        """Puts the differences in the order in which training computes them."""
+        """Puts the differences in the order training computes them."""
         position = {key: index for index, key in enumerate(order_keys(item.key for item in self.differences))}
         self.differences.sort(key=lambda item: position[item.key])
 
@@ -87,9 +87,12 @@ def walk_steps(
     open_step: Callable[[StepSides], StepComparer],
     on_key: OnKey | None,
 ) -> tuple[int, ...]:
-    """Compares every selected step that both traces have, and their ledgers; returns these steps.
+    """Compares every selected step of both traces, and their ledgers; returns these steps.
 
-    ``open_step``: makes what compares the tensors of one step. Raises ``TraceError`` where a file is damaged.
+    ``open_step``: makes the comparer of one step.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     ours, theirs = (source.steps for source in sources)
     steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
@@ -103,12 +106,13 @@ def walk_steps(
             if on_key is not None:
                 on_key(done, total)
         found.ledgers += compare_ledgers(sources, step, selection, found.notes)
+    # Walked by name, reported in the order of computation.
     found.sort()
     return steps
 
 
 def find_missing_steps(baseline: Collection[int], candidate: Collection[int], selection: Selection) -> list[Finding]:
-    """Finds selected steps that one side alone has."""
+    """Finds selected steps of one side alone."""
     rows: list[tuple[int, Side]] = [(step, "baseline") for step in set(baseline) - set(candidate)]
     rows += [(step, "candidate") for step in set(candidate) - set(baseline)]
     return [
@@ -120,9 +124,16 @@ def find_missing_steps(baseline: Collection[int], candidate: Collection[int], se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSides:
-    """Both sides of one step: their tensors, what they say of the step, and whether some ranks wrote nothing.
+    """Both sides of one step.
 
-    ``is_first``: it is the first step that is compared.
+    Args:
+        step: Global step.
+        keys: Tensors of each side.
+        footers: Of the first rank of each side.
+        is_partial: Some ranks of a side wrote nothing.
+        selection: Of the comparison.
+        found: Results so far.
+        is_first: It is the first step compared.
     """
 
     step: int
@@ -144,7 +155,7 @@ class StepSides:
         *,
         is_first: bool,
     ) -> StepSides:
-        """Reads them; rows that are not the same on both sides are findings."""
+        """Reads them; rows not the same on both sides are findings."""
         ours, theirs = sources
         # Rows and selection are the same on every rank, so that the first rank's footer stands for all.
         footers = (ours.footers(step)[0][1], theirs.footers(step)[0][1])
@@ -161,7 +172,7 @@ class StepSides:
 
     @property
     def all_keys(self) -> list[TraceKey]:
-        """The tensors of either side, in the order in which training computes them."""
+        """The tensors of either side, in the order training computes them."""
         return order_keys(self.keys[0] | self.keys[1])
 
     def is_selected(self, key: TraceKey) -> bool:
@@ -169,7 +180,7 @@ class StepSides:
         return self.selection.has_kind(key.kind) and self.selection.has_name(key.name)
 
     def has_both(self, key: TraceKey, *, is_reported: bool = True) -> bool:
-        """Whether both sides have a tensor; where one has not, that is kept with its reason."""
+        """Whether both sides have a tensor; if not, keeps the absence with its reason."""
         present = [key in keys for keys in self.keys]
         if not all(present) and is_reported:
             place = present.index(False)
@@ -178,7 +189,7 @@ class StepSides:
         return all(present)
 
     def find_unobserved(self) -> list[Absence]:
-        """Finds what both runs were asked for and neither shows."""
+        """Finds tensors both runs were asked for and neither shows."""
         absences = []
         named = {(key.kind, key.name) for keys in self.keys for key in keys}
         for side, footer in zip(SIDES, self.footers, strict=True):
@@ -195,11 +206,11 @@ class Unrounded:
 
     Args:
         position: Among the differences.
-        bound: That it is held to.
+        bound: Of its tensor.
         unit: Spacing at 1 of its numbers.
         distance: ``||a - b||``.
         size: ``||a||``.
-        pool: Of which tensors its rounding is taken.
+        pool: Tensors whose rounding is taken together.
     """
 
     position: int
@@ -220,7 +231,7 @@ class RoundingPools:
     def add(
         self, key: TraceKey, *, position: int, bound: TensorBound, unit: float, distance: float, size: float, count: int
     ) -> None:
-        """Takes one tensor of ``count`` elements; as ``Unrounded`` has it."""
+        """Adds one tensor of ``count`` elements; the rest as in ``Unrounded``."""
         # The two moments of an optimizer are a gradient and its square, of which no size is common.
         pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
         total, elements = self._squares.get(pool, (0.0, 0))

@@ -28,7 +28,11 @@ _NARROWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def trace_level(trace_dir: Path) -> Literal["full", "sketch"]:
-    """The level of a trace; raises ``TraceError`` where there is none."""
+    """Returns the level of a trace.
+
+    Raises:
+        TraceError: There is none.
+    """
     if has_full(trace_dir):
         return "full"
     if has_sketches(trace_dir):
@@ -44,7 +48,11 @@ def compare_trace_folders(
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
-    """Compare two traces: whole tensors where both have them, else sketches. Raises ``TraceError``."""
+    """Compares two traces: whole tensors where both have them, else sketches.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
     levels = trace_level(baseline_dir), trace_level(candidate_dir)
     if levels == ("full", "full"):
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
@@ -55,9 +63,14 @@ def compare_trace_folders(
 
 @contextmanager
 def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[SketchSource, SketchSource]]:
-    """Two traces of any level that give sketches of one size. Raises ``TraceError``."""
+    """Opens two traces of any level, both with sketches of one size.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
     folders = (baseline_dir, candidate_dir)
     readers = [open_sketches(path) if trace_level(path) == "sketch" else None for path in folders]
+    # Whole tensors are sketched as finely as the other side is, or the two could not be subtracted.
     num_buckets = next((_count_buckets(reader) for reader in readers if reader is not None), NUM_BUCKETS)
     with ExitStack() as stack:
         ours, theirs = (
@@ -68,7 +81,11 @@ def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[Sket
 
 
 def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torch.dtype]:
-    """Of all tensors of some kinds in the first step. Raises ``TraceError`` where there is no trace."""
+    """Finds the dtypes of all tensors of some kinds in the first step.
+
+    Raises:
+        TraceError: There is no trace.
+    """
     if trace_level(trace_dir) == "sketch":
         sketches = open_sketches(trace_dir)
         keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in kinds]
@@ -79,14 +96,14 @@ def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torc
 
 
 def find_epsilon(trace_dir: Path) -> float:
-    """The spacing at 1 of the numbers that the model of a trace computes in; float32's where it shows none."""
+    """Returns the spacing at 1 of the numbers a model computes in; float32's where its trace shows none."""
     dtypes = find_dtypes(trace_dir, _COMPUTED_IN)
     narrowest = next((dtype for dtype in _NARROWEST_FIRST if dtype in dtypes), torch.float32)
     return torch.finfo(narrowest).eps
 
 
 def _count_buckets(reader: SketchReader) -> int:
-    """Of the sketches of a trace, which are all alike; 1 where it has none."""
+    """Returns how many buckets the sketches of a trace have; 1 where it has none."""
     for step in reader.steps:
         for key in sorted(reader.keys(step), key=str):
             return reader.sketch(key).sketch.num_buckets

@@ -1,4 +1,4 @@
-"""Says what tensors and metrics are held to, and what noise does not explain."""
+"""Says the bounds of a comparison, and the errors noise does not explain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EQUAL_FORWARD = (
 
 
 def describe_bounds_level(bounds: Bounds) -> str:
-    """Says in a few words what everything is held to: ``the noise of 5 perturbed runs``."""
+    """Says in a few words to which bounds everything is held: ``the noise of 5 perturbed runs``."""
     match bounds:
         case UniformBounds(is_exact=True):
             return "the last bit"
@@ -53,7 +53,7 @@ def describe_bounds_level(bounds: Bounds) -> str:
 
 
 def describe_bounds(bounds: Bounds) -> str:
-    """Says every bound, with the formula of what it bounds, in one or two sentences."""
+    """Says every bound, with the formula of the bounded figure, in one or two sentences."""
     match bounds:
         case UniformBounds(is_exact=True):
             return "Everything equal to the last bit."
@@ -71,7 +71,7 @@ def describe_bounds(bounds: Bounds) -> str:
 
 
 def describe_bounds_advice(bounds: Bounds) -> str:
-    """Says how to get bounds that decide more; empty where these are measured, or state all."""
+    """Says how to get bounds that decide more; empty where all are measured or stated."""
     match bounds:
         case TheoryBounds():
             return _CALIBRATE
@@ -83,7 +83,7 @@ def describe_bounds_advice(bounds: Bounds) -> str:
 
 
 def describe_suspicion(suspicion: Suspicion) -> str:
-    """Says what is within every bound and still no noise."""
+    """Says the error a test found within every bound."""
     fact = suspicion.fact
     match fact:
         case NoisyPlace(key=key, locality=locality):
@@ -97,7 +97,7 @@ def describe_suspicion(suspicion: Suspicion) -> str:
 
 
 def describe_test(summary: TestSummary) -> str:
-    """Says what a test looked at and would have found, for a verdict that passes."""
+    """Says the extent of a test and the smallest error it would have found, for a verdict that passes."""
     count = summary.num_looked_at
     match summary.test:
         case "locality":

@@ -1,4 +1,4 @@
-"""Says what could not be compared, which calls differ, and what noise does not explain."""
+"""Says why tensors could not be compared, and where calls differ."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe_finding(finding: Finding) -> str:
 
 
 def describe_note(note: Note) -> str:
-    """Says what limits a comparison without being a difference."""
+    """Says how a comparison is limited."""
     match note:
         case LedgerNotCompared(kind=kind, only=only):
             why = "the two runs have different layouts" if only is None else f"only the {only} traced it"
@@ -90,7 +90,7 @@ def describe_reasons(item: NotCompared) -> str:
 
 
 def describe_ledger(ledger: LedgerComparison) -> str:
-    """Says which call is the first that differs; empty where all are equal."""
+    """Says the first unequal call; empty where all are equal."""
     found = ledger.difference
     if found is None:
         return ""
@@ -102,7 +102,7 @@ def describe_ledger(ledger: LedgerComparison) -> str:
 
 
 def describe_selection(selection: Selection) -> str:
-    """Says what was chosen: ``steps 5, kinds logits, names decoder.*``; empty where everything is."""
+    """Says the selection of tensors: ``steps 5, kinds logits, names decoder.*``; empty where it is everything."""
     parts = [] if selection.steps is None else [f"steps {selection.steps}"]
     if selection.kinds is not None:
         kinds = (kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in selection.kinds)

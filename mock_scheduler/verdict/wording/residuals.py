@@ -1,4 +1,4 @@
-"""Says what a difference looks like and where it lies."""
+"""Says the explanation of a difference and its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BLOCKS: Mapping[ResidualKind, str] = {
 
 
 def describe_residual(residual: Residual) -> str:
-    """Says what a difference looks like: ``candidate is 2.000 times the baseline: tp``."""
+    """Says the explanation of a difference: ``candidate is 2.000 times the baseline: tp``."""
     text = f"{_describe_form(residual)}{_describe_sample(residual.sample)}"
     if not residual.is_of_change:
         return text
@@ -51,7 +51,7 @@ def describe_residual(residual: Residual) -> str:
 
 
 def describe_locality(locality: Locality) -> str:
-    """Says where a difference lies: ``head 3 holds 99.0 % of the difference (1 of 8 heads)``."""
+    """Says the place of a difference: ``head 3 holds 99.0 % of the difference (1 of 8 heads)``."""
     noun = _NOUNS.get(locality.dim, locality.dim)
     share = f"{100 * locality.share:.1f} % of the difference"
     count = f"{locality.num_indices:,} of {locality.dim_size:,} {noun}s"
@@ -70,8 +70,8 @@ def describe_locality(locality: Locality) -> str:
 def format_ratio(ratio: float, error: float = 0.0) -> str:
     """Writes a ratio with three decimals, or seven very near to 1.
 
-    Near to 1, only those decimals are written that the standard error leaves (two errors are half of the last decimal)
-    or that tell the ratio from 1.
+    Near to 1, decimals are written only as far as the standard error leaves them (two errors are half of the last
+    decimal), or as far as they tell the ratio from 1.
     """
     if abs(ratio - 1.0) < _NEAR:
         most = 7 if abs(ratio - 1.0) < _VERY_NEAR else 3
@@ -83,7 +83,7 @@ def format_ratio(ratio: float, error: float = 0.0) -> str:
 
 
 def describe_reorder(reorder: Reorder) -> str:
-    """Says in which order the candidate has the baseline's values, and whose shards these are."""
+    """Says the order of the baseline's values in the candidate, and whose shards they are."""
     text = f"candidate has {_describe_order(reorder.order, _name_indices(reorder.dim))}"
     match reorder.holders:
         case MisplacedShards(places=places):
