@@ -25,6 +25,7 @@ from pathlib import Path
 
 from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
 from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.thresholds import SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH, THEORY_MOMENTS
 from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
@@ -135,7 +136,8 @@ def _distances(
 ) -> dict[tuple[int, int], float]:
     """Measures δ before each update of a step, as far as both traces have the parameters."""
     squares: dict[int, tuple[float, float]] = {}
-    for key in keys:
+    # In a fixed order: a set of keys has another one in every process, and sums of floats follow it.
+    for key in order_keys(keys):
         if key.kind in ("initial", "parameter"):
             before = 0 if key.kind == "initial" else key.update + 1
             apart, size = squares.get(before, (0.0, 0.0))
