@@ -1,7 +1,7 @@
-"""Which runs ``mock-scheduler doctor`` makes: a recording where there is none, and two replays; nothing runs here.
+"""Plans the runs of ``mock-scheduler doctor``: a recording where there is none, and two replays; nothing runs here.
 
-All train the same steps, from the first to the one that is asked for, under the configuration's own layout. What must
-be equal by design and costs time is left out: validation, checkpoints, trackers.
+All train the same steps, from the first to the requested one, under the configuration's own layout. Work that costs
+time and is equal by design is left out: validation, checkpoints, trackers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,15 @@ _NOT_FOR_USERS = ("max_steps", "eval_steps", "save_steps", "trace.level", "trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPlan:
-    """``recorder``: the run that makes the recording; ``None`` where there is one. ``step``: the last one replayed."""
+    """The runs of the doctor.
+
+    Args:
+        step: The last one replayed.
+        output_dir: Of all runs.
+        recording_dir: Of the replayed recording.
+        recorder: The run making the recording; ``None`` where there is one.
+        replays: Both.
+    """
 
     step: int
     output_dir: Path
@@ -59,7 +67,7 @@ class DoctorPlan:
         return (*([self.recorder] if self.recorder else []), *self.replays)
 
     def describe(self) -> str:
-        """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
+        """Writes ``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
         steps = "1 step (0)" if self.step == 0 else f"{count_of(self.step + 1, 'step')} (0 to {self.step})"
         return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"
 
@@ -73,12 +81,21 @@ def plan_doctor(
     recording: Path | None,
     entry: str,
 ) -> DoctorPlan:
-    """Plan the runs; ``load`` makes a checked configuration out of overrides.
+    """Plans the runs.
 
-    ``output_dir``: ``None`` is the configuration's; the runs go to ``doctor`` in it. ``recording``: ``None`` is the one
-    that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one.
-    Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings,
-    ``RecordingError`` for a recording that must be looked into and cannot be.
+    Args:
+        load: Makes a checked configuration out of overrides.
+        overrides: As on the command line.
+        output_dir: ``None`` is the configuration's; the runs go to ``doctor`` in it.
+        step: The last one to be replayed.
+        recording: ``None`` is the one the configuration replays (``rollout_mock.mode`` mock or cache), or else a new
+            one.
+        entry: Module of the replays.
+
+    Raises:
+        ConfigError: A step, an override or a module cannot be used.
+        DeterminismError: Settings are not those of a deterministic run.
+        RecordingError: The recording cannot be read.
     """
     _check_overrides(overrides)
     config = load(overrides)
@@ -124,7 +141,7 @@ def _configured_recording(config: PipelineConfig) -> Path | None:
 
 
 def _check_step(step: int, config: PipelineConfig, recording: Path | None) -> None:
-    """Refuse a step that the run does not have; a recording that is replayed may have more than ``max_steps``."""
+    """Refuses a step the run does not have; a replayed recording may have more than ``max_steps``."""
     if step < 0:
         raise ConfigError(f"--step is {step}; it must be the number of a training step, from 0")
     if step < config.max_steps:

@@ -1,8 +1,8 @@
-"""``mock-scheduler doctor``: one recorded step replayed twice, in fresh processes, and where they first differ.
+"""``mock-scheduler doctor``: replays one recorded step twice, in fresh processes, and finds where they first differ.
 
 Contract: exits with 0 only where every operation of every rank, every batch and every metric of the steps was compared
-and is bit-identical; 4 where anything differs or nothing was compared. A run that failed is no difference: its own
-error is shown and its exit code is returned.
+and is bit-identical; 4 where anything differs or nothing was compared. A failed run is no difference: its own error is
+shown and its exit code is returned.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ def run_doctor(
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
 ) -> int:
-    """Replay the steps 0 to ``step`` twice, print where they differ and why, and return the exit code.
+    """Replays the steps 0 to ``step`` twice, prints where they differ and why, and returns the exit code.
 
-    As ``plan_doctor`` for the arguments. ``entry``: the module that runs the replays. ``{output_dir}/doctor`` is made
-    anew and holds the runs and ``doctor.json``; a copy of that goes to ``json_path``.
-    Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
+    Arguments as of ``plan_doctor``. ``entry``: the module of the replays. ``{output_dir}/doctor`` is made anew and
+    holds the runs and ``doctor.json``; a copy of it goes to ``json_path``.
+
+    Raises:
+        ConfigError: Before anything runs.
+        AlignmentError: A run fails; with its exit code.
     """
     console = console or build_console()
     load = build_loader(config_name, config_path)
