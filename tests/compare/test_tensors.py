@@ -9,7 +9,7 @@ import torch
 from mock_scheduler.compare.bounds.bound import TensorBound
 from mock_scheduler.compare.measure.distance import compare_updates, measure, with_rounding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.full import compare_traces
+from mock_scheduler.compare.walk.traces import compare_traces
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import TraceReader, open_trace

@@ -30,9 +30,8 @@ from mock_scheduler.align.prove.proof_runs import (
 )
 from mock_scheduler.align.runs.execution import Outcome, failed_run_error
 from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
+from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.bounds.wide import WideBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.prove.proof_runs import is_same_order
-from mock_scheduler.compare.bounds.wide import shrinking_factor
+from mock_scheduler.compare.bounds.bounds import shrinking_factor
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.ladder import Evidence, Judgement, is_settled, judge
 from mock_scheduler.verdict.proofs import Consequence, Localisation

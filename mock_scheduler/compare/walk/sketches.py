@@ -56,7 +56,7 @@ def compare_sketches(
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
-    """Compares every selected tensor of every step, as ``full.compare_traces`` does.
+    """Compares every selected tensor of every step, as ``traces.compare_traces`` does.
 
     Raises:
         TraceError: A file of either side is damaged.

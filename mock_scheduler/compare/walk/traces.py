@@ -1,4 +1,9 @@
-"""Two trace folders of any level, compared at the finest level that both have."""
+"""Two traces of any level, compared at the finest level both have.
+
+Whole tensors are read from both sides at once, paired by canonical key, and judged; memory is bounded by the largest
+name of a step (``full_step``). When all is judged, the first tensors beyond their bound and the largest differences are
+read once more, to say where they differ and what that looks like.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,19 @@ from typing import Literal
 import torch
 
 from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.explain.explanation import explain_differences, layout_numbers
+from mock_scheduler.compare.explain.noisy_places import PlaceNoise
+from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.walk.full import compare_traces
+from mock_scheduler.compare.walk.full_step import FullStep
 from mock_scheduler.compare.walk.sketches import compare_sketches
-from mock_scheduler.compare.walk.steps import OnKey
+from mock_scheduler.compare.walk.steps import Found, OnKey, StepSides, walk_steps
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.support.threads import without_inner_threads
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
@@ -59,6 +69,36 @@ def compare_trace_folders(
             return compare_traces(baseline, candidate, bounds=bounds, selection=selection, on_key=on_key)
     with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
         return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
+
+
+def compare_traces(
+    baseline: TraceReader,
+    candidate: TraceReader,
+    *,
+    bounds: Bounds,
+    selection: Selection = EVERYTHING,
+    on_key: OnKey | None = None,
+) -> TensorComparison:
+    """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
+
+    Raises:
+        TraceError: A file of either side is damaged.
+    """
+    found = Found()
+    alignments: dict[int, TokenAlignment] = {}
+    with TracePair(baseline, candidate) as traces, PlaceNoise(bounds.noise) as places, without_inner_threads():
+
+        def open_step(sides: StepSides) -> FullStep:
+            step = FullStep(traces, sides, bounds=bounds, places=places)
+            alignments[sides.step] = step.tokens
+            return step
+
+        steps = walk_steps(traces.readers, selection, found, open_step, on_key)
+        if bounds.noise is not None:
+            gradients = (item.key for item in found.differences if item.key.kind == "gradient")
+            found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
+        found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
+    return found.result(steps)
 
 
 @contextmanager

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.bounds.bounds import Bounds, StatedBounds, UniformBounds
+from mock_scheduler.compare.bounds.bounds import Bounds, StatedBounds, UniformBounds, WideBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.bounds.tensor_noise import Pool
-from mock_scheduler.compare.bounds.wide import WideBounds
 from mock_scheduler.compare.noise.suspicions import (
     Drift,
     NoisyPlace,
