@@ -132,7 +132,8 @@ def _explain(
 def _classify(
     key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool, bound: float, common: CommonScale | None
 ) -> Residual | None:
-    if is_choice(key):  # numbers of experts are names: ratios and distances of them mean nothing
+    # Numbers of experts are names: ratios and distances of them mean nothing.
+    if is_choice(key):
         return None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
@@ -176,6 +177,7 @@ def _parameter_before(key: TraceKey, traces: TracePair) -> TraceKey | None:
 
 def _key_before(key: TraceKey, reader: TraceReader) -> TraceKey | None:
     """Returns the key of the same tensor an update before, maybe in the step before; ``None`` where there is none."""
+    # Within a step the update before is the one with the number before.
     if key.update:
         before = replace(key, update=key.update - 1)
         return before if reader.has(before) else None

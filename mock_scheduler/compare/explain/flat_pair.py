@@ -78,6 +78,7 @@ def flatten(
 def spread(tensor: torch.Tensor, stride: int, mask: torch.Tensor | None) -> torch.Tensor:
     """Returns float64: every ``stride``-th element; 0 where the mask is False and where it is not finite."""
     values = tensor.reshape(-1)[::stride].double()
+    # NaN and infinity are findings by themselves, and would explain nothing else.
     values = values.where(values.isfinite(), 0.0)
     return values if mask is None else values.where(mask, 0.0)
 

@@ -46,6 +46,7 @@ def explain_initial(pair: TensorPair, traces: TracePair) -> OtherStart:
     )
     if found is not None:
         return OtherStart(residual=found)
+    # Of a part of a tensor it cannot be said that it is another one.
     if pair.present is not None or pair.sums.figures.relative < OTHER_TENSOR:
         return OtherStart()
     return OtherStart(same_as=_find_equal(key, pair.candidate, traces.readers[0]))

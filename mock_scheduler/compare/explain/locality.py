@@ -85,6 +85,7 @@ class _Sides:
 
 def _thin(sides: _Sides, dim: int) -> _Sides:
     """Takes all indices of one dimension, and evenly spaced ones of the others, so few elements are left."""
+    # The last dimensions are thinned most, as rows and tokens are what places are made of.
     room = max(PLACE_SAMPLE_ELEMENTS // max(sides.baseline.shape[dim], 1), 1)
     index = [slice(None)] * sides.baseline.dim()
     for other, size in enumerate(sides.baseline.shape):
@@ -179,6 +180,7 @@ class _Energies:
             among_different: Only unequal indices have a say in the median, so that a few scattered differences of one
                 size do not stand out from all the equal ones.
         """
+        # Indices without any element, as experts without tokens, would make the median 0.
         live = (self.counts > 0) & (self.difference > 0 if among_different else self.difference + self.baseline > 0)
         if not bool(live.any()):
             return live
@@ -207,6 +209,7 @@ def _chance_ratio(num_elements: float) -> float:
 
     The quantile of chi-squared over its median, by Wilson and Hilferty (1931).
     """
+    # Wilson and Hilferty: the cube root of chi-squared / n is normal with variance 2 / (9n).
     spread = 2 / (9 * max(num_elements, 1.0))
     return ((1.0 - spread + PLACE_DEVIATIONS * math.sqrt(spread)) / (1.0 - spread)) ** 3
 
@@ -305,6 +308,7 @@ class _DimSearch:
         if not self._is_split:
             return []
         blocks = self._energies.blocks(self._edges)
+        # A piece holds several indices, so that fewer pieces than indices share the difference.
         others = self._others * self._energies.num_equivalent / blocks.num_equivalent
         outliers = blocks.find_outliers(floor=self._floor, others=others).tolist()
         return [

@@ -72,6 +72,7 @@ class PlaceNoise:
             own = _relative(pair, dims.index(place.dim), place)
             # Without any run to compare with, every place counts as noisy.
             usual = max((_relative(other, dims.index(place.dim), place) for other in noisy), default=math.inf)
+            # SAFETY times the worst run, as whole tensors are bounded.
             if own > SAFETY * max(usual, self._noise.smallest):
                 confirmed.append(replace(place, relative=own, noise=usual))
         return tuple(confirmed)

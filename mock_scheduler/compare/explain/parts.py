@@ -47,6 +47,7 @@ def classify_parts(
     Raises:
         TraceError: A file is damaged.
     """
+    # Single axes first: a fault of one axis looks like one of any group that has the axis in it.
     for axes in _choose_axes(conflicts):
         parts = _read_parts(pair, reader, tokens, axes)
         if parts is not None:
@@ -132,6 +133,7 @@ def _find_sum(parts: _Parts, layout: Mapping[str, float]) -> Residual | None:
     values = torch.stack(list(parts.values.values()))
     total = values.sum(0)
     square = float(parts.baseline.square().sum())
+    # Copies that are equal but for rounding are right, and something else is wrong.
     if not square or float((values - values[0]).norm()) <= COPY_ROUNDING * float(values.norm()):
         return None
     # The least-squares multiple of the baseline that the sum of the parts is.
@@ -155,6 +157,7 @@ def _find_some(parts: _Parts) -> Residual | None:
     twice.
     """
     norm = float(parts.baseline.norm())
+    # Places whose copies are the baseline's say at once which ranks are at fault.
     right = [
         name for name, values in parts.values.items() if float((values - parts.baseline).norm()) <= COPY_ROUNDING * norm
     ]

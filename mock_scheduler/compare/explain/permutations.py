@@ -63,6 +63,7 @@ def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> Misplace
 
     ``order``: int64 ``[n]``, a permutation moving something.
     """
+    # Ranks that hold only some indices, as of a padded vocabulary, do not show whose part is whose.
     if holders is None or not torch.equal(holders.in_turn.sort().values, torch.arange(order.numel())):
         return None
     return _find_misplaced(order, holders) or _find_cut(order, holders)
@@ -151,6 +152,7 @@ def _find_cut(order: torch.Tensor, holders: Holders) -> WrongCut | None:
     in_turn, straight = order[holders.in_turn], torch.arange(order.numel())
     if torch.equal(in_turn, straight):
         return WrongCut(axis=holders.axis, is_whole=True, num_parts=holders.num_parts, part_names=holders.part_names)
+    # A tensor of several parts is to be cut by parts, so that this cut is the right one.
     if holders.num_parts > 1 or num % count:
         return None
     for parts in _divisors(num // count):

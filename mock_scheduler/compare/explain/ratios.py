@@ -78,6 +78,7 @@ def find_ratio(
         common: Of the gradients made from the tensor.
     """
     size = square_of(pair.baseline)
+    # No multiple of 0 is anything else.
     if size == 0.0:
         return Residual(kind="zeroed", value=0.0, explained=1.0, detail=Zero(side="baseline"))
     ratio = float(torch.dot(pair.baseline, pair.candidate)) / size
@@ -88,11 +89,13 @@ def find_ratio(
     # Of a / (b - a) only the products weigh: one large element makes any ratio fit.
     is_weak = pair.is_small or _equivalent_elements(pair.baseline * pair.difference) < FEWEST_EQUIVALENT
     closeness = VERY_CLOSE if is_weak else CLOSE
+    # A sign is named before a ratio of -1, which is the same and says less.
     if abs(ratio + 1.0) <= closeness:
         return only_enough(Residual(kind="sign", value=-1.0, explained=explained))
     factor = name_factor(ratio, layout, closeness=closeness) if ratio > 0 else None
     # White's error rather than the classical one: the remainder grows with a, as rounding does.
     error = square_of(pair.baseline * remainder) ** 0.5 / size
+    # Few elements prove a ratio only where it is a number somebody could have multiplied by.
     if is_weak and factor is None:
         return _find_common(pair, common, own=ratio, error=error)
     is_certain = _is_apart(ratio, error) and not _is_lopsided(pair)
@@ -129,6 +132,7 @@ def _is_lopsided(pair: FlatPair) -> bool:
 def _is_cut_off(pair: FlatPair, remainder: torch.Tensor) -> bool:
     """Whether steps of the dtype's numbers, all to one side, explain as much: digits cut off, not rounded."""
     exponents = torch.frexp(pair.baseline).exponent
+    # One spacing at each element, with its sign: digits cut off all go towards 0.
     steps = torch.ldexp(pair.baseline.sign(), exponents - 1).mul_(pair.eps)
     size = square_of(steps)
     count = float(torch.dot(steps, pair.difference)) / size if size else 0.0
@@ -157,6 +161,7 @@ def _find_common(pair: FlatPair, common: CommonScale | None, *, own: float, erro
     """Returns the ratio of the gradients, where the tensor's own is the same within its error, and the rest is
     rounding.
     """
+    # Both ratios are estimates, so that their errors add as squares.
     if common is None or abs(own - common.ratio) > RATIO_DEVIATIONS * math.hypot(error, common.error):
         return None
     remainder = torch.sub(pair.candidate, pair.baseline, alpha=common.ratio)
@@ -183,9 +188,11 @@ def name_factor(value: float, layout: Mapping[str, float], *, closeness: float =
     each: the numbers and their inverses; their square roots; products and quotients of two.
     """
     known = {name: float(number) for name, number in layout.items() if number > 0 and number != 1}
+    # A loss or a gradient may be scaled by √n where variances are averaged over n.
     roots = {f"√{name}": math.sqrt(number) for name, number in known.items()}
     for candidates in (_with_inverses(known), _with_inverses(roots), _products(known)):
         errors = {name: abs(value / number - 1.0) for name, number in candidates.items()}
+        # Simple numbers first: a product of two fits nearly anything.
         nearest = min(errors.values(), default=math.inf)
         if nearest <= closeness:
             return " or ".join(name for name, error in errors.items() if error <= nearest + TIE)

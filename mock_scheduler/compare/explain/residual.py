@@ -65,6 +65,7 @@ def classify_residual(
     """
     figures = compute_figures(baseline, candidate, present=present)
     one = _find_one_element(figures)
+    # Integers have no rounding, so that any difference of them may be explained.
     rounding = torch.finfo(baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if baseline.is_floating_point() else 0.0
     if one is not None or not 0.0 < figures.norm < math.inf:
         return one
@@ -129,6 +130,7 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:
     """Explains the difference as the sum of some of the parts, with either sign."""
+    # A single part is the whole sum, which a ratio explains.
     if len(parts) < 2 or pair.is_small or pair.square == 0.0:
         return None
     stacked = torch.stack(list(parts))
@@ -155,6 +157,7 @@ def _find_constant(pair: FlatPair) -> Residual | None:
     if count < FEWEST_ELEMENTS:
         return None
     offset = float(pair.difference.sum()) / count
+    # The mean difference is the constant that leaves least.
     constant = torch.full_like(pair.difference, offset)
     if pair.present is not None:
         constant = constant.where(pair.present, 0.0)
@@ -173,6 +176,7 @@ def _find_block(pair: FlatPair) -> Residual | None:
     if pair.is_small:
         return None
     size = pair.baseline.abs()
+    # Zeros are exact, so that they are told from noise in the fewest elements.
     zeros = _find_zeros(pair)
     if zeros is not None:
         return zeros
@@ -206,6 +210,7 @@ def _find_part(
 ) -> Residual | None:
     """Explains the difference by the values of some elements; ``remainder``: the rest of it there."""
     count = int(torch.count_nonzero(inside))
+    # One element has its own explanation.
     if count < 2:
         return None
     explained = pair.explained(torch.where(inside, remainder, pair.difference))

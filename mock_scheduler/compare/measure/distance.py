@@ -134,6 +134,7 @@ def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: fl
     """
     # A float32 value computed from bfloat16 numbers is as coarse as these.
     unit = max(unit, bound.unit)
+    # Roundings of n elements have no common sign, so that their norm grows with √n.
     rounding = POOL_ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
     relative, tolerance = relate(
         difference.distance, difference.size, rounding=bound.absolute + rounding, tolerance=bound.relative
@@ -174,6 +175,7 @@ def compare_updates(
         figures: Of the parameters after it; ``None`` computes them.
         is_same_before: The parameters before it have equal bits; ``None`` finds it out.
     """
+    # The parameters themselves, for the figures; the change, for the verdict.
     figures = compute_figures(*after) if figures is None else figures
     is_same_before = is_bit_equal(*before) if is_same_before is None else is_same_before
     bit_equal = figures.num_different == 0 and is_same_before
@@ -181,6 +183,7 @@ def compare_updates(
     sums = (
         _Changes() if bit_equal else _sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
     )
+    # Two changes are compared in float64, since the parameters they are taken from nearly cancel.
     relative, tolerance = (0.0, bound.relative) if bit_equal else sums.relate(bound)
     return TensorDifference(
         key=key,

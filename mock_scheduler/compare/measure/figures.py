@@ -55,6 +55,7 @@ def sum_pair(
     num_elements = baseline.numel()
     if rows is not None:
         num_elements = int(torch.count_nonzero(rows)) * (num_elements // max(rows.numel(), 1))
+    # A view where the tensor is contiguous, as merged tensors are.
     left, right = baseline.reshape(-1), candidate.reshape(-1)
 
     def add_up(block: tuple[int, int]) -> _Sums:
@@ -66,6 +67,7 @@ def sum_pair(
     sums = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
     blocks = split_blocks(left.numel()) if rows is None else _split_rows(rows.numel(), left.numel())
     for part in map_blocks(add_up, blocks):
+        # In the order of the blocks, so that the sum has the same bits whichever thread was first.
         sums.add_block(part)
     return sums.result(num_elements, baseline, candidate)
 
@@ -190,6 +192,7 @@ class _Sums:
         if not num_different:
             self._add_equal(baseline)
             return
+        # The first unequal element stands in as the worst until a finite difference is seen.
         if not self._num_different:
             self._worst = chunk.find(int(changed.ne(0).to(torch.uint8).argmax()))
         self._num_different += num_different
@@ -286,6 +289,7 @@ def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Te
     largest = 0
     signs = changed.numpy()
     opposite = np.flatnonzero(signs < 0) if signs.min() < 0 else signs[:0]  # torch.nonzero takes six times as long
+    # As integers: neighbouring floats have neighbouring bits.
     distance = torch.sub(left, right, out=changed)
     if opposite.size:
         places = torch.from_numpy(opposite)

@@ -125,6 +125,7 @@ def _relative(difference: TensorDifference) -> float:
     # A tensor of the baseline is 0 and the run's is not: no size to be relative to.
     if difference.size or not difference.distance or difference.num_decisions:
         return difference.relative
+    # As ``NoiseBounds.tensor`` reads it: the absolute difference bounds it then.
     return math.inf
 
 
@@ -141,6 +142,7 @@ def _measure_metrics(
         for name, value in metrics.items():
             others = [log[step][name] for log in theirs if name in log.get(step, {})]
             if is_comparable(name) and others and math.isfinite(value) and all(map(math.isfinite, others)):
+                # Signed: a drift needs the direction.
                 noise[step, name] = tuple(other - value for other in others)
                 values[step, name] = value
     return noise, values

@@ -67,6 +67,7 @@ def _drift(changes: Sequence[float], units: Sequence[float]) -> tuple[float, flo
     """Returns sigma, the mean in units of noise, and how many changes are not 0."""
     # Signs rather than sizes: one large change must not make a drift.
     signs = [math.copysign(1.0, item) for item in changes if item]
+    # Equal at every step: nothing drifts.
     if not signs:
         return 0.0, 0.0, 0
     scaled = [change / unit for change, unit in zip(changes, units, strict=True) if unit]
@@ -81,6 +82,7 @@ def _metric_series(metrics: MetricComparison | None, noise: NoiseBounds) -> list
             for step, _ in difference.changes
             if len(noise.metrics.get((step, difference.name), ())) == noise.num_runs
         }
+        # Only steps that every perturbed run logged: their series must be as long.
         rows = [(step, change) for step, change in difference.changes if step in measured]
         if rows:
             found.append(

@@ -21,6 +21,7 @@ def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | No
     """
     differences = () if tensors is None else tensors.differences
     numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
+    # Slopes with measured noise first: they say how far noise would have gone.
     slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)
     # A tensor with another scale is told of once, by the test that needs no equal forward pass.
     told = {(item.step, item.update, item.name) for item in slopes}
@@ -28,6 +29,7 @@ def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | No
     slopes += [item for item in behind if (item.step, item.update, item.name) not in told]
     places = [_from_place(item) for item in differences if item.localities and not item.exceeds]
     drifts, drift_test = judge_drifts(metrics, summarise_slopes(differences, noise), noise)
+    # The earliest suspicion is the likeliest cause of the others.
     in_time = sorted([*slopes, *places[:MOST_SUSPICIONS]], key=lambda item: (item.step or 0, item.update or 0))
     tests = (
         slope_test,
@@ -42,6 +44,7 @@ def first_hidden_step(tensors: TensorComparison) -> int | None:
     hidden: int | None = None
     for step in reversed(tensors.steps):
         items = [item for item in tensors.differences if item.key.step == step and item.key.kind in JUDGED_KINDS]
+        # A later step that is judged shows that noise did not hide the earlier one for good.
         if not items or any(item.is_judged for item in items):
             break
         hidden = step

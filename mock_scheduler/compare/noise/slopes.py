@@ -96,6 +96,7 @@ def judge_slopes(
     smallest = math.inf
     for (step, update, kind), items in kinds.items():
         deviations = _deviations(items, noise)
+        # About 1 and not about the runs' mean: the baseline itself is the reference.
         limits = [LARGEST_Z * deviation for deviation in deviations]
         smallest = min(smallest, median(limits))
         # All of them together were told of already.
@@ -131,8 +132,10 @@ def slope_of(item: TensorDifference) -> float:
 
 
 def _summarise(place: tuple[int, int], items: Sequence[TensorDifference], noise: NoiseBounds) -> SlopeSummary:
+    # Of s - 1, so that 0 means an equal scale.
     middle, spread, z = robust_z([slope_of(item) - 1.0 for item in items])
     measured = [noise.tensors[item.key].slopes for item in items]
+    # A tensor that some run lacks shortens the series for all, or runs would be mixed up.
     num_runs = min(map(len, measured))
     runs = [robust_z([slopes[run] - 1.0 for slopes in measured]) for run in range(num_runs)]
     medians = tuple(run[0] for run in runs)

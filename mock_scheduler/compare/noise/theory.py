@@ -72,6 +72,7 @@ class TheoryBounds:
             relative=relative,
             has_rounding=True,
             unit=self.epsilon,
+            # Theorem 5.3 is about equal weights; from others it is extrapolated.
             is_estimate=not self._begins_equal(key.step, key.update),
         )
 
@@ -100,6 +101,7 @@ class TheoryBounds:
             layer = int(found[1]) + 1
             return max(after_all - layer, 1) if phase >= Phase.BACKWARD else layer
         is_before = "embedding" in key.name
+        # The embedding's gradient has passed every layer, the output's none.
         if phase >= Phase.BACKWARD:
             return after_all if is_before or phase is Phase.NORM else 1
         return 1 if is_before else after_all

@@ -98,6 +98,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     if is_by_token and tokens.covers(left, right) and left.shape[1:] == right.shape[1:]:
         right = tokens.in_baseline_order(right)
         their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
+        # Tokens of one run only have no counterpart in any tensor.
         shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
     if left.shape != right.shape:
         return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
@@ -141,6 +142,7 @@ def find_not_finite(pair: TensorPair) -> NotFinite | None:
         return None
     sides = (pair.baseline, pair.candidate)
     if pair.present is not None:
+        # NaN in padding is no fault.
         kept = pair.present.expand_as(pair.baseline)
         sides = (pair.baseline[kept], pair.candidate[kept])
     mine, other = map(count_non_finite, sides)

@@ -93,6 +93,7 @@ def find_faults(absences: Sequence[Absence]) -> list[Finding]:
     findings = []
     groups: dict[tuple[TraceKind, Side, NotTraced], list[Absence]] = {}
     for absence in absences:
+        # One setting leaves out thousands of tensors, which are one thing to be told.
         if isinstance(absence.reason, NotTraced):
             groups.setdefault((absence.key.kind, absence.side, absence.reason), []).append(absence)
         elif absence.reason is None:

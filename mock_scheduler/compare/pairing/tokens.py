@@ -54,6 +54,7 @@ class TokenAlignment:
         assert self.index is not None
         if not len(candidate):
             return candidate.new_zeros((len(self.index), *candidate.shape[1:]))
+        # A missing token takes any row here, and is set to 0 below.
         moved = candidate.index_select(0, self.index.clamp(min=0))
         moved[self.index < 0] = 0
         return moved

@@ -154,6 +154,7 @@ class _Row:
     @classmethod
     def build(cls, step: int, mine: float, other: float, bound: MetricBound) -> _Row:
         absolute, relative = differ(mine, other, floor=bound.floor)
+        # An infinite value would make a relative bound infinite too.
         limit = bound.limit(mine, other) if math.isfinite(absolute) else bound.absolute
         return cls(
             step=step,
@@ -209,6 +210,7 @@ def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
         return 0.0, 0.0
     if not (math.isfinite(mine) and math.isfinite(other)):
         return math.inf, math.inf
+    # Symmetric: neither run of a metric is a size the other could be measured by.
     absolute = abs(mine - other)
     return absolute, absolute / max(abs(mine), abs(other), floor)
 

@@ -183,6 +183,7 @@ class StepSides:
         """Whether both sides have a tensor; if not, keeps the absence with its reason."""
         present = [key in keys for keys in self.keys]
         if not all(present) and is_reported:
+            # One side has it, or the key would not be walked.
             place = present.index(False)
             absence = explain_absence(key, SIDES[place], self.footers[place], is_partial=self.is_partial[place])
             self.found.absences.append(absence)
