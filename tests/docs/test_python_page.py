@@ -119,5 +119,7 @@ def test_every_argument_and_attribute_of_the_tables_is_there() -> None:
 
     assert first_cells(arguments) == set(signature(ms.compare).parameters)
     assert {name for name in first_cells(attributes) if not hasattr(ms.Verdict, name)} == set()
-    assert {name for name in first_cells(errors) if not issubclass(getattr(ms, name[3:]), ms.MockSchedulerError)} == set()
+    assert {
+        name for name in first_cells(errors) if not issubclass(getattr(ms, name[3:]), ms.MockSchedulerError)
+    } == set()
     assert CompareOptions.__dataclass_fields__.keys() >= {"tolerance", "noise", "has_metrics"}
