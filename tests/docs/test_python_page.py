@@ -76,7 +76,7 @@ def test_the_blocks_run_in_order_and_find_the_planted_gradient(
     narrow = names["narrow"]
     assert isinstance(narrow, ms.Verdict)
     assert (narrow.kind, narrow.metrics) == (ms.VerdictKind.DIVERGED, None)
-    assert (checkout / "comparison.html").read_text().startswith("<!doctype html>")
+    assert (checkout / "comparison.html").read_text().startswith("<!DOCTYPE html>")
     assert json.loads((checkout / "comparison.json").read_text())["verdict"] == "diverged"
     assert "\n3 6 0\n[0, 1]\n" in printed  # one rank holds every tensor once: nothing to check
     assert printed.endswith(f"{NORM} (2,)\n")
@@ -107,6 +107,13 @@ def test_the_fixture_passes_equal_runs_and_fails_the_others_with_the_verdict(che
     assert f"page: {page}" in done.stdout
     assert (checkout / page).is_file()
     assert f"page: {page}\n" in TEXT
+
+
+def test_packages_do_not_hide_the_functions_of_their_names() -> None:
+    """``ms.compare`` was the package after anything had imported it, as ``ms.open_trace`` does."""
+    code = "import mock_scheduler.align, mock_scheduler as ms; ms.open_trace; print(ms.compare, ms.align)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert re.fullmatch(r"<function compare at \w+> <function align at \w+>\n", done.stdout)
 
 
 def test_every_argument_and_attribute_of_the_tables_is_there() -> None:
