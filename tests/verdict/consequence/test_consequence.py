@@ -303,7 +303,7 @@ def test_traces_without_a_common_step_are_an_error(tmp_path: Path) -> None:
             "pg_clip: much\ndual_clip: true\n",
             "pg_clip is 'much', expected a number; dual_clip is True, expected a number",
         ),
-        ("- 1\n", "is no configuration: it has no keys"),
+        ("- 1\n", "is not a configuration: it has no keys"),
         ("a: [\n", "cannot be read: "),
     ],
 )
