@@ -30,9 +30,9 @@ from mock_scheduler.correction.report.sources import (
 )
 from mock_scheduler.correction.report.text import print_correction
 from mock_scheduler.correction.report.view import FORMAT_VERSION, CorrectionReport
-from mock_scheduler.display.console import build_console
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.display.json_values import dataclass_to_json
-from mock_scheduler.display.progress_bar import show_progress
+from mock_scheduler.display.terminal import show_progress
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place

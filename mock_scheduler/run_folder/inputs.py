@@ -24,7 +24,7 @@ from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 from mock_scheduler.run_folder.finished_run import RunSummary, load_summary
-from mock_scheduler.run_folder.stored_config import StoredConfig, load_stored_config
+from mock_scheduler.run_folder.finished_run import StoredConfig, load_stored_config
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
 import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
@@ -23,6 +22,11 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
+from collections.abc import Collection, Mapping
+from pydantic import ValidationError
+from mock_scheduler.errors import ConfigError, LayoutError
+from mock_scheduler.program import Plain, ReducedBatch, RunConfig
+
 
 _DIVERGED = "diverged"
 
@@ -181,3 +185,40 @@ def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingRead
         f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; without its "
         "rollouts nothing can be extracted. Run the alignment again"
     )
+
+
+def reduce_batch(source: DivergedCandidate, *, num_groups: int, num_all: int, max_steps: int) -> ReducedBatch:
+    """Finds the fewest groups from ``num_groups`` on with which both configurations load.
+
+    ``num_all``: groups of a recorded batch, with which batch sizes stay as they are. ``max_steps``: after the last step
+    to keep. Raises ``ConfigError`` where not even all groups can be trained on so.
+    """
+    problem = ""
+    for count in range(num_groups, num_all + 1):
+        for values in source.reductions.list_batches(
+            source.baseline, num_groups=count, num_all=num_all, max_steps=max_steps
+        ):
+            try:
+                for config, kept in ((source.baseline, ()), (source.candidate, source.own_keys)):
+                    apply_values(config, values, kept=kept)
+            except (ValidationError, LayoutError) as error:
+                problem = str(error)
+                continue
+            return ReducedBatch(num_groups=count, values=values)
+    raise ConfigError(f"the run cannot be cut to {max_steps} steps: {problem}")
+
+
+def apply_values(config: RunConfig, values: Mapping[str, Plain], *, kept: Collection[str] = ()) -> RunConfig:
+    """Gives the checked configuration with these values by dotted keys, but for the ``kept`` ones.
+
+    Raises ``ValidationError`` or ``LayoutError`` where it is none.
+    """
+    content = config.model_dump(mode="json")
+    for key, value in values.items():
+        if key not in kept:
+            *sections, name = key.split(".")
+            place = content
+            for section in sections:
+                place = place[section]
+            place[name] = value
+    return config.model_validate(content)

@@ -26,7 +26,7 @@ from mock_scheduler.align.localise.decisions import (
     find_reduction_faults,
     in_pass,
 )
-from mock_scheduler.align.localise.facts import build_localisation
+from mock_scheduler.align.localise.decisions import build_localisation
 from mock_scheduler.align.localise.runs import (
     MakeRun,
     choose_names,

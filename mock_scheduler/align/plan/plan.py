@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.align.plan.changes import find_changes
+from mock_scheduler.align.plan.planned_run import find_changes
 from mock_scheduler.align.plan.interpreters import Interpreter, InterpreterReader, describe_versions
 from mock_scheduler.align.plan.matrix import list_candidates
 from mock_scheduler.align.plan.overrides import (

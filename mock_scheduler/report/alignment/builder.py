@@ -18,7 +18,7 @@ from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.matching import show
 from mock_scheduler.report.alignment.curves import Curve, load_curves
 from mock_scheduler.report.alignment.environment import compare_environments, describe_ledger
-from mock_scheduler.report.alignment.folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
+from mock_scheduler.report.alignment.environment import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
 from mock_scheduler.report.alignment.heat import build_error_map
 from mock_scheduler.report.alignment.rows import (
     MAX_LISTED,
@@ -60,7 +60,7 @@ from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
-from mock_scheduler.verdict.wording.legend import TONES, Tone
+from mock_scheduler.verdict.wording.verdicts import TONES, Tone
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
 from mock_scheduler.verdict.wording.numbers import describe_ratio
 from mock_scheduler.verdict.wording.proofs import describe_proof

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.report.alignment.folders import RunFacts
+from mock_scheduler.report.alignment.environment import RunFacts
 from mock_scheduler.report.comparison.view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
 from mock_scheduler.verdict.wording.numbers import describe_times

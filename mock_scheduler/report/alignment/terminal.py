@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.console import print_labelled, print_wrapped
-from mock_scheduler.display.tables import FittedTable, TextColumn
+from mock_scheduler.display.terminal import print_labelled, print_wrapped
+from mock_scheduler.display.terminal import FittedTable, TextColumn
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
-from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS
+from mock_scheduler.verdict.wording.verdicts import LEGEND, PROOF_MARKS
 
 _NUM_SHOWN = 5
 _NUM_TENSORS = 3

@@ -14,7 +14,7 @@ from mock_scheduler.report.alignment.heat import ErrorMap
 from mock_scheduler.report.alignment.sample import SampleView
 from mock_scheduler.verdict.reasons import ProofName
 from mock_scheduler.verdict.verdict import Outcome, VerdictKind
-from mock_scheduler.verdict.wording.legend import Tone
+from mock_scheduler.verdict.wording.verdicts import Tone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

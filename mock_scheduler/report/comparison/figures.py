@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from mock_scheduler.compare.walk.metrics import MetricLog, differ
-from mock_scheduler.display.figures import (
+from mock_scheduler.display.pages import (
     axis_title,
     end_of_name,
     finite_or_none,

@@ -40,7 +40,7 @@ from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.wording.legend import TONES
+from mock_scheduler.verdict.wording.verdicts import TONES
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 

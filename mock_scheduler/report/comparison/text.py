@@ -14,7 +14,7 @@ from rich.text import Text
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison.text_tables import print_metrics, print_tensors, print_tiers
 from mock_scheduler.report.comparison.view import (

@@ -10,8 +10,8 @@ from rich.text import Text
 from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.display.console import print_wrapped
-from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
+from mock_scheduler.display.terminal import print_wrapped
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table
 from mock_scheduler.report.comparison.view import (
     TierCounts,
     describe_details,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
     NAMES,

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged, RowValue
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.plan.changes import Changes
+from mock_scheduler.align.plan.planned_run import Changes
 from mock_scheduler.align.plan.interpreters import Interpreter
 from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, plan_alignment
 from mock_scheduler.align.plan.planned_run import group_runs

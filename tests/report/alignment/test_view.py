@@ -10,7 +10,7 @@ import pytest
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.report.alignment.builder import build_view, split_name
-from mock_scheduler.report.alignment.curve_drawing import draw_curve
+from mock_scheduler.report.alignment.curves import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference
 from mock_scheduler.report.alignment.heat import shrink_grid
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView

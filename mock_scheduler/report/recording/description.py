@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-
 from rich.console import Console
 from rich.text import Text
-
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.console import cut, print_labelled, print_wrapped
-from mock_scheduler.display.tables import TextColumn, print_table
+from mock_scheduler.display.terminal import cut, print_labelled, print_wrapped
+from mock_scheduler.display.terminal import TextColumn, print_table
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
@@ -19,6 +17,12 @@ from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
+from rich.console import Console
+from rich.text import Text
+from mock_scheduler.display.terminal import cut
+from mock_scheduler.recording.inspection.verification import VerifyResult
+from mock_scheduler.support.text import count_of, format_bytes
+
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
@@ -254,3 +258,25 @@ def _print_list(title: str, lines: Sequence[str], console: Console, *, style: st
     console.print(Text(f"\n{title}", style=f"bold {style}"))
     for line in cut(lines, _NUM_LINES):
         console.print(Text(f"  {line}", style=style), soft_wrap=True)  # a path that is broken cannot be copied
+
+
+_NUM_NOTES = 10
+_NUM_PROBLEMS = 50
+
+
+def print_verification(result: VerifyResult, console: Console) -> None:
+    """Print whether the recording is whole, and its problems."""
+    where = f"{result.location}: {count_of(result.num_steps, 'step')}, {format_bytes(result.num_bytes)}"
+    for note in cut(result.notes, _NUM_NOTES):
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    if result.is_whole:
+        console.print(
+            Text.assemble((f"{where}: ", ""), ("whole", "bold green"), ", every digest matches"), soft_wrap=True
+        )
+        return
+    found = count_of(len(result.problems), "problem")
+    whole = f"{format_bytes(result.num_bytes)} whole" if result.num_bytes else "nothing whole"
+    read = f"{count_of(result.num_steps, 'step')} read, {whole}" if result.num_steps else "no step read"
+    console.print(Text.assemble(f"{result.location}: ", (found, "bold red"), f" ({read}):"), soft_wrap=True)
+    for problem in cut(result.problems, _NUM_PROBLEMS):
+        console.print(Text(f"  - {problem}", style="red"), soft_wrap=True)

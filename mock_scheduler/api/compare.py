@@ -14,9 +14,9 @@ from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.json_file import save_comparison
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.verdict import verdict as facts
-from mock_scheduler.verdict.compare_paths import check_replicas_at, compare_paths
+from mock_scheduler.verdict.compare_runs import check_replicas_at, compare_paths
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.legend import LEGEND, TONES
+from mock_scheduler.verdict.wording.verdicts import LEGEND, TONES
 from mock_scheduler.verdict.wording.verdicts import (
     describe_proved_by,
     describe_reason,
