@@ -86,13 +86,13 @@ _MODULES = {name: module for names in PUBLIC_NAMES.values() for name, module in 
 if TYPE_CHECKING:
     from mock_scheduler.api.align import Alignment as Alignment
     from mock_scheduler.api.align import align as align
+    from mock_scheduler.api.compare import Verdict as Verdict
+    from mock_scheduler.api.compare import check_replicas as check_replicas
+    from mock_scheduler.api.compare import compare as compare
     from mock_scheduler.api.recordings import Recording as Recording
     from mock_scheduler.api.recordings import read_recording as read_recording
     from mock_scheduler.api.traces import Trace as Trace
     from mock_scheduler.api.traces import open_trace as open_trace
-    from mock_scheduler.api.compare import Verdict as Verdict
-    from mock_scheduler.api.compare import check_replicas as check_replicas
-    from mock_scheduler.api.compare import compare as compare
     from mock_scheduler.batch import RolloutBatch as RolloutBatch
     from mock_scheduler.batch import SampleIdentity as SampleIdentity
     from mock_scheduler.batch import SamplingParams as SamplingParams

@@ -186,9 +186,8 @@ def compare(
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
-    from mock_scheduler.commands.common import parse_steps
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection
+    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
     options = CompareOptions(
         selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
@@ -213,9 +212,8 @@ def replicas(
     ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
-    from mock_scheduler.commands.common import parse_steps
     from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection
+    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
     raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify))

@@ -13,10 +13,9 @@ from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.align.prove.alignment import AlignmentRunner
 from mock_scheduler.align.prove.proof_runs import order_reductions
 from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.align.runs.run_store import RunCache, open_folder
-from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.api.notebook import render_summary
+from mock_scheduler.align.runs.run_store import RunCache, RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.program import find_program
 from mock_scheduler.report.alignment.builder import build_view

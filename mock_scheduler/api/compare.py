@@ -6,18 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.json_file import save_comparison
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.verdict import verdict as facts
-from mock_scheduler.verdict.compare_runs import check_replicas_at, compare_paths
+from mock_scheduler.verdict.compare_runs import compare_paths
+from mock_scheduler.verdict.replicas import check_replicas_at
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.verdicts import LEGEND, TONES
 from mock_scheduler.verdict.wording.verdicts import (
+    LEGEND,
+    TONES,
     describe_proved_by,
     describe_reason,
     describe_smallest_error,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.inspection.verification import VerifyResult, verify_recording
 from mock_scheduler.recording.paths import format_present, step_folder

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import TraceError
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.trace.entries import RankPlace, TraceKey

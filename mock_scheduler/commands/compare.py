@@ -9,28 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
 from rich.console import Console
-from mock_scheduler.commands.common import STDOUT
+
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.display.terminal import show_progress
+from mock_scheduler.display.json_values import STDOUT, write_json
+from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.report.comparison.page import write_comparison_page
-from mock_scheduler.report.comparison.text import print_comparison
-from mock_scheduler.report.json_file import comparison_to_json, save_comparison
+from mock_scheduler.report.comparison.text import print_comparison, print_replicas
+from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
 from mock_scheduler.run_folder.inputs import check_page_path
-from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.verdict.compare_runs import compare_paths
-from pathlib import Path
-from rich.console import Console
-from mock_scheduler.commands.common import STDOUT
-from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.display.terminal import show_progress
-from mock_scheduler.report.comparison.text import print_replicas
-from mock_scheduler.report.json_file import replicas_to_json, save_replicas
-from mock_scheduler.support.files import encode_json
-from mock_scheduler.verdict.compare_runs import check_replicas_at
+from mock_scheduler.verdict.replicas import check_replicas_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +72,7 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
         write_comparison_page(result, options.html_path)
         files["html"] = options.html_path
     if options.json_path == STDOUT:
-        print(encode_json(comparison_to_json(result), sort_keys=False).decode(), end="")
+        write_json(comparison_to_json(result), STDOUT)
         return int(result.exit_code)
     if options.json_path is not None:
         files["json"] = Path(options.json_path)
@@ -112,7 +103,7 @@ def run_replicas(
     with show_progress("checking copies") as on_key:
         result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key)
     if json_path == STDOUT:
-        print(encode_json(replicas_to_json(result), sort_keys=False).decode(), end="")
+        write_json(replicas_to_json(result), STDOUT)
         return int(result.exit_code)
     files = {}
     if json_path is not None:

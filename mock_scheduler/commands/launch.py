@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.determinism.environment import check_settings
-from mock_scheduler.launch.launcher import plan_launch, run_plan
-from mock_scheduler.program import find_program, load_config
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, ExitCode
-from mock_scheduler.program import find_program
+from mock_scheduler.launch.launcher import plan_launch, run_plan
+from mock_scheduler.program import find_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 
 

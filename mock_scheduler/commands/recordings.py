@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from mock_scheduler.commands.common import FORMAT_VERSION, STDOUT, parse_steps, write_json
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.display.json_values import dataclass_to_json
-from mock_scheduler.display.terminal import show_progress
-from mock_scheduler.errors import ExitCode
-from mock_scheduler.recording.inspection.description import describe_recording
-from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.recording.description import print_description
+import os
 from pathlib import Path
+
 from rich.console import Console
-from mock_scheduler.commands.common import recorded_vocabulary
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.errors import ExitCode, StepNotFoundError
+
+from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
+from mock_scheduler.display.terminal import build_console, show_progress
+from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
+from mock_scheduler.recording.inspection.comparison import compare_recordings
+from mock_scheduler.recording.inspection.description import describe_recording
+from mock_scheduler.recording.inspection.verification import verify_recording
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
-from mock_scheduler.recording.paths import format_present, step_folder
+from mock_scheduler.recording.paths import describe_absent, format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.recording.show import find_row, print_trajectory
-from mock_scheduler.scheduler import Mode
-from rich.console import Console
-from mock_scheduler.commands.common import FORMAT_VERSION, STDOUT, parse_steps, write_json
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.display.json_values import dataclass_to_json
-from mock_scheduler.display.terminal import show_progress
-from mock_scheduler.errors import ExitCode
-from mock_scheduler.recording.inspection.verification import verify_recording
-from mock_scheduler.report.recording.description import print_verification
-import os
-from rich.console import Console
-from mock_scheduler.commands.common import STDOUT, parse_steps, write_json
-from mock_scheduler.display.terminal import build_console
-from mock_scheduler.display.terminal import show_progress
-from mock_scheduler.errors import ConfigError, StepNotFoundError
-from mock_scheduler.recording.inspection.comparison import compare_recordings
-from mock_scheduler.recording.paths import describe_absent
-from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.report.recording.description import print_description, print_verification
 from mock_scheduler.report.recording.diff import differences_to_json, print_differences
+from mock_scheduler.report.recording.show import find_row, print_trajectory, recorded_vocabulary
+from mock_scheduler.run_folder.inputs import parse_steps
+from mock_scheduler.scheduler import Mode
 
 
 def run_inspect(dump_dir: str, *, steps: str | None, json_path: str | None, console: Console | None = None) -> int:
@@ -126,3 +108,7 @@ def run_diff(
         print_differences(differences, console or build_console())
     write_json(differences_to_json(differences), json_path)
     return int(differences.exit_code)
+
+
+#: The format of the JSON of ``inspect``, ``verify`` and ``diff``.
+FORMAT_VERSION = 1

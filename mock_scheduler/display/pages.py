@@ -6,22 +6,21 @@ as ``theme:ink``. Texts are plain; of several lines, the first is bold. No value
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TypeVar
-from mock_scheduler.support.digests import JSON
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
+
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
+
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import count_of
-
 
 _Item = TypeVar("_Item")
 
@@ -135,3 +134,21 @@ def _escape_texts(value: JSON) -> JSON:
     if isinstance(value, dict):
         return {key: _escape_texts(item) for key, item in value.items()}
     return value
+
+
+def render_summary(
+    title: str,
+    rows: Sequence[tuple[str, str]],
+    *,
+    tone: str = "",
+    columns: Sequence[str] = (),
+    table: Sequence[Sequence[str]] = (),
+) -> str:
+    """Render labels and texts, and a table beneath them, as HTML; every text is escaped.
+
+    Args:
+        tone: ``good``, ``warn`` or ``bad``, which colours the title; empty for none.
+        columns: Titles of the table's columns.
+        table: Its rows.
+    """
+    return render_fragment(_SHARED, "summary.html", title=title, rows=rows, tone=tone, columns=columns, table=table)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from rich.console import Console
-from rich.text import Text
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from rich.console import Console
-from rich import progress
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
 
 _PLAIN_WIDTH = 120
 _LEAST_WIDTH = 16

@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mock_scheduler.compare.walk.metrics import MetricLog, load_metrics
+from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, render_page, soft_font, write_page
 from mock_scheduler.display.terminal import shortest_names
-from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, soft_font
-from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE

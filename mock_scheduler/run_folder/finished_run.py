@@ -8,22 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from mock_scheduler.errors import AlignmentError
-from mock_scheduler.support.files import load_json_object
-from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
+
 import yaml
 from pydantic import ValidationError
+
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import bullet_list
 
 

@@ -23,8 +23,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
-from mock_scheduler.run_folder.finished_run import RunSummary, load_summary
-from mock_scheduler.run_folder.finished_run import StoredConfig, load_stored_config
+from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,
@@ -253,3 +252,13 @@ def check_page_path(path: Path | None) -> None:
     """Raises ``ConfigError`` for ``--html -``, as it would write a file of that name."""
     if path is not None and str(path) == "-":
         raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")
+
+
+def parse_steps(text: str | None) -> StepRanges | None:
+    """Read ``--steps`` as a set; ``None`` where it is absent. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    try:
+        return StepRanges.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--steps: {error}") from error

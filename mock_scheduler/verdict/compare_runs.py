@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import JUDGED_KINDS
@@ -13,9 +14,12 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
-from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
+from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.run_folder.inputs import OpenedInput, check_steps, open_inputs
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
+from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.divergences import Divergence, Evidence, StepsOfOneSide
 from mock_scheduler.verdict.reasons import (
@@ -26,24 +30,8 @@ from mock_scheduler.verdict.reasons import (
     OtherRecordings,
     OtherRollouts,
 )
+from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
-from collections.abc import Sequence
-from pathlib import Path
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
-from mock_scheduler.compare.walk.walk import OnKey
-from mock_scheduler.errors import ConfigError
-from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
-from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.run_folder.inputs import ComparedInput, OpenedInput, check_steps, find_trace, open_inputs
-from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.verdict.comparison_bounds import resolve_bounds
-from mock_scheduler.verdict.decision import decide
-from mock_scheduler.verdict.replicas import check_replicas
-from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.verdict import Verdict
 
 
 def judge_runs(
@@ -199,30 +187,6 @@ def compare_paths(
     return ComparisonResult(
         baseline=opened[0].side, candidate=opened[1].side, bounds=bounds, verdict=verdict, recordings=recordings
     )
-
-
-def check_replicas_at(
-    path: Path, *, selection: Selection = EVERYTHING, verify: bool = False, on_key: OnKey | None = None
-) -> ReplicaResult:
-    """Check all copies within one run or trace bit for bit.
-
-    Args:
-        verify: First read all of the trace, whatever is selected, and check every SHA-256.
-
-    Raises:
-        ConfigError: There is no trace of whole tensors, or none of the chosen steps is present.
-        TraceError: A file cannot be read or was changed.
-    """
-    trace_dir = find_trace(path)
-    if trace_level(trace_dir) != "full":
-        raise ConfigError(
-            f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
-        )
-    check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
-    with open_trace(trace_dir) as reader:
-        if verify:
-            reader.verify()
-        return check_replicas(reader, path, selection=selection, on_key=on_key)
 
 
 def _judge(

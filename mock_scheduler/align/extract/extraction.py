@@ -18,11 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.extract.source import reduce_batch
 from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_reproduction
-from mock_scheduler.align.extract.folder import write_readme
-from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_readme, write_reproduction
+from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict, reduce_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import AlignmentError, ConfigError

@@ -5,12 +5,13 @@ Contract: everything in it is named relative to it, so it can be moved; nothing 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from mock_scheduler.align.extract.source import apply_values
+
 from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.source import DivergedCandidate
+from mock_scheduler.align.extract.source import DivergedCandidate, apply_values
 from mock_scheduler.align.plan.overrides import format_override
 from mock_scheduler.align.plan.plan import BASELINE_NAME
 from mock_scheduler.batch.trajectory import GroupKey
@@ -19,19 +20,10 @@ from mock_scheduler.config.loading import ConfigSource, dump_config
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
 from mock_scheduler.recording.writing.subset import write_subset
-from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.source import DivergedCandidate
-from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.program import ReducedBatch, RunConfig
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
-from mock_scheduler.support.run_files import CONFIG_FILE
+from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some
-
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"

@@ -6,27 +6,25 @@ needed are looked at; a missing or wrong one is an error with the names of file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
+
 import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.errors import ConfigError, StepNotFoundError
-from mock_scheduler.program import Program, Reductions, RunConfig, find_program, load_config
+from mock_scheduler.errors import ConfigError, LayoutError, StepNotFoundError
+from mock_scheduler.program import Plain, Program, ReducedBatch, Reductions, RunConfig, find_program, load_config
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
-from collections.abc import Collection, Mapping
-from pydantic import ValidationError
-from mock_scheduler.errors import ConfigError, LayoutError
-from mock_scheduler.program import Plain, ReducedBatch, RunConfig
-
 
 _DIVERGED = "diverged"
 

@@ -12,17 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import TRACE_KINDS
-from mock_scheduler.verdict.localisation import DifferingTensor, GraftEnd, GraftEndCause, GraftKind, pass_of
-from collections.abc import Sequence
-from pathlib import Path
-from typing import get_args
-from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation, PassName, pass_of
+from mock_scheduler.verdict.localisation import (
+    DifferingTensor,
+    GraftedModule,
+    GraftEnd,
+    GraftEndCause,
+    GraftKind,
+    Localisation,
+    PassName,
+    pass_of,
+)
 
 
 def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[DifferingTensor]:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from mock_scheduler.align.localise.decisions import (
     GraftWalk,
+    build_localisation,
     find_differing,
     find_first_step,
     find_reduction_faults,
     in_pass,
 )
-from mock_scheduler.align.localise.decisions import build_localisation
 from mock_scheduler.align.localise.runs import (
     MakeRun,
     choose_names,

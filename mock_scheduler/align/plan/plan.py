@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.align.plan.planned_run import find_changes
 from mock_scheduler.align.plan.interpreters import Interpreter, InterpreterReader, describe_versions
 from mock_scheduler.align.plan.matrix import list_candidates
 from mock_scheduler.align.plan.overrides import (
@@ -23,7 +22,7 @@ from mock_scheduler.align.plan.overrides import (
     override_keys,
     quote_override,
 )
-from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun, find_changes
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
 from mock_scheduler.config.effects import effects_of
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS

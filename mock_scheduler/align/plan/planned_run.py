@@ -5,19 +5,17 @@ Contract: two checked configurations are compared by what their keys decide; not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
-from mock_scheduler.config.base import Decides
-from mock_scheduler.support.digests import JSON
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.program import Program, RunConfig
-from mock_scheduler.support.run_files import LOG_FILE
+from typing import Literal
 
+from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.base import Decides
+from mock_scheduler.program import Program, RunConfig
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.run_files import LOG_FILE
 
 ChangeKind = Literal["nothing", "layout", "other"]
 """``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""

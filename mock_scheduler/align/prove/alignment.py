@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.align.prove.candidate import CandidateState
-from mock_scheduler.align.prove.candidate import CloserLook
-from mock_scheduler.align.prove.proof_runs import WideBounds
+from mock_scheduler.align.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.align.prove.proof_runs import (
+    WideBounds,
     describe_order_limits,
     is_same_order,
     plan_emulated,

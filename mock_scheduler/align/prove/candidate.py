@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.prove.proof_runs import shrinking_factor
-from mock_scheduler.align.prove.proof_runs import is_same_order
+from pathlib import Path
+
+from mock_scheduler.align.localise.localise import localise
+from mock_scheduler.align.localise.runs import full_overrides
+from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order, shrinking_factor
+from mock_scheduler.align.runs.run_store import RunStore
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.noise.building import measure_noise
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.ladder import Evidence, is_settled, judge
@@ -13,19 +21,6 @@ from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from mock_scheduler.align.localise.localise import localise
-from mock_scheduler.align.localise.runs import full_overrides
-from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order
-from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.program import ConfigLoader
-from mock_scheduler.verdict.localisation import Localisation
-from mock_scheduler.verdict.verdict import VerdictKind
 
 
 @dataclass(kw_only=True, slots=True)

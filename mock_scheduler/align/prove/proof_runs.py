@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from mock_scheduler.compare.bounds.bounds import Bounds, BoundsSource, MetricBound, TensorBound
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
-from mock_scheduler.trace.entries import TraceKey
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.compare.bounds.bounds import Bounds, BoundsSource, MetricBound, TensorBound
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.program import ConfigLoader
+from mock_scheduler.trace.entries import TraceKey
 
 if TYPE_CHECKING:
     from mock_scheduler.compare.bounds.measured import NoiseBounds

@@ -11,10 +11,17 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
 import torch
+from rich.console import Console
+from rich.markup import escape
+
 from mock_scheduler import __version__
 from mock_scheduler.align.plan.overrides import find_module
 from mock_scheduler.align.plan.planned_run import PlannedRun
@@ -29,28 +36,16 @@ from mock_scheduler.align.runs.cache import (
     find_cached,
     save_fingerprint,
 )
+from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
+from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
-from rich.console import Console
-from rich.markup import escape
-from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.runs.cache import Reusable
-from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
-from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.run_files import RUN_FILE
 from mock_scheduler.verdict.results import AlignmentTimes
-
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _QUERY_S = 20.0

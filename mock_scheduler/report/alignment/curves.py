@@ -10,19 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.display.pages import end_of_name, finite_or_none
 from mock_scheduler.errors import TraceError
 from mock_scheduler.report.comparison.view import metrics_to_show
 from mock_scheduler.support.run_files import METRICS_FILE
-from mock_scheduler.verdict.wording.numbers import describe_times
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from mock_scheduler.display.pages import end_of_name
-from mock_scheduler.report.comparison.view import format_size
 from mock_scheduler.support.text import count_of
-
+from mock_scheduler.verdict.wording.tensors import describe_times, format_size
 
 MAX_STEPS = 200
 
@@ -70,12 +66,12 @@ def _curve(metric: MetricDifference, logs: tuple[MetricLog, MetricLog], bounds: 
     for step, mine, other in zip(steps, baseline, candidate, strict=True):
         is_known = mine is not None and other is not None and math.isfinite(mine - other)
         differences.append(abs(mine - other) if is_known else None)  # type: ignore[operator]
-        limits.append(_finite(bounds.metric(step, metric.name).limit(mine, other)) if is_known else None)  # type: ignore[arg-type]
+        limits.append(finite_or_none(bounds.metric(step, metric.name).limit(mine, other)) if is_known else None)  # type: ignore[arg-type]
     return Curve(
         name=metric.name,
         steps=tuple(steps),
-        baseline=tuple(map(_finite, baseline)),
-        candidate=tuple(map(_finite, candidate)),
+        baseline=tuple(map(finite_or_none, baseline)),
+        candidate=tuple(map(finite_or_none, candidate)),
         differences=tuple(differences),
         bounds=tuple(limits),
         bit_equal=metric.bit_equal,
@@ -90,10 +86,6 @@ def thinned(steps: Sequence[int]) -> Sequence[int]:
     size = max(-(-len(steps) // MAX_STEPS), 1)
     kept = steps[::size]
     return kept if not steps or kept[-1] == steps[-1] else [*kept[:-1], steps[-1]]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 _TOP, _MIDDLE = 26, 96  # of the values

@@ -12,20 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+
 import yaml
+
 from mock_scheduler.errors import MockSchedulerError
-from mock_scheduler.recording.contract import ContractField
+from mock_scheduler.recording.contract import ContractField, Rule
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from mock_scheduler.recording.contract import Rule
-from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, shorten
-
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)
 _SECONDS = ("wall_s", "rollout_s", "train_s", "validation_s")

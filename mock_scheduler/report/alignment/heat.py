@@ -20,10 +20,9 @@ from mock_scheduler.report.comparison.error_path import (
     list_points,
     step_grid,
 )
-from mock_scheduler.report.comparison.view import format_bound, format_relative
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import Verdict
-from mock_scheduler.verdict.wording.numbers import bound_ratio, format_share
+from mock_scheduler.verdict.wording.tensors import bound_ratio, format_bound, format_relative, format_share
 
 LEAST_COLUMNS = 4
 

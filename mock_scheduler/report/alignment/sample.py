@@ -8,25 +8,22 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample
-from mock_scheduler.report.comparison.view import format_size
-from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, split_stretches
+from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, recorded_vocabulary, split_stretches
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import CandidateResult
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from mock_scheduler.report.comparison.view import format_size
-
+from mock_scheduler.verdict.wording.tensors import format_size
 
 MAX_TOKENS = 1500
 _TRAIN = "train"
@@ -98,14 +95,7 @@ def _read_sample(chosen: ChosenSample, recording_dir: Path, empty: SampleView) -
         return replace(empty, problem=f"step {chosen.step} is not in the recording {recording_dir}")
     batch = open_place(reader, places[chosen.step]).load()
     row = find_row(batch, chosen.identity, where=f"{recording_dir}: {places[chosen.step]}")
-    return _describe_sample(batch, row, chosen, empty, vocabulary=_vocabulary(reader))
-
-
-def _vocabulary(reader: RecordingReader) -> Vocabulary | None:
-    value = reader.manifest.provenance.get("vocabulary")
-    if not isinstance(value, dict | list):
-        return None
-    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")
+    return _describe_sample(batch, row, chosen, empty, vocabulary=recorded_vocabulary(reader))
 
 
 def _describe_sample(

@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.terminal import print_labelled, print_wrapped
-from mock_scheduler.display.terminal import FittedTable, TextColumn
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
 from mock_scheduler.verdict.wording.verdicts import LEGEND, PROOF_MARKS

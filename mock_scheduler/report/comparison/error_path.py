@@ -22,7 +22,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.verdict import Verdict
-from mock_scheduler.verdict.wording.numbers import bound_ratio
+from mock_scheduler.verdict.wording.tensors import bound_ratio
 
 MAX_POINTS = 1500
 MAX_COLUMNS = 200

@@ -18,9 +18,14 @@ from mock_scheduler.display.pages import (
     thin_out,
 )
 from mock_scheduler.report.comparison.error_path import Grid, PathPoint
-from mock_scheduler.report.comparison.view import describe_details, format_bound, format_relative, format_size
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.verdict.wording.numbers import bound_ratio
+from mock_scheduler.verdict.wording.tensors import (
+    bound_ratio,
+    describe_details,
+    format_bound,
+    format_relative,
+    format_size,
+)
 
 _MAX_MARKED = 20
 _MAX_TICKS = 28

@@ -24,25 +24,21 @@ from mock_scheduler.report.comparison.page_tables import (
     build_tier_table,
 )
 from mock_scheduler.report.comparison.path_figure import path_figure
-from mock_scheduler.report.comparison.view import (
-    describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_margin,
-    describe_not_compared,
-    metrics_to_show,
-    name_sides,
-    unmatched,
-)
+from mock_scheduler.report.comparison.view import describe_equal_metrics, metrics_to_show, name_sides, unmatched
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.wording.verdicts import TONES
 from mock_scheduler.verdict.wording.reasons import describe_rest
-from mock_scheduler.verdict.wording.verdicts import describe_sentence
+from mock_scheduler.verdict.wording.tensors import (
+    describe_flips,
+    describe_ledgers,
+    describe_margin,
+    describe_not_compared,
+)
+from mock_scheduler.verdict.wording.verdicts import TONES, describe_sentence
 
 MAX_LINES = 50
 MAX_PANELS = 8

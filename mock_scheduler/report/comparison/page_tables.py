@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.report.comparison.view import (
-    TierCounts,
-    count_tiers,
+from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensors_to_show
+from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
     format_bound_share,
     format_relative,
     format_size,
     format_slope,
-    tensors_to_show,
 )
 
 MAX_TENSORS = 50

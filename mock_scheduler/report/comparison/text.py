@@ -21,9 +21,6 @@ from mock_scheduler.report.comparison.view import (
     VERDICT_STYLES,
     count_tiers,
     describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_not_compared,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -32,6 +29,7 @@ from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.tensors import describe_flips, describe_ledgers, describe_not_compared
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 _NUM_SHOWN = 5

@@ -10,16 +10,14 @@ from rich.text import Text
 from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.display.terminal import print_wrapped
-from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table
-from mock_scheduler.report.comparison.view import (
-    TierCounts,
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table, print_wrapped
+from mock_scheduler.report.comparison.view import TierCounts, tensors_to_show
+from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
     format_bound_share,
     format_size,
     format_slope,
-    tensors_to_show,
 )
 
 _NUM_SHOWN = 10

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+
 from rich.console import Console
 from rich.text import Text
+
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.terminal import cut, print_labelled, print_wrapped
-from mock_scheduler.display.terminal import TextColumn, print_table
+from mock_scheduler.display.terminal import TextColumn, cut, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
 from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
+from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
-from rich.console import Console
-from rich.text import Text
-from mock_scheduler.display.terminal import cut
-from mock_scheduler.recording.inspection.verification import VerifyResult
-from mock_scheduler.support.text import count_of, format_bytes
-
 
 _NUM_STEPS = 20
 _NUM_LINES = 10

@@ -22,6 +22,7 @@ from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import canonical_json
 from mock_scheduler.support.text import count_of
 
@@ -160,3 +161,11 @@ def _describe_value(value: RowValue) -> str:
 
 def _total(batch: RolloutBatch, row: int) -> str:
     return show_value(batch.rewards[row])
+
+
+def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
+    """Read the vocabulary in the recording's provenance, if any."""
+    value = reader.manifest.provenance.get("vocabulary")
+    if not isinstance(value, Mapping | list):
+        return None
+    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")

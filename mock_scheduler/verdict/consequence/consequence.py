@@ -9,30 +9,28 @@ clipped where sgn(A)·clip(ℓ, -low, high) < sgn(A)·ℓ.
 
 from __future__ import annotations
 
-from typing import get_args
-import torch
-from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
-from mock_scheduler.program import ClipRule
-from mock_scheduler.verdict.consequence.figures import ClipState
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
+
 import numpy as np
 import torch
+
 from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
+from mock_scheduler.verdict.consequence.figures import ClipFlip, ClipState, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
-
 
 #: By their numbers in ``clip_states``.
 CLIP_STATES: tuple[ClipState, ...] = get_args(ClipState)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
-from mock_scheduler.errors import ExitCode
-from mock_scheduler.verdict.reasons import ProofName
-from mock_scheduler.verdict.verdict import Outcome, VerdictKind
-from collections.abc import Sequence
+
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.errors import ExitCode
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.localisation import Localisation
@@ -25,10 +23,9 @@ from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, Ver
 from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
-from mock_scheduler.verdict.wording.numbers import describe_ratio
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
 from mock_scheduler.verdict.wording.reasons import describe_comparison, describe_rest
-
+from mock_scheduler.verdict.wording.tensors import describe_ratio
 
 Tone = Literal["good", "warn", "bad"]
 

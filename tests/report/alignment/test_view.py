@@ -20,7 +20,7 @@ from mock_scheduler.verdict.reasons import RefutedBy
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import EmulationFacts, Proof, VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_divergence
-from mock_scheduler.verdict.wording.numbers import describe_times, format_share
+from mock_scheduler.verdict.wording.tensors import describe_times, format_share
 from mock_scheduler.verdict.wording.verdicts import describe_reason
 from tests.report.alignments import SENTENCE, WORST_SAMPLE, WORST_TOKEN, WRONG, make_result
 

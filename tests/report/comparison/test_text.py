@@ -12,18 +12,17 @@ from rich.console import Console
 
 from mock_scheduler.compare.tensors import LedgerComparison
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
-from mock_scheduler.report.comparison.view import (
-    count_tiers,
+from mock_scheduler.report.comparison.view import count_tiers, name_sides
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.tensors import (
     describe_margin,
     describe_ranks,
     format_relative,
     format_slope,
-    name_sides,
+    format_times,
 )
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.numbers import format_times
 from tests.report.comparisons import (
     SENTENCE,
     TP0,
@@ -177,11 +176,11 @@ def test_the_reason_does_not_repeat_the_sentence(tmp_path: Path) -> None:
 
 def test_ranks_are_named_once_where_both_runs_have_the_same() -> None:
     assert describe_ranks((TP0,), (TP0,)) == "global rank 0 (tp0 pp0 dp0) in both runs"
-    assert describe_ranks((TP0,), ()) == "the baseline's global rank 0 (tp0 pp0 dp0)"
+    assert describe_ranks((TP0,), ()) == "global rank 0 (tp0 pp0 dp0) in the baseline"
     assert describe_ranks((), ()) == ""
     many = describe_ranks((TP0, TP1) * 3, (TP1,))
-    assert many.count("global rank") == 4
-    assert "and 3 more and the candidate's global rank 1 (tp1 pp0 dp0)" in many
+    assert many.count("global rank") == 5
+    assert "and 2 more in the baseline and global rank 1 (tp1 pp0 dp0) in the candidate" in many
 
 
 def test_two_sides_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
