@@ -1,8 +1,8 @@
-"""``mock-scheduler compare``: a verdict on two runs, traces, metrics or recordings on disk, however they came there.
+"""``mock-scheduler compare`` and ``replicas``: a verdict on two inputs on disk, or on the copies within one run.
 
 Contract: reads runs (``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl``, ``trace/``), traces, metrics or
 recordings; starts nothing and writes only the files asked for. Two runs must have trained on the same rollouts: each
-states the digest of every batch.
+states the digest of every batch. ``replicas`` reads a trace of whole tensors.
 """
 
 from __future__ import annotations

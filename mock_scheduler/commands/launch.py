@@ -1,4 +1,7 @@
-"""``mock-scheduler launch``: runs a configuration on as many processes as its layout needs."""
+"""``mock-scheduler launch`` runs a configuration on the processes of its layout, ``replay-actions`` its environments.
+
+``replay-actions`` plays recorded actions through the environments again, in a process of its own.
+"""
 
 from __future__ import annotations
 

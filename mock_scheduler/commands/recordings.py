@@ -1,4 +1,7 @@
-"""``mock-scheduler inspect``: describes a recording and its steps."""
+"""The commands on recordings: ``inspect`` describes, ``show`` prints a row, ``verify`` checks, ``diff`` compares two.
+
+Contract: recordings are only read; ``--json -`` prints JSON in place of the text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plain data as values of strict JSON: NaN and infinities are texts, since JSON has neither."""
+"""Plain data as values of strict JSON, and a command's result as ``--json`` asks for it.
+
+Contract: NaN and infinities are texts, since JSON has neither.
+"""
 
 from __future__ import annotations
 

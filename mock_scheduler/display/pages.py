@@ -1,7 +1,10 @@
-"""The look that figures of all pages share.
+"""Renders a report as one HTML page out of templates, and writes it whole or not at all; its figures share one look.
 
-Contract: a figure is plotly's JSON with the ``id`` of its element. A colour is the name of one of the page's palette,
-as ``theme:ink``. Texts are plain; of several lines, the first is bold. No value is NaN or infinite.
+Contract: every page is a template on top of ``base.html`` or, with figures of plotly in it, of ``figures.html``; Python
+gives it plain values alone. Jinja escapes every value, and refuses an unknown name. A page opens offline: style,
+scripts and figures lie in it, and its Content-Security-Policy forbids every request. A figure is plotly's JSON with the
+``id`` of its element. A colour is the name of one of the page's palette, as ``theme:ink``. Texts are plain; of several
+lines, the first is bold. No value is NaN or infinite.
 """
 
 from __future__ import annotations

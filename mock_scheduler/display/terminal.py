@@ -1,4 +1,9 @@
-"""The console that commands print their results on, and text on it that is wrapped without spaces at ends of lines."""
+"""The terminal of all commands: a console, wrapped text, tables, and a progress bar.
+
+Contract: nothing is cut off, and no line ends in a space. In a narrow terminal the gaps of a table shrink first; then
+the columns of the highest ``drop_order`` go, the rightmost of equal ones first, but never the first column. The bar is
+drawn on stderr, only on a terminal, and goes with the work: it changes no output.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""A run that ended says in ``run.json`` and ``ledger.json`` that it completed, or else in ``error.json`` why not.
+"""Reads the files of a finished run: its summary or its error, and the few keys of its configuration with a use here.
 
-Contract: reads; every file is checked, and ``AlignmentError`` names the file and lists all of its problems.
+``run.json`` and ``ledger.json`` are there after a completed run, ``error.json`` after a failed one.
+Contract: every file is checked, and an error names the file and lists all of its problems. The rules for a
+configuration before a run do not apply to a stored one: another release of Megatron, or of this project, may have
+written it. Other keys are not looked at.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ class RunSummary:
     """One finished run.
 
     Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
-    of its processes). ``built`` counts the things that it built, such as engines. ``batches``: the digest of the
-    rollouts that it trained on, by step.
+    of its processes). ``built`` counts built things, such as engines. ``batches``: the digest of the rollouts
+    behind its training, by step.
     """
 
     name: str
@@ -54,7 +57,7 @@ class RunFailure:
 def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> RunSummary:
     """Reads the summary of a completed run; raises ``AlignmentError``.
 
-    ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in for that.
+    ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in.
     """
     stated = _load(
         output_dir / RUN_FILE,
@@ -80,13 +83,13 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
 
 
 def load_batches(output_dir: Path) -> dict[int, str]:
-    """Returns the digest of the rollouts that a completed run trained on, by step; raises ``AlignmentError``."""
+    """Returns the digest of the rollouts of a completed run, by step; raises ``AlignmentError``."""
     stated = _load(output_dir / RUN_FILE, {"status": _COMPLETED, "batches": _DIGESTS})
     return {int(step): digest for step, digest in stated["batches"].items()}
 
 
 def load_failure(output_dir: Path) -> RunFailure | None:
-    """Returns the error that a failed run wrote down, or ``None`` where it wrote none; raises ``AlignmentError``."""
+    """Returns the written error of a failed run, or ``None`` where there is none; raises ``AlignmentError``."""
     path = output_dir / ERROR_FILE
     if not path.is_file():
         return None
@@ -147,7 +150,7 @@ _Section = TypeVar("_Section", bound=ConfigSection)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig:
-    """The needed keys. ``tolerance``: the bounds that the run states, if any. ``perturbation``: of its weights."""
+    """The needed keys. ``tolerance``: the stated bounds of the run, if any. ``perturbation``: of its weights."""
 
     path: Path
     precision: str
@@ -212,7 +215,7 @@ def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix:
 
 
 def _checked(section: type[_Section], name: str, value: object, problems: list[str]) -> _Section:
-    """Returns a section as it stands; one without keys where it is missing or wrong, which becomes a problem."""
+    """Returns a section as it stands; one without keys where it is missing, or wrong, and then a problem."""
     try:
         return section.model_validate(value or {})
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""``mock-scheduler compare`` and ``replicas`` are given a run, a trace, metrics or a recording.
+"""Opens the inputs of ``mock-scheduler compare`` and ``replicas``: runs, traces, metrics and recordings.
 
-The files in a folder tell its kind.
+The files in a folder tell its kind. Options of the two commands are read here too.
 
 Contract: reads headers and small files only; problems of both sides are said at once.
 """
@@ -57,7 +57,7 @@ class ComparedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedInput:
-    """One side; ``stored``: the configuration of the run that it belongs to, where that is known."""
+    """One side; ``stored``: the configuration of its run, where it is known."""
 
     side: ComparedInput
     stored: StoredConfig | None
@@ -123,7 +123,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
 
 
 def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> None:
-    """Raises ``ConfigError`` where neither side has any chosen step, with the steps that there are; ``None``: all."""
+    """Raises ``ConfigError`` where neither side has any chosen step, with the present steps; ``None``: all."""
     if steps is None:
         return
     absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
@@ -156,7 +156,7 @@ def find_trace(path: Path) -> Path:
 
 
 def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
-    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` that lists every one that is no bound."""
+    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` with every invalid one."""
     values: dict[str, float] = {}
     problems = []
     for text in (part for item in stated for part in item.split(",") if part.strip()):
@@ -249,7 +249,7 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_page_path(path: Path | None) -> None:
-    """Raises ``ConfigError`` for ``--html -``, as it would write a file of that name."""
+    """Raises ``ConfigError`` for ``--html -``, as it would write a file named ``-``."""
     if path is not None and str(path) == "-":
         raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")
 

@@ -1,4 +1,11 @@
-"""The verdict on two finished runs by their folders, and on two recordings."""
+"""Compares two runs, traces, metrics or recordings on disk, and judges them.
+
+``compare_paths`` takes two paths of any kind, ``judge_runs`` and ``compare_runs`` two finished runs, and
+``judge_recordings`` the differences of two recordings; ``decision.decide`` makes the verdict.
+
+Contract: reads, starts nothing and writes nothing. Two runs must have trained on the same rollouts: each states the
+digest of every batch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks one run against itself: all copies of a tensor on several ranks must agree, and so must their collectives.
 
-Copies are counted by the axes on which their ranks stand apart, so that a run without any copy is not
-said to agree.
+Copies are counted by the axes on which their ranks stand apart, and a run without any copy is not said to
+agree.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config

@@ -144,7 +144,7 @@ class Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """Find the places of the chosen groups in the step: every step keeps the groups at these places."""
+        """Find the places of the chosen groups in the step: every step keeps the groups there."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:

@@ -1,4 +1,4 @@
-"""The folder of a reproduction: recording, weights, configuration, the candidate's code, a script and a README.
+"""Writes the folder of a reproduction: recording, weights, configuration, the candidate's code, script and README.
 
 Contract: everything in it is named relative to it, so it can be moved; nothing outside of it is written.
 """
@@ -13,7 +13,6 @@ from pathlib import Path
 from mock_scheduler.align.extract.entry import EntryFiles
 from mock_scheduler.align.extract.source import DivergedCandidate, apply_values
 from mock_scheduler.align.plan.overrides import format_override
-from mock_scheduler.align.plan.plan import BASELINE_NAME
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import ConfigSource, dump_config
@@ -22,7 +21,7 @@ from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
 from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
-from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some
 
 RECORDING_FOLDER = "recording"
@@ -63,7 +62,7 @@ exit "$code"
 class Weights:
     """The weights with which a reproduction begins: ``checkpoint``, or where it is ``None`` the seed's initial ones.
 
-    ``first_step``, ``last_step``: the steps that are then trained, the first divergence's among them. ``text``: in
+    ``first_step``, ``last_step``: the trained steps, the first divergence's among them. ``text``: in
     words.
     """
 
@@ -157,7 +156,7 @@ def _build_config(source: DivergedCandidate, reduction: ReducedBatch, *, checkpo
 
 
 def _candidate(source: DivergedCandidate, reduction: ReducedBatch) -> CandidateConfig:
-    """Returns the candidate, with the keys that it needs beside the batch's."""
+    """Returns the candidate, with the keys needed beside the batch's."""
     further = source.reductions.follow_batch(source.candidate, reduction)
     added = [format_override(key, value) for key, value in further.items() if key not in source.own_keys]
     if not added:
@@ -253,7 +252,7 @@ def _describe_files(
 
 
 def _describe_versions(source: DivergedCandidate) -> str:
-    """Returns a table of the versions that recorded the rollouts, and of those that cut them."""
+    """Lists the packages with their versions when the rollouts were recorded, and when they were cut."""
     provenance = source.reader.manifest.provenance
     recorded = provenance.get("packages")
     packages = recorded if isinstance(recorded, Mapping) else {}

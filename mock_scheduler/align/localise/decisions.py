@@ -3,9 +3,10 @@
 Contract: pure. A tensor *differs* where its bits do, or where it is beyond its bound; where one run alone has it, or is
 not finite; or where copies within the candidate disagree. The order is ``compare.pairing.order``'s.
 
-*Grafts.* Of what differs in one pass of one update, the first that a module shows is a cause, for all before it is
-equal. With the reference's tensor put in its place, whatever is then equal only passed the difference on, and the first
-that still differs is another cause. So each run finds one cause, until nothing differs.
+*Grafts.* The first differing tensor of a pass is a cause, for all before it is equal. With the reference's tensor put
+in its place, every tensor that becomes equal only passed the difference on, and the first one still different is
+another cause. So each run finds one cause, until nothing differs. The facts of a localisation are collected out of the
+walk.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
 
 
 def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | None:
-    """The first step at which anything differs; ``None`` where none does.
+    """The first step with a difference; ``None`` without any.
 
     An undecided sketch counts only where nothing is certain.
     """
@@ -68,9 +69,9 @@ def in_pass(differing: Sequence[DifferingTensor], key: TraceKey) -> list[Differi
 class GraftWalk:
     """A walk from cause to cause through one pass; ``before``: its differing tensors without a graft, in order.
 
-    Ask ``next_names`` for the tensors to put in; run that; tell ``see`` what still differs in the pass. ``is_there``:
-    whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None`` where all is
-    explained.
+    Ask ``next_names`` for the tensors to put in; run that; tell ``see`` the tensors still differing in the pass.
+    ``is_there``: whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None``
+    where all is explained.
     """
 
     before: Sequence[DifferingTensor]
@@ -91,7 +92,7 @@ class GraftWalk:
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
-        """The names to put in next: every cause so far and the first that still differs; empty where it has ended."""
+        """The names to put in next: every cause so far and the first tensor still differing; empty at the end."""
         if self.end is not None or not self.remaining:
             return ()
         cause = self._find_end(self.remaining[0])
@@ -120,7 +121,7 @@ class GraftWalk:
         self.remaining = list(differing)
 
     def give_up(self, error: str) -> None:
-        """Say that the run with ``next_names`` could not be made."""
+        """Take note of a failed run with ``next_names``."""
         first = self.remaining[0].key
         self.end = GraftEnd(cause=GraftEndCause.RUN_FAILED, key=first, num_runs=self.num_runs, error=error)
 
@@ -131,8 +132,8 @@ class GraftWalk:
 
 
 def find_reduction_faults(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
-    """Main gradients of the update of ``key`` that differ though all activations and their gradients are as the
-    reference has them: their own reduction or accumulation does it."""
+    """The differing main gradients of the update of ``key``, beside equal activations and gradients of them: their own
+    reduction or accumulation makes the difference."""
     return [item for item in differing if item.key.update == key.update and pass_of(item.key) == "gradient"]
 
 

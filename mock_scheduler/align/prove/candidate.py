@@ -1,4 +1,7 @@
-"""The state of one candidate while an alignment goes on, and its result for reports."""
+"""One candidate while an alignment goes on: its state, its result for reports, and the runs that localise it.
+
+Contract: a state changes by its own results alone; ``CloserLook`` makes further runs through the store, each once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Bounds of a difference in float64, out of noise in a smaller precision."""
+"""The further runs for proofs, derived from the planned runs of an alignment, and the bounds of the ones in float64.
+
+Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
+mock on the same recording. Nothing is started here. A new kind of proof plans its runs here, ``alignment`` makes them,
+and ``verdict.ladder`` judges them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ class WideBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """That of the inner bounds."""
+        """The source of the inner bounds."""
         return self.inner.source
 
     @property
@@ -68,7 +73,7 @@ class WideBounds:
         return f"{1 / self._factor:.1e} times less than: {self.inner.describe()}"
 
     def advice(self) -> str:
-        """That of the inner bounds."""
+        """The advice of the inner bounds."""
         return self.inner.advice()
 
     @property
@@ -76,7 +81,7 @@ class WideBounds:
         return 1.0 / math.sqrt(shrinking_factor(self.precision))
 
 
-#: Terms whose sum is the same in any order.
+#: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
 _NUM_ORDERLESS = 2
 _MOCK = ("rollout_mock.mode=mock",)
 
@@ -126,7 +131,7 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """The plan, with reductions in rank order in emulated candidates that reduce over more than two ranks.
+    """The plan, with reductions in rank order where an emulated candidate reduces over more than two ranks.
 
     A library's own order over more than two ranks is nobody's to follow.
     """
@@ -172,5 +177,5 @@ def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
 
 
 def _to_hydra(values: dict[str, object]) -> str:
-    """A mapping of plain values in Hydra's grammar; an empty one is that of one process."""
+    """A mapping of plain values in Hydra's grammar; an empty one means one process."""
     return "{" + ",".join(f"{key}:{json.dumps(value)}" for key, value in values.items()) + "}"

@@ -1,8 +1,8 @@
-"""An alignment goes on in its folder, where runs that would be made again as they were are taken again.
+"""The runs of one alignment, each in its folder: made, or taken again where an equal run lies there.
 
-Contract: one mechanism for an alignment that was interrupted and for a cached baseline: every completed run has a
-fingerprint (``cache``), and is taken again where the same run would be made. ``--overwrite`` starts from nothing. In a
-folder that no alignment made nothing is removed.
+Contract: an interrupted alignment and a cached baseline go on by one mechanism: every completed run has a fingerprint
+(``cache``), and is taken again where the same run would be made. ``--overwrite`` starts from nothing. In a folder of
+any other origin nothing is removed. The seconds are counted by purpose.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from mock_scheduler.align.runs.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
+from mock_scheduler.align.runs.execution import LaunchRuns, execute_runs
+from mock_scheduler.align.runs.progress import OnDone, Outcome
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import find_setting, recorded_names
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
@@ -54,7 +55,7 @@ _QUERY_S = 20.0
 def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER) -> bool:
     """Make ``path`` ready for an alignment; whether an earlier one lies in it, to be gone on with.
 
-    ``fresh``: empty it first. Raises ``ConfigError`` where it holds anything that no alignment made.
+    ``fresh``: empty it first. Raises ``ConfigError`` where it holds anything of another origin.
     """
     is_own = path.is_dir() and not path.is_symlink() and marker.is_in(path)
     if is_own and not fresh:
@@ -75,7 +76,7 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
 class RunCache:
     """The finished runs of one alignment.
 
-    ``recording_dir``: the recording that its runs write or replay. ``environ``: of the launcher; ``None``: this
+    ``recording_dir``: the recording of its runs. ``environ``: of the launcher; ``None``: this
     process's. For each run: ``find``, then either take it or ``clear``, run, ``keep``. A run that replays may be looked
     for only when the recording is there.
     """
@@ -98,7 +99,7 @@ class RunCache:
         run.output_dir.mkdir(parents=True)
 
     def keep(self, run: PlannedRun, *, elapsed_s: float) -> None:
-        """Say that the run has just completed, so that it is found from now on. Raises ``OSError``."""
+        """Say that the run has just completed, so it is found from now on. Raises ``OSError``."""
         save_fingerprint(
             run.output_dir, self._fingerprint(run), elapsed_s=elapsed_s, recording_dir=self._recorded_by(run)
         )
@@ -136,7 +137,7 @@ class RunCache:
 
 
 def read_machine() -> dict[str, str]:
-    """Reads the parts of this machine that decide the last bits: processor, its instructions, GPUs and driver."""
+    """Reads the facts of this machine with an effect on the last bits: processor, its instructions, GPUs and driver."""
     return {
         "architecture": platform.machine(),
         "processor": _read_processor(),
@@ -146,7 +147,7 @@ def read_machine() -> dict[str, str]:
 
 
 def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings that a run's processes start with and share, and their threads, without unset ones."""
+    """Returns the settings of a run's processes at their start, and their threads, without unset ones."""
     started = {**environ, **launch_environment(run.config.system_envs), **run.env}
     several = run.config.parallel.world_size > 1
     threads = started.get("OMP_NUM_THREADS", "1" if several else f"{os.cpu_count()} cores")
@@ -162,7 +163,7 @@ def _is_per_node(name: str) -> bool:
 def _digest_entry(run: PlannedRun) -> JSON:
     """Returns digests of the entry's file, or of its whole package where the project has none of that name.
 
-    Modules that it imports from elsewhere are not known.
+    Its imports from elsewhere are not known.
     """
     path = find_module(run.entry)
     top = run.entry.partition(".")[0]
@@ -225,7 +226,7 @@ class RunStore:
     _started_s: float = field(default_factory=time.perf_counter)
 
     def execute(self, runs: Sequence[PlannedRun], on_done: OnDone = lambda run, outcome: None) -> dict[str, Outcome]:
-        """Outcomes by name: of finished runs that are taken again, and of new ones. Seconds are the caller's to count.
+        """Outcomes by name: of finished runs, taken again, and of new ones. Seconds are the caller's to count.
 
         ``on_done`` is told of each as soon as it is known. Raises ``AlignmentError`` where an ``error.json`` cannot be
         read.
@@ -254,7 +255,7 @@ class RunStore:
         )
 
     def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:
-        """Returns the summary that a completed run left, or how the run failed."""
+        """Returns the summary of a completed run, or how it failed."""
         if isinstance(outcome, RunFailure):
             return outcome
         if run.has_own_code and not (run.output_dir / RUN_FILE).exists():
@@ -269,7 +270,7 @@ class RunStore:
             return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
 
     def execute_once(self, run: PlannedRun, key: tuple[str, ...]) -> Path:
-        """Returns the folder of a run that several ask for, made once; raises ``AlignmentError`` where it fails.
+        """Returns the folder of a run, made once for all who ask; raises ``AlignmentError`` where it fails.
 
         ``key``: equal for equal runs, whatever their names are.
         """
@@ -282,7 +283,7 @@ class RunStore:
 
     @contextmanager
     def timed(self, purpose: Purpose) -> Iterator[None]:
-        """Counts the seconds of the block, without those of a block inside of it, which has its own purpose."""
+        """Counts the seconds of the block, without a block inside of it: each block has its own purpose."""
         started_s = time.perf_counter()
         self._inside_s.append(0.0)
         try:

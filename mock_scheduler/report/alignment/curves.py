@@ -1,7 +1,8 @@
-"""Metrics of two runs over their steps, with their difference and its bounds, as plain data for a figure.
+"""Metrics of two runs over their steps, with their difference and its bounds, placed for a template of SVG.
 
-Contract: read again from both runs' ``metrics.jsonl``; of more than ``MAX_STEPS`` steps some are left out, evenly.
-A value that is not finite, or that a run has not logged, is ``None``.
+Contract: colour never stands alone: a curve has its dashes and its legend, and a title says all in words. Read again
+from both runs' ``metrics.jsonl``; of more than ``MAX_STEPS`` steps some are left out, evenly. A value that is not
+finite, or that a run has not logged, is ``None``.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def _curve(metric: MetricDifference, logs: tuple[MetricLog, MetricLog], bounds: 
     baseline, candidate = ([log[step].get(metric.name) for step in steps] for log in logs)
     differences, limits = [], []
     for step, mine, other in zip(steps, baseline, candidate, strict=True):
-        is_known = mine is not None and other is not None and math.isfinite(mine - other)
-        differences.append(abs(mine - other) if is_known else None)  # type: ignore[operator]
-        limits.append(finite_or_none(bounds.metric(step, metric.name).limit(mine, other)) if is_known else None)  # type: ignore[arg-type]
+        is_known = mine is not None and other is not None and math.isfinite(mine - other) differences.append(abs(mine -
+        other) if is_known else None)  # type: ignore[operator] limits.append(finite_or_none(bounds.metric(step,
+        metric.name).limit(mine, other)) if is_known else None)  # type: ignore[arg-type]
     return Curve(
         name=metric.name,
         steps=tuple(steps),

@@ -1,6 +1,7 @@
-"""Reads the folders of an alignment for its reports: each run's configuration, settings, counts and seconds.
+"""Reads the folders of an alignment's runs for its reports, and sets a candidate's environment beside the baseline's.
 
-Contract: reads ``config.yaml``, ``run.json``, ``ledger.json`` and ``recording.json``, and never fails: an unreadable
+Contract: differences come first, equal values are counted, and keys of file places or of the alignment itself are left
+out. Reads ``config.yaml``, ``run.json``, ``ledger.json`` and ``recording.json``, and never fails: an unreadable
 file counts as empty, and a line of ``problems`` says why. ``run.json`` may hold ``settings`` (read back by the run) and
 ``packages``; of the run that recorded, its recording has both. A file is read again only where it has changed.
 """

@@ -100,6 +100,7 @@ def all_seconds(times: AlignmentTimes | None) -> tuple[tuple[str, float], ...]:
 
 
 def tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
+    """Lay out one differing tensor, with its noise where it was measured."""
     key = difference.key
     return TensorLine(
         step=key.step,
@@ -124,6 +125,7 @@ def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
 
 
 def describe_emulated(candidate: CandidateResult) -> str:
+    """Count the tensors equal to the reference in the candidate's order; empty where there was none."""
     tensors = None if candidate.emulated is None else candidate.emulated.tensors
     if tensors is None:
         return ""

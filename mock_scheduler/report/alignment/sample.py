@@ -3,7 +3,8 @@
 Contract: read from the recording and both runs' traces. The sample is that of the first divergence where its tensor
 has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names a sample. Never
 fails: what cannot be shown is said in ``problem``. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
-token.
+token. On the page each token is as dark as the two runs are apart there, in decades below the row's largest difference;
+the worst token stands alone, and the five worst are listed with their numbers.
 """
 
 from __future__ import annotations

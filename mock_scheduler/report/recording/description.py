@@ -1,4 +1,8 @@
-"""Prints a description of a recording; reads well from 80 columns on, without colour, and as plain text in a file."""
+"""Prints a description of a recording, and the findings of ``verify``.
+
+Contract: reads well from 80 columns on, without colour, and as plain text in a file. Long lists are cut, with the
+number of the rest; JSON has all.
+"""
 
 from __future__ import annotations
 

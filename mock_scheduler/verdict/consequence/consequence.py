@@ -1,6 +1,8 @@
-"""Where the policy loss clips: by token, out of the facts of a run's loss and its traced log-probabilities.
+"""Finds the effect of a difference on the training itself: clipping, KL, advantages, and the update's direction.
 
-Contract: decides as the loss does, in the dtype in which the loss was computed, and reads nothing but plain tensors.
+Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Tokens are matched by
+row and position. A figure is left out where the traces do not hold its tensors. Figures are in float64 but for the clip
+states, decided as the loss decides them and in its own dtype.
 With ℓ = new - old within ± ``LOG_RATIO_BOUND``, r = exp ℓ and A the advantage, a token of the ``ppo`` loss is
 clipped where -clip(r, 1 - low, 1 + high)·A > -r·A (arXiv 1707.06347, eq. 7), and dual clipped where
 A < 0 and the greater of both is above -dual·A (arXiv 1912.09729); of the ``gmpo`` loss (arXiv 2507.20673) it is

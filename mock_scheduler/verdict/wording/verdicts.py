@@ -1,4 +1,7 @@
-"""How to read a verdict and its proofs: one sentence, one tone and one mark for each."""
+"""A verdict in words: its one line, its reason with all proofs, the deciding proofs, the smallest detectable error.
+
+The legend says how to read each kind of verdict, proof and exit code.
+"""
 
 from __future__ import annotations
 
