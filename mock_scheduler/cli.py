@@ -3,9 +3,9 @@
 The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
 
 Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its
-work in its own body. A failure that the user can act on is one message on stderr and the exit code of
-``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
-traceback and exit code 70, never 1: that is a verdict.
+work in its own body. A failure in the user's hands is one message on stderr and the exit code of
+``errors.ExitCode``; a usage error, or an unreadable file, exits with 5. Anything unforeseen is a traceback and exit
+code 70, never 1: 1 is a verdict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws curves of logged metrics over steps, a panel for each metric, as one HTML page that opens offline."""
+"""Draws curves of logged metrics over steps, a panel for each metric, as one HTML page without requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
 
     Raises:
         TraceError: For a folder without readable metrics.
-        ConfigError: For a metric that no run logged, or where the page cannot be written.
+        ConfigError: For a metric in no log, or where the page cannot be written.
     """
     names = shortest_names([run_dir.resolve() for run_dir in run_dirs])
     logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}

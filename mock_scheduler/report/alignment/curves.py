@@ -63,11 +63,15 @@ def _curve(metric: MetricDifference, logs: tuple[MetricLog, MetricLog], bounds: 
     logged = {step for log in logs for step, values in log.items() if metric.name in values}
     steps = thinned(sorted(logged & logs[0].keys() & logs[1].keys()))
     baseline, candidate = ([log[step].get(metric.name) for step in steps] for log in logs)
-    differences, limits = [], []
+    differences: list[float | None] = []
+    limits: list[float | None] = []
     for step, mine, other in zip(steps, baseline, candidate, strict=True):
-        is_known = mine is not None and other is not None and math.isfinite(mine - other) differences.append(abs(mine -
-        other) if is_known else None)  # type: ignore[operator] limits.append(finite_or_none(bounds.metric(step,
-        metric.name).limit(mine, other)) if is_known else None)  # type: ignore[arg-type]
+        if mine is None or other is None or not math.isfinite(mine - other):
+            differences.append(None)
+            limits.append(None)
+            continue
+        differences.append(abs(mine - other))
+        limits.append(finite_or_none(bounds.metric(step, metric.name).limit(mine, other)))
     return Curve(
         name=metric.name,
         steps=tuple(steps),

@@ -3,7 +3,7 @@
 Contract: differences come first, equal values are counted, and keys of file places or of the alignment itself are left
 out. Reads ``config.yaml``, ``run.json``, ``ledger.json`` and ``recording.json``, and never fails: an unreadable
 file counts as empty, and a line of ``problems`` says why. ``run.json`` may hold ``settings`` (read back by the run) and
-``packages``; of the run that recorded, its recording has both. A file is read again only where it has changed.
+``packages``; the recording has both of the recording run. A file is read again only where it has changed.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ _CATEGORIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueDifference:
-    """One name whose values differ; a side that has none is ``missing``. rule: of the contract, empty where it has no
-    such field."""
+    """One name with two values; a side without one is ``missing``. rule: of the contract; empty where it lacks the
+    field."""
 
     name: str
     baseline: str
@@ -162,8 +162,8 @@ class EnvironmentView:
     """A candidate's environment.
 
     config, settings, packages: differences from the baseline. num_config, num_settings, num_packages: equal ones.
-    breaches: differences in fields of the contract under MUST_MATCH. num_must_match: all such fields, without which no
-    replay starts. ledger: by category, counts by name. notes: gaps in this account.
+    breaches: differences in fields of the contract under MUST_MATCH. num_must_match: all such fields; no replay
+    starts without them. ledger: by category, counts by name. notes: gaps in this account.
     """
 
     config: tuple[ValueDifference, ...]
@@ -179,7 +179,7 @@ class EnvironmentView:
 
 
 def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: RecordingFacts) -> EnvironmentView:
-    """A candidate's folder beside the baseline's and the recording that both trained on."""
+    """A candidate's folder beside the baseline's and the recording of both."""
     rules = {field.name: field.rule.value.replace("_", " ") for field in recording.contract}
     config = _differences(_kept(baseline.config), _kept(candidate.config), rules)
     # The contract names settings that must match with a prefix.

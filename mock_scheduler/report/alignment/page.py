@@ -1,6 +1,6 @@
 """An alignment as one HTML page that opens offline: verdicts first, then each candidate with its evidence.
 
-Contract: without a library: figures are tables and SVG, so that a page of a hundred candidates stays below a few
+Contract: without a library: figures are tables and SVG, and a page of a hundred candidates stays below a few
 megabytes. The templates lay out the view of terminal and JSON, and the additions of this module.
 """
 

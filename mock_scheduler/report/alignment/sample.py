@@ -2,7 +2,7 @@
 
 Contract: read from the recording and both runs' traces. The sample is that of the first divergence where its tensor
 has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names a sample. Never
-fails: what cannot be shown is said in ``problem``. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
+fails: ``problem`` says why a part cannot be shown. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
 token. On the page each token is as dark as the two runs are apart there, in decades below the row's largest difference;
 the worst token stands alone, and the five worst are listed with their numbers.
 """
@@ -48,7 +48,7 @@ class SampleTurn:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleView:
     """One trajectory. tensor: whose differences its tokens have; empty where none could be read. worst_position,
-    max_difference: of them. num_cut: tokens that are left out. problem: why all or a part of it cannot be shown.
+    max_difference: of them. num_cut: omitted tokens. problem: why all or a part of it cannot be shown.
     """
 
     step: int
@@ -165,7 +165,7 @@ def _turn(
 
 
 def _cut(turn: SampleTurn, start: int, end: int) -> list[SampleTurn]:
-    """What of a turn lies between two positions of its row; empty where nothing does."""
+    """Cut the part of a turn between two positions of its row; empty where there is none."""
     first = max(start - turn.first_position, 0)
     last = min(end - turn.first_position, len(turn.tokens))
     if first >= last:
@@ -188,7 +188,7 @@ _SHADES = ((0.5, "m4"), (0.1, "m3"), (0.01, "m2"), (0.0, "m1"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Consecutive tokens of one shade. before: the space that parts it from the piece before. shade: empty for none."""
+    """Consecutive tokens of one shade. before: the space after the piece before. shade: empty for none."""
 
     before: str
     text: str

@@ -89,7 +89,7 @@ def _print_beneath(text: str, console: Console, *, style: str) -> None:
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """Print all that is known of a failing candidate."""
+    """Print all details of a failing candidate."""
     verdict, origin, versions = candidate.verdict, candidate.origin, candidate.setup.versions
     console.print()
     title = Text.assemble((candidate.name, "bold"), ": ", (verdict.kind.value, VERDICT_STYLES[verdict.kind]))
@@ -110,7 +110,7 @@ def _print_details(candidate: CandidateView, console: Console, *, more: str) -> 
 
 
 def _print_differences(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """Print the first few tensors and metrics that differ, and further findings."""
+    """Print the first few differing tensors and metrics, and further findings."""
     differences, metrics = candidate.differences, candidate.metrics
     tensors = [
         f"{line.kind} of {line.name} at step {line.step}, update {line.update}: {line.relative}, bound {line.bound} "

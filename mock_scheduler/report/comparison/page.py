@@ -215,7 +215,7 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
 
 
 def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
-    """The least size that a difference is divided by where it is relative."""
+    """The least divisor of a relative difference."""
     return result.bounds.metric(metric.nearest_step, metric.name).floor
 
 

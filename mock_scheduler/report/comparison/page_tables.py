@@ -37,7 +37,7 @@ class TierColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierTable:
-    """Columns that have a number, and for each kind its name and its bar: tone, count and width in percent."""
+    """Columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
 
     columns: tuple[TierColumn, ...]
     rows: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...]
@@ -68,7 +68,7 @@ class TensorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One metric that differs, in words and numbers."""
+    """One differing metric, in words and numbers."""
 
     name: str
     max_abs: str
@@ -82,7 +82,7 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricTable:
-    """The first metrics that differ, and how many more there are."""
+    """The first differing metrics, and how many more there are."""
 
     rows: tuple[MetricRow, ...]
     num_more: int
@@ -167,7 +167,7 @@ def _figures(difference: TensorDifference) -> tuple[str, ...]:
 
 
 def build_metric_table(differences: Sequence[MetricDifference]) -> MetricTable:
-    """Metrics that differ, with their largest differences."""
+    """Lay out differing metrics, with their largest differences."""
     return MetricTable(
         rows=tuple(map(_metric_row, differences[:MAX_METRICS])), num_more=max(len(differences) - MAX_METRICS, 0)
     )

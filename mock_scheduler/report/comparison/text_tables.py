@@ -28,7 +28,7 @@ _NONE = "-"
 
 
 def print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
-    """Print how many tensors of each kind are how far apart: one row for each, and only columns that have a number."""
+    """Print how many tensors of each kind are how far apart: one row for each, and no column of zeros."""
     if not counts:
         return
     columns = (
@@ -119,7 +119,7 @@ def _figures(difference: TensorDifference) -> tuple[str, ...]:
 
 
 def print_metrics(differences: Sequence[MetricDifference], console: Console) -> None:
-    """Print one row per metric that differs: its largest differences, and how many times its bound; red beyond that."""
+    """Print one row per differing metric: its largest differences, and how many times its bound; red beyond that."""
     headers = ("max |a-b|", "max relative", "at step", "first differs", "of bound")
     styles = ["red" if item.first_exceeding_step is not None else "" for item in differences]
     rows = [

@@ -1,6 +1,6 @@
-"""The contents of all reports of a comparison: counts by tier, the tensors to look at, their figures in words.
+"""The contents of all reports of a comparison: names of the sides, counts by tier, the tensors and metrics to show.
 
-Contract: plain data out of results, without a terminal or a page, so that text, JSON and HTML say the same.
+Contract: plain data out of results, without a terminal or a page; text, JSON and HTML say the same.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ VERDICT_STYLES: Mapping[VerdictKind, str] = {
 class TierCounts:
     """How many tensors of one kind are how far apart, over all steps and updates.
 
-    identical, ulp, tolerance, undecided, diverged: of those that were compared, by ``TensorDifference.tier``;
-    undecided are those whose sketches cannot tell on which side of their bound they are.
-    missing: findings, which are tensors that one side lacks or that cannot be subtracted (another shape, NaN on one
-    side). unobserved: names that one or both runs do not show, for a reason that is no fault. unjudged: of the compared
-    ones, how many are no larger than rounding.
+    identical, ulp, tolerance, undecided, diverged: of the compared ones, by ``TensorDifference.tier``; for the
+    undecided ones sketches cannot tell the side of the bound. missing: findings: one side lacks the tensor, or the two
+    cannot be subtracted (another shape, NaN on one side). unobserved: names not shown by one or both runs, for a reason
+    without fault. unjudged: of the compared ones, how many are no larger than rounding.
     """
 
     kind: TraceKind
@@ -58,12 +57,12 @@ class TierCounts:
 
     @property
     def compared(self) -> int:
-        """All that were compared."""
+        """The number of compared tensors."""
         return self.identical + self.ulp + self.tolerance + self.undecided + self.diverged
 
 
 def tier_of(difference: TensorDifference) -> Tier | Literal["undecided"]:
-    """Say in one word how far the two are apart, or that a sketch cannot tell."""
+    """Say in one word how far the two are apart, or ``undecided``."""
     return "undecided" if difference.is_undecided else difference.tier
 
 
@@ -77,7 +76,7 @@ def name_sides(result: ComparisonResult) -> tuple[str, str]:
 
 
 def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:
-    """Count every kind of either run, in the order in which a step computes them."""
+    """Count every kind of either run, in the order of computation."""
     tiers = Counter((item.key.kind, tier_of(item)) for item in tensors.differences)
     unjudged = Counter(item.key.kind for item in tensors.differences if not item.is_judged)
     missing = Counter(finding.kind for finding in (*tensors.findings, *tensors.unusable) if not finding.is_selection)

@@ -60,7 +60,7 @@ def _head_rows(description: RecordingDescription) -> Iterator[tuple[str, str]]:
 
 
 def _contract_lines(contract: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
-    """The first few fields, those that must match before the others, and how many more there are."""
+    """Yields the first few fields, obligatory ones before the others, and how many more there are."""
     ordered = sorted(contract, key=lambda field: field["rule"] == Rule.MAY_DIFFER)
     for field in ordered[:_NUM_LINES]:
         value = shorten(show(field["value"], Match(str(field["match"]))), _VALUE_WIDTH)
@@ -114,7 +114,7 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
 
 
 def _describe_steps(folder: FolderDescription) -> str:
-    """``steps 0-4``; with the steps that are there beside those that were asked for."""
+    """``steps 0-4``; with the present steps beside the chosen ones."""
     if not folder.present:
         return "no step"
     beside = "" if folder.chosen == folder.present else f" of {folder.present}"

@@ -90,8 +90,8 @@ def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path
         "      looks like  a partial sum of tp is missing",
         "      worst       sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the "
         "candidate;",
-        "                  held by the baseline's global rank 0 (tp0 pp0 dp0) and the candidate's global rank 0 "
-        "(tp0 pp0 dp0),",
+        "                  held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
+        "global rank 1",
     ]
     assert "  and 291 more (with --json)" in lines
 
