@@ -14,8 +14,8 @@ from mock_scheduler.compare.pairing.ledgers import check_groups
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.compare.walk.traces import trace_level
-from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_trace
 from mock_scheduler.trace.entries import RankPlace

@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.align.plan.plan import RECORDING_NAME
@@ -26,6 +25,7 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
+from mock_scheduler.support.version import PACKAGE
 
 _DIVERGED = "diverged"
 
@@ -64,7 +64,7 @@ class DivergedCandidate:
     @property
     def own_packages(self) -> tuple[str, ...]:
         """The packages of the library and of the program."""
-        return (mock_scheduler.__name__, *self.program.packages)
+        return (PACKAGE, *self.program.packages)
 
     @property
     def own_keys(self) -> frozenset[str]:

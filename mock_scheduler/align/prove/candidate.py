@@ -12,9 +12,9 @@ from pathlib import Path
 from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.localise.runs import full_overrides
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order, shrinking_factor
+from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order
 from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.bounds.bounds import Bounds, shrinking_factor
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary

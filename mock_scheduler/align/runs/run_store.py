@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler import __version__
 from mock_scheduler.align.plan.overrides import find_module
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.cache import (
@@ -46,6 +45,7 @@ from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away
 from mock_scheduler.support.run_files import RUN_FILE
+from mock_scheduler.support.version import VERSION
 from mock_scheduler.verdict.results import AlignmentTimes
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -129,7 +129,7 @@ class RunCache:
         key = (run.sources, run.entry)
         if key not in self._codes:
             self._codes[key] = {
-                "mock-scheduler": __version__,
+                "mock-scheduler": VERSION,
                 "sources": digest_sources(run.sources),
                 "entry": _digest_entry(run),
             }

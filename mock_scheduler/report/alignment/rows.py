@@ -14,6 +14,8 @@ from mock_scheduler.report.comparison.view import metrics_to_show, unmatched
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
+from mock_scheduler.verdict.wording.bounds import describe_suspicion, describe_test
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     describe_ledgers,
@@ -33,9 +35,9 @@ _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "r
 def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...], int], ...]:
     """Findings by heading: the first few, and how many there are."""
     verdict, tensors = candidate.verdict, candidate.verdict.tensors
-    lists = [("Without a number", [item.message for item in unmatched(verdict.metrics, tensors)])]
-    lists.append(("What noise does not explain", [item.text for item in verdict.suspicions]))
-    lists.append(("Tests for what hides within the noise", [test.text for test in verdict.tests]))
+    lists = [("Without a number", [describe_finding(item) for item in unmatched(verdict.metrics, tensors)])]
+    lists.append(("What noise does not explain", [describe_suspicion(item) for item in verdict.suspicions]))
+    lists.append(("Tests for what hides within the noise", [describe_test(test) for test in verdict.tests]))
     if tensors is not None:
         replicas = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]
         replicas += [f"in the baseline: {item.describe()}" for item in tensors.baseline_conflicts]

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.compare.differences import Tier
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import (
     TensorComparison,
     TensorDifference,
+    Tier,
 )
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.terminal import shortest_names

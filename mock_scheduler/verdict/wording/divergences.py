@@ -12,6 +12,8 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger
+from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor
 
 #: The part of a step in each phase.
@@ -47,12 +49,12 @@ def describe_evidence(divergence: Divergence) -> str:
         case MetricDifference():
             return describe_metric(evidence)
         case ReplicaConflict():
-            looks_like = "" if divergence.residual is None else f": {divergence.residual.text}"
+            looks_like = "" if divergence.residual is None else f": {describe_residual(divergence.residual)}"
             return f"copies within the candidate differ: {evidence.describe()}{looks_like}"
         case Finding():
-            return evidence.message
+            return describe_finding(evidence)
         case LedgerComparison():
-            return evidence.difference or ""
+            return "" if evidence.difference is None else describe_ledger(evidence)
         case ContractDifference():
             return f"the contracts differ in {evidence.describe()}"
         case StepsOfOneSide():

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mock_scheduler.compare.differences import WorstElement
+from mock_scheduler.compare.findings import NotCompared
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
     LedgerComparison,
-    NotCompared,
     TensorComparison,
     TensorDifference,
+    WorstElement,
 )
 from mock_scheduler.compare.walk.metrics import MetricDifference
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TraceKind
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 INFINITE = "∞"
 _MANY = 1e6
@@ -48,8 +50,8 @@ def describe_tensor(difference: TensorDifference) -> str:
             f"{difference.tolerance:.2g})"
         )
     details = [
-        *([difference.residual.text] if difference.residual is not None else []),
-        *([difference.localities[0].text] if difference.localities else []),
+        *([describe_residual(difference.residual)] if difference.residual is not None else []),
+        *([describe_locality(difference.localities[0])] if difference.localities else []),
         *_describe_worst(difference),
     ]
     return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"
@@ -100,9 +102,9 @@ def describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace]
 
 def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
     """Describe one tensor beside its figures, as labels and texts: the place and the look of its difference."""
-    rows = [("where", locality.text) for locality in difference.localities[:2]]
+    rows = [("where", describe_locality(locality)) for locality in difference.localities[:2]]
     if difference.residual is not None:
-        rows.append(("looks like", difference.residual.text))
+        rows.append(("looks like", describe_residual(difference.residual)))
     if difference.figures is not None and difference.figures.worst is not None:
         rows.append(("worst", describe_worst(difference.figures.worst)))
     if difference.dtypes is not None:
@@ -141,20 +143,20 @@ def describe_not_compared(tensors: TensorComparison) -> list[str]:
     """List omissions without fault, one line for each reason, kind and side; then the notes."""
     groups: dict[tuple[str, TraceKind, tuple[str, ...]], list[NotCompared]] = {}
     for item in tensors.not_compared:
-        groups.setdefault((item.reason, item.kind, item.sides), []).append(item)
+        groups.setdefault((describe_reasons(item), item.kind, item.sides), []).append(item)
     lines = [
         f"{kind.replace('_', ' ')} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
         f"{' and the '.join(sides)}: {reason}"
         for (reason, kind, sides), items in groups.items()
     ]
-    selected = [finding.message for finding in tensors.findings if finding.is_selection]
-    return [*lines, *selected, *tensors.notes]
+    selected = [describe_finding(finding) for finding in tensors.findings if finding.is_selection]
+    return [*lines, *selected, *map(describe_note, tensors.notes)]
 
 
 def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
     """List differences in the order of steps; then how many calls are equal, one line for each kind."""
     lines = [
-        f"{ledger.kind} at step {ledger.step}: {ledger.difference}"
+        f"{ledger.kind} at step {ledger.step}: {describe_ledger(ledger)}"
         for ledger in ledgers
         if ledger.difference is not None
     ]
