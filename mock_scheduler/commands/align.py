@@ -11,8 +11,8 @@ from rich.console import Console
 
 from mock_scheduler.align.plan.plan import RECORDING_NAME
 from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.api.alignments import PAGE_FILE, Alignment, run_alignment
-from mock_scheduler.display.console import build_console
+from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment.ci import alignment_summary
 from mock_scheduler.report.alignment.terminal import print_report

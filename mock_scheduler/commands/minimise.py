@@ -16,10 +16,10 @@ from mock_scheduler.align.minimise.minimise import minimise
 from mock_scheduler.align.minimise.space import ReductionSpace, build_space
 from mock_scheduler.align.minimise.trials import AlignOnce, Trials, only_candidate, remember
 from mock_scheduler.align.plan.matrix import expand_candidates
-from mock_scheduler.align.runs.resume import open_folder
+from mock_scheduler.align.runs.run_store import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig
-from mock_scheduler.display.console import build_console
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader, Program, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder

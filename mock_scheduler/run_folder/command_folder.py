@@ -1,4 +1,4 @@
-"""The folder of an alignment or of the doctor is emptied only where a command of that kind made it.
+"""The folder of an alignment or of the doctor is emptied only where the same command made it.
 
 Contract: a folder with the command's marker, or its result, in it is its own; in any other nothing is ever removed.
 """

@@ -1,6 +1,6 @@
-"""``mock-scheduler compare`` and ``replicas`` are given a run, a trace, metrics or a recording.
+"""Opens the inputs of ``mock-scheduler compare`` and ``replicas``: runs, traces, metrics and recordings.
 
-The files in a folder tell its kind.
+The files in a folder tell its kind. Options of the two commands are read here too.
 
 Contract: reads headers and small files only; problems of both sides are said at once.
 """
@@ -23,8 +23,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
-from mock_scheduler.run_folder.finished_run import RunSummary, load_summary
-from mock_scheduler.run_folder.stored_config import StoredConfig, load_stored_config
+from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,
@@ -58,7 +57,7 @@ class ComparedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedInput:
-    """One side; ``stored``: the configuration of the run that it belongs to, where that is known."""
+    """One side; ``stored``: the configuration of its run, where it is known."""
 
     side: ComparedInput
     stored: StoredConfig | None
@@ -126,7 +125,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
 
 
 def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> None:
-    """Raises ``ConfigError`` where neither side has any chosen step, with the steps that there are; ``None``: all."""
+    """Raises ``ConfigError`` where neither side has any chosen step, with the present steps; ``None``: all."""
     if steps is None:
         return
     absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
@@ -159,7 +158,7 @@ def find_trace(path: Path) -> Path:
 
 
 def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
-    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` that lists every one that is no bound."""
+    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` with every invalid one."""
     values: dict[str, float] = {}
     problems = []
     for text in (part for item in stated for part in item.split(",") if part.strip()):
@@ -252,6 +251,16 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_page_path(path: Path | None) -> None:
-    """Raises ``ConfigError`` for ``--html -``, as it would write a file of that name."""
+    """Raises ``ConfigError`` for ``--html -``, as it would write a file named ``-``."""
     if path is not None and str(path) == "-":
         raise ConfigError("--html: - is not a file; name one, as in --html page.html")
+
+
+def parse_steps(text: str | None) -> StepRanges | None:
+    """Read ``--steps`` as a set; ``None`` where it is absent. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    try:
+        return StepRanges.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--steps: {error}") from error

@@ -12,7 +12,8 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun, quote_override
+from mock_scheduler.align.plan.overrides import quote_override
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.commands import align as command
 from mock_scheduler.commands.align import AlignOptions, run_align

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun
-from mock_scheduler.commands.compare import CompareOptions, run_compare
-from mock_scheduler.commands.replicas import run_replicas
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.steps import StepRanges

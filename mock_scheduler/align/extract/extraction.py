@@ -18,11 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.extract.batch import reduce_batch
 from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_reproduction
-from mock_scheduler.align.extract.readme import write_readme
-from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_readme, write_reproduction
+from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict, reduce_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import AlignmentError, ConfigError
@@ -148,7 +146,7 @@ class Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """Find the places of the chosen groups in the step: every step keeps the groups at these places."""
+        """Find the places of the chosen groups in the step: every step keeps the groups there."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:

@@ -34,8 +34,8 @@ def list_candidates(
 
     First ``align.candidates``, then the matrix layout by layout, each with every option.
 
-    ``parallel``: the baseline's layout; a candidate of the matrix overrides the degrees in which its own differs.
-    ``reserved``: names that no candidate may have. Problems are every unknown layout, doubled or reserved name,
+    ``parallel``: the baseline's layout; a candidate of the matrix overrides the degrees where its own differs.
+    ``reserved``: names forbidden to candidates. Problems are every unknown layout, doubled or reserved name,
     exclusion without a match and empty product.
     """
     problems: list[str] = []
@@ -51,9 +51,9 @@ def list_candidates(
 
 
 def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
-    """Returns the overrides that make ``parallel`` the layout of a text such as ``tp2-sp``; other degrees become 1.
+    """Returns overrides from ``parallel`` to the layout of a text like ``tp2-sp``; other degrees become 1.
 
-    Keys that are no degrees stay as they are. Raises ``LayoutError`` for a text that is no layout.
+    Keys beside the degrees stay as they are. Raises ``LayoutError`` where the text is no layout.
     """
     current = parallel.model_dump()
     return tuple(
@@ -94,7 +94,7 @@ def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: lis
 
 
 def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: list[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the overrides of every layout that is one, by its text."""
+    """Returns the overrides of every valid layout, by its text."""
     layouts: dict[str, tuple[str, ...]] = {}
     for text in texts:
         try:

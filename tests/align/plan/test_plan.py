@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.align.plan.interpreters import Interpreter
-from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, plan_alignment
-from mock_scheduler.align.plan.planned_run import group_runs
+from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.align.plan.planned_run import AlignPlan, Changes, PlannedRun, group_runs
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import build_loader, load_config
 from pipelines.program import PROGRAM

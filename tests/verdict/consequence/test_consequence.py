@@ -19,7 +19,7 @@ from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
+from mock_scheduler.verdict.consequence.consequence import CLIP_STATES, clip_states
 from mock_scheduler.verdict.consequence.consequence import find_consequence as find_consequence_by
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFlip, Consequence
 from mock_scheduler.verdict.wording.consequence import describe_consequence

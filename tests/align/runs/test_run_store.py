@@ -6,7 +6,7 @@ import pytest
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.cache import NotReusable, Reusable
-from mock_scheduler.align.runs.resume import RunCache, open_folder, read_machine, read_settings
+from mock_scheduler.align.runs.run_store import RunCache, open_folder, read_machine, read_settings
 from mock_scheduler.errors import ConfigError
 from tests.align.finished_runs import RECORD, finish, plan_run
 from tests.recording.recordings import record
