@@ -9,9 +9,9 @@ from typing import Literal
 
 from mock_scheduler.compare.differences import Figures, Locality, Residual, Tier
 from mock_scheduler.compare.findings import Finding, Side
+from mock_scheduler.config.trace import TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import TRACE_KINDS, LedgerKind, TraceKind
 
 #: The kinds that a verdict must have compared.
 JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")

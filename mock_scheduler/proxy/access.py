@@ -15,16 +15,11 @@ from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundErr
 from mock_scheduler.proxy.missing_steps import request_stand_in
 from mock_scheduler.proxy.routing import Route, Router
 from mock_scheduler.proxy.settings import ProxySettings
-from mock_scheduler.recording import (
-    RecordedStep,
-    RecordingReader,
-    RecordingWriter,
-    StepInfo,
-    WrittenStep,
-)
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.step.step_info import info_differences
+from mock_scheduler.recording.reading.reader import RecordedStep, RecordingReader
+from mock_scheduler.recording.step.step_info import StepInfo, info_differences
+from mock_scheduler.recording.writing.opening import RecordingWriter, WrittenStep
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 

@@ -16,8 +16,7 @@ from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
 from mock_scheduler.proxy.checks import Answer, as_rollout_batch, check_request, judge_batch, read_metrics, read_state
 from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
-from mock_scheduler.proxy.pending import Taken, TakenBatches
-from mock_scheduler.proxy.real import RealScheduler
+from mock_scheduler.proxy.real_scheduler import RealScheduler, Taken, TakenBatches
 from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings

@@ -10,9 +10,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.trace.entries import RankPlace, TraceSink
+from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 
 EVERYTHING = "*"
 _NUM_NEAREST = 3
@@ -96,3 +100,16 @@ def _why_nothing(pattern: str, names: Collection[str]) -> str:
     nearest = difflib.get_close_matches(pattern, sorted(names), n=_NUM_NEAREST, cutoff=_NEAREST_CUTOFF)
     shown = nearest or sorted(names)[:_NUM_NEAREST]
     return f"it matches none of {len(names)} names; the nearest are {', '.join(shown)}"
+
+
+def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:
+    """Whole tensors for level ``full``, sketches for level ``sketch``.
+
+    Raises ``TraceError`` where this rank's step is traced already, and ``ValueError`` for level ``off``, since
+    nothing is to be collected.
+    """
+    if config.level == "full":
+        return FullSink(trace_dir, step=step, place=place, world_size=world_size, part_bytes=config.part_bytes)
+    if config.level == "sketch":
+        return SketchSink(trace_dir, step=step, place=place, world_size=world_size, num_buckets=config.sketch_buckets)
+    raise ValueError("trace.level is off: nothing is traced, so there is nothing to write to")

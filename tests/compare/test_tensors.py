@@ -10,10 +10,10 @@ from mock_scheduler.compare.bounds.bounds import TensorBound
 from mock_scheduler.compare.measure.distance import compare_updates, measure, with_rounding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.walk import compare_traces
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 from tests.compare.stated import stated
 

@@ -14,9 +14,10 @@ from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.commands.diff import run_diff
 from mock_scheduler.commands.inspect import run_inspect
 from mock_scheduler.commands.verify import run_verify
-from mock_scheduler.recording import Contract, WriterOptions, open_recording
+from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RowShard
 from mock_scheduler.support.text import format_bytes
 from tests.recording.builders import SAMPLING, make_contract, make_info, make_row

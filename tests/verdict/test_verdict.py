@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.compare_runs import compare_runs
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind, worst_exit_code

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftEnd, GraftEndCause, GraftKind, pass_of
 
 

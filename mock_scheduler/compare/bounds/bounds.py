@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 if TYPE_CHECKING:
     from mock_scheduler.compare.bounds.measured import NoiseBounds

@@ -30,8 +30,7 @@ from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.compare.bounds.token_shares import TokenShares, is_share
 from mock_scheduler.compare.pairing.routing import is_choice
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 #: How many times the noise that was measured a difference may be.
 SAFETY = 3.0

@@ -24,9 +24,9 @@ from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair, all_of, 
 from mock_scheduler.compare.pairing.routing import is_choice
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
-from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
 
 #: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
 NUM_FIRST = 6

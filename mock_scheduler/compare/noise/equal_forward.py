@@ -18,7 +18,7 @@ from mock_scheduler.compare.noise.slopes import LARGEST_Z, describe_ratio, robus
 from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase
 
 _FEWEST_TENSORS = 8
 _FEWEST_ELEMENTS = 16

@@ -29,8 +29,7 @@ from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
 from mock_scheduler.compare.measure.distance import SIGNIFICANT
 from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.sketch.sketch import difference
 
 GROWTH = 1.03

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.config.trace import LEDGER_KINDS, LedgerKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter
-from mock_scheduler.trace.kinds import LEDGER_KINDS, LedgerKind
 
 
 class LedgerSource(Protocol):

@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from mock_scheduler.compare.findings import Finding, Side, other_side
 from mock_scheduler.compare.tensors import NotCompared
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import StepFooter, TraceKey
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
 
 _NUM_NAMED = 3
 

@@ -15,9 +15,9 @@ from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, Sketch
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.sketches import compare_sketches
 from mock_scheduler.compare.walk.walk import OnKey, compare_traces
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS

@@ -24,8 +24,7 @@ from mock_scheduler.recording.paths import (
     step_folder,
     step_stem,
 )
-from mock_scheduler.recording.reading.open_step import OpenStep, open_step
-from mock_scheduler.recording.reading.prompts import compare_prompts
+from mock_scheduler.recording.reading.open_step import OpenStep, compare_prompts, open_step
 from mock_scheduler.recording.retention import RetentionRecord, load_retention, replay_starts
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage

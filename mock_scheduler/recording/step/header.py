@@ -24,8 +24,15 @@ import torch
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.sealed import check_version
-from mock_scheduler.recording.step.blocks import DIGEST_CHARS, count_blocks, digest_blocks
-from mock_scheduler.recording.step.stored import TensorEntry, count_stored_bytes, stored_bytes, stored_form
+from mock_scheduler.recording.step.stored_tensors import (
+    DIGEST_CHARS,
+    TensorEntry,
+    count_blocks,
+    count_stored_bytes,
+    digest_blocks,
+    stored_bytes,
+    stored_form,
+)
 from mock_scheduler.recording.storage import ByteSource
 from mock_scheduler.support.digests import JSON, canonical_json, open_sealed
 from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from mmap import mmap
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +22,20 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.step.blocks import BlockReader, TensorRange
-from mock_scheduler.recording.step.header import StepHeader, parse_head, read_head
+from mock_scheduler.recording.step.header import StepHeader, encode_tensors, parse_head, read_head
 from mock_scheduler.recording.step.layout import (
     IDENTITY_TENSORS,
     RowKeys,
     StepLayout,
+    pack_batch,
     read_layout,
     unpack_batch,
     unpack_keys,
 )
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.recording.step.stored import view_array, view_tensor
+from mock_scheduler.recording.step.stored_tensors import BlockReader, TensorRange, view_array, view_tensor
 from mock_scheduler.recording.storage import ByteSource
+from mock_scheduler.recording.storage.byte_sources import MemorySource
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import dtype_name
 
@@ -250,3 +252,50 @@ def _as_corrupt(name: str) -> Iterator[None]:
         raise
     except (BatchError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CorruptRecordingError(f"{name}: content is no rollout batch: {error!r}") from error
+
+
+StepBuffer: TypeAlias = "bytes | bytearray | memoryview | mmap"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedStep:
+    """A step file in memory. ``pieces``: its bytes in order, views of the batch's tensors where that is possible, so
+    the batch must not change before they are written; ``digest``: that of ``StepFile.digest``."""
+
+    pieces: tuple[bytes | memoryview, ...]
+    digest: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        return b"".join(self.pieces)
+
+
+def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
+    """The step file of a batch.
+
+    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
+    where the step is too large for the format.
+    """
+    tensors, content = pack_batch(batch)
+    content["info"] = info.as_json()
+    pieces, digest = encode_tensors(content, tensors, name=f"step {info.step}")
+    return EncodedStep(pieces=pieces, digest=digest)
+
+
+def decode_step(
+    data: StepBuffer, *, source: str = "step in memory", verify: bool = True
+) -> tuple[RolloutBatch, StepInfo]:
+    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
+
+    Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
+    ``StepFile.open`` and ``StepFile.load``, naming ``source``.
+    """
+    view = memoryview(data)
+    buffer = MemorySource(bytearray(view) if view.readonly else view, path=source)
+    step = StepFile.open(buffer, name=source)
+    return step.load(verify=verify), step.info

@@ -16,8 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, open_file, open_regular
-from mock_scheduler.recording.storage.compressed import COMPRESSED_ENDING, compress, open_compressed
+from mock_scheduler.recording.storage.byte_sources import (
+    COMPRESSED_ENDING,
+    ByteSource,
+    check_name,
+    compress,
+    open_compressed,
+    open_file,
+    open_regular,
+)
 from mock_scheduler.recording.storage.file_lock import FileLock, claim_folder, lock_folder
 from mock_scheduler.support.files import (
     Buffer,

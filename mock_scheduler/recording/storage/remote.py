@@ -17,15 +17,17 @@ from contextlib import contextmanager
 import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, check_range
-from mock_scheduler.recording.storage.compressed import (
+from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
+    ByteSource,
+    check_name,
+    check_range,
     compress,
     open_compressed,
 )
 from mock_scheduler.support.files import Buffer
-from mock_scheduler.support.forks import PerProcess
+from mock_scheduler.support.threads import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")

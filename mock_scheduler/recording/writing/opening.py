@@ -19,8 +19,13 @@ from mock_scheduler.recording.paths import (
     step_folder,
 )
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.admission import (
+    DiskForecast,
+    FolderLocks,
+    check_addition,
+    exists_text,
+    other_run_text,
+)
 from mock_scheduler.recording.writing.sharded import clear_uncommitted
 from mock_scheduler.recording.writing.writer import RecordingWriter as RecordingWriter
 from mock_scheduler.recording.writing.writer import WriterOptions as WriterOptions

@@ -28,15 +28,19 @@ from mock_scheduler.recording.paths import (
     step_name,
 )
 from mock_scheduler.recording.retention import is_train, load_retention, note_checkpoint, num_more_kept
-from mock_scheduler.recording.step.container import encode_step
-from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_file import StepFile, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo, info_differences
 from mock_scheduler.recording.storage import Storage, locked
-from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.admission import (
+    DiskForecast,
+    FolderLocks,
+    check_addition,
+    exists_text,
+    other_run_text,
+)
 from mock_scheduler.recording.writing.sharded import Patience, commit_when_complete
 from mock_scheduler.scheduler import Mode, RowShard
-from mock_scheduler.support.background import JobQueue, QueueTexts
+from mock_scheduler.support.threads import JobQueue, QueueTexts
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

@@ -21,10 +21,10 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
 )
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.display.console import shortest_names
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.numbers import format_times

@@ -12,9 +12,14 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.console import cut, print_labelled, print_wrapped
 from mock_scheduler.display.tables import TextColumn, print_table
 from mock_scheduler.recording.contract import Rule
-from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
+from mock_scheduler.recording.inspection.description import (
+    FolderDescription,
+    RecordingDescription,
+    RecordingTotals,
+    Staleness,
+    StepStatistics,
+)
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
-from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from mock_scheduler.config.trace import LedgerKind, TraceKind
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name
@@ -32,7 +33,6 @@ from mock_scheduler.trace.entries import (
     TraceKey,
     Unobserved,
 )
-from mock_scheduler.trace.kinds import LedgerKind, TraceKind
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.

@@ -17,9 +17,8 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import DTYPES
-from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.geometry import ElementSet, count_union, find_cover
-from mock_scheduler.trace.kinds import STEP_KINDS
 from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
 from mock_scheduler.trace.sketch.sketch import Sketch, add, difference

@@ -20,12 +20,12 @@ from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
 from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections

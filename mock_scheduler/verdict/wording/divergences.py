@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.trace.entries import RankPlace
+from mock_scheduler.trace.entries import PHASES, Phase, RankPlace
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
 from mock_scheduler.verdict.wording.numbers import name_kind
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import TraceKind
 
 INFINITE = "∞"
 _MANY = 1e6

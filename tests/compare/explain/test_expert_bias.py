@@ -15,10 +15,10 @@ from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 from mock_scheduler.verdict.decision import decide

@@ -11,9 +11,9 @@ import torch
 from mock_scheduler.compare.explain import parts as parts_module
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind

@@ -9,8 +9,9 @@ import pytest
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.recording import RecordingReader, open_storage
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_row
 from tests.recording.step_recordings import cut, record, record_shards, request
