@@ -1,9 +1,7 @@
 """Compares debug dumps step by step: ``python -m mock_scheduler.compare_debug_dumps``.
 
-Its options are NexRL's, and some of ours.
-
-Contract: exit codes are 0 all equal within the tolerance, 1 different, 3 nothing compared or something missing, 5 bad
-arguments or a file that cannot be read.
+Contract: its options are NexRL's, and some of ours. Exit codes are 0 all equal within the tolerance, 1 different,
+3 nothing compared or something missing, 5 bad arguments or a file that cannot be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The protocol of a training service, version 1: datums in, metrics out.
+"""A training service behind HTTP: its protocol, version 1 (datums in, metrics out), and its client.
 
 ::
 
@@ -21,6 +21,9 @@ An error is ``{"error": text}`` with status 400, 404, 411 or 413 (the request ca
 changed), 409 (the request is out of order), 500 (the service ends) or 503 (it has ended). A header that is no HTTP, a
 length that is no number among them, gets status 400 and a plain text. Numbers are JSON in full precision; NaN and
 infinities are texts.
+
+Contract of the client: no proxy, no redirect, one request at a time and none repeated, since training is not
+idempotent: a request with a lost answer ends the run, and the service names the step that comes next.
 """
 
 from __future__ import annotations
@@ -47,8 +50,11 @@ from mock_scheduler.support.tensor_bytes import shape_text
 from mock_scheduler.support.text import bullet_list, shorten
 
 PROTOCOL_VERSION = 1
+
 VALUE_NAMES = ("advantages", "returns")
+
 OPTIONAL_VALUE_DTYPES = {"weights": torch.float64, "kept": torch.bool}
+
 #: The largest body of a request.
 MAX_REQUEST_BYTES = 1 << 32
 

@@ -1,4 +1,9 @@
-"""Builds the proxy, which the pipeline uses in place of its rollout scheduler."""
+"""Builds the proxy, which the pipeline uses in place of its rollout scheduler.
+
+Contract: everything that can be refused is refused here, before any rollout and any model: the arguments, the
+recording's contract, and steps of the plan that are absent, damaged or another run's. One rank reads every bit of the
+steps to replay; the other ranks read the same files later, and here only their headers.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,9 @@ from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
+
+logger = logging.getLogger("mock_scheduler.rollout_mock")
+_SLOW_CHECK_S = 1.0  # whoever waits longer wants to know why
 
 
 def build_scheduler(
@@ -116,6 +124,18 @@ def _log_enabled(config: RolloutMockConfig) -> None:
         logger.info("[Rollout Mock] Schedule: %s", entry.describe())
 
 
+def _check_shard(settings: ProxySettings) -> None:
+    """Refuse shards without a common run id: each writer would record a run of its own, none with a whole step."""
+    if settings.shard is None or settings.run_id is not None:
+        return
+    recording = modes_to_prepare(settings.config, settings.plan) & {"dump", "cache"}
+    if recording:
+        raise ConfigError(
+            f"shard needs run_id, the same on every rank, where the run records (mode {', '.join(sorted(recording))}): "
+            "give build_scheduler(run_id=...), for example the name of the run, or a uuid that rank 0 sends to all"
+        )
+
+
 def read_config(values: Mapping[str, object]) -> RolloutMockConfig:
     """Check the section ``rollout_mock`` of a plain mapping; raises ``ConfigError`` listing every problem."""
     try:
@@ -131,23 +151,6 @@ def _as_plain(value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_as_plain(item) for item in value]
     return value
-
-
-def _check_shard(settings: ProxySettings) -> None:
-    """Refuse shards without a common run id: each writer would record a run of its own, none with a whole step."""
-    if settings.shard is None or settings.run_id is not None:
-        return
-    recording = modes_to_prepare(settings.config, settings.plan) & {"dump", "cache"}
-    if recording:
-        raise ConfigError(
-            f"shard needs run_id, the same on every rank, where the run records (mode {', '.join(sorted(recording))}): "
-            "give build_scheduler(run_id=...), for example the name of the run, or a uuid that rank 0 sends to all"
-        )
-
-
-logger = logging.getLogger("mock_scheduler.rollout_mock")
-
-_SLOW_CHECK_S = 1.0  # whoever waits longer wants to know why
 
 
 def open_access(settings: ProxySettings) -> RecordingAccess:

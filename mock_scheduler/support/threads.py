@@ -1,4 +1,15 @@
-"""Torch's own threads, where this project computes blocks on threads of its own."""
+"""Threads: writes beside the training loop, values of one process, and torch's own threads.
+
+A ``JobQueue`` runs jobs one at a time, in the order of their submission, and never loses one or its error.
+
+Contract: its thread ends when nothing is left (so the process can end, and ends only after its last job). At most
+``max_held`` submitted jobs are held. No job runs after one that failed, and every later call raises: the first call the
+error as it was, the others an error about it. Any thread may call.
+
+Threads, the connections of clients and locks of files do not live on in a forked child, though their objects do.
+Whoever holds such an object holds it in a ``PerProcess``, and nothing else need know of forks: the queue of a forked
+child is its own, and its parent's jobs are its parent's to do.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +26,7 @@ import torch
 
 from mock_scheduler.errors import MockSchedulerError
 
-
-@contextmanager
-def without_inner_threads() -> Iterator[None]:
-    """Let torch compute each operation on one thread, since blocks are computed on several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 T = TypeVar("T")
-
-
-class PerProcess(Generic[T]):
-    """A value of this process; ``remake`` makes another one at the first use in a forked child."""
-
-    def __init__(self, value: T, *, remake: Callable[[], T]) -> None:
-        self._value = value
-        self._remake = remake
-        self._process_id = os.getpid()
-
-    def get(self) -> T:
-        """Gives this process's own value."""
-        if not self.is_own:
-            self._value, self._process_id = self._remake(), os.getpid()
-        return self._value
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this process has a value already; false in a forked child that has not used it yet."""
-        return self._process_id == os.getpid()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,3 +189,34 @@ class JobQueue:
                 self._failure = error
             if self._is_background:
                 self._logger.error("%s; the next call raises this error: %s", self._texts.failed, error)
+
+
+class PerProcess(Generic[T]):
+    """A value of this process; ``remake`` makes another one at the first use in a forked child."""
+
+    def __init__(self, value: T, *, remake: Callable[[], T]) -> None:
+        self._value = value
+        self._remake = remake
+        self._process_id = os.getpid()
+
+    def get(self) -> T:
+        """Gives this process's own value."""
+        if not self.is_own:
+            self._value, self._process_id = self._remake(), os.getpid()
+        return self._value
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has a value already; false in a forked child that has not used it yet."""
+        return self._process_id == os.getpid()
+
+
+@contextmanager
+def without_inner_threads() -> Iterator[None]:
+    """Let torch compute each operation on one thread, since blocks are computed on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

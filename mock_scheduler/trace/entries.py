@@ -18,7 +18,7 @@ from mock_scheduler.config.trace import LedgerKind, TraceKind
 from mock_scheduler.trace.shards import ShardSpec
 
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
-"""The unit that a dimension counts, in reports: ``slot`` is the place among a token's chosen experts, ascending by expert;
+"""The unit that a dimension counts: ``slot`` is the place among a token's chosen experts, ascending by expert;
 ``row`` and ``column`` are those of a weight that has no better name."""
 
 

@@ -1,8 +1,8 @@
-"""Selects the tensors of a training step to trace: by kind, by globs of canonical names, and by rank.
+"""Carries out a trace's configuration: selects the tensors of a training step, and opens the sink that takes them.
 
-A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
-ranks, so one rank cannot know that a glob selects nothing; each remembers its successful globs, and
-whoever has that of all ranks asks ``describe_unmatched``.
+Tensors are selected by kind, by globs of canonical names, and by rank. A glob is matched by ``fnmatch.fnmatchcase``
+against the whole name: ``*`` also matches dots. Names lie on different ranks, so one rank cannot know that a glob
+selects nothing; each remembers its successful globs, and ``describe_unmatched`` is asked with those of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.sketch.files import SketchSink
 
 EVERYTHING = "*"
+
 _NUM_NEAREST = 3
+
 _NEAREST_CUTOFF = 0.3
 
 

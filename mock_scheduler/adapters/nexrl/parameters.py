@@ -1,9 +1,10 @@
-"""Megatron's parameters under the names Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
+"""Parameters in a debug dump: Hugging Face's names for Megatron's, a rank's part of one, and the whole of all parts.
 
 Contract: a Hugging Face tensor is a choice of rows of one of Megatron's whole tensors (canonical name and shape), never
-a computation, so it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
-its query heads, then its key and its value head (Megatron-core 0.16.1, ``transformer/attention.py``); ``linear_fc1`` of
-a gated MLP has all gate rows, then all up rows (``transformer/mlp.py``).
+a computation, so it can be cut from a rank's shard just as well. Models are like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
+Layouts: ``linear_qkv`` has for each query group its query heads, then its key and its value head (Megatron-core 0.16.1,
+``transformer/attention.py``); ``linear_fc1`` of a gated MLP has all gate rows, then all up rows
+(``transformer/mlp.py``).
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from mock_scheduler.trace.geometry import places_along
 from mock_scheduler.trace.shards import ShardSpec, owned_mask
 
 _MAX_LISTED = 8
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
 _EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "decoder.final_layernorm.bias": "model.norm.bias",
 }
+
 _IN_LAYER = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",

@@ -1,9 +1,11 @@
-"""A step file opened for reading: its rows, all or some, from any source of bytes.
+"""The step file: one safetensors file that holds one batch, with digests over every bit of it.
 
-Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
-rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
-verified memory, and it is the reader's own: nothing written to one or to the file reaches the other.
-Every failure names the file.
+``header`` has the format, ``layout`` the tensors of a batch, ``stored_tensors`` their bytes.
+
+Contract: equal content gives equal bytes, whatever the rows' arrival order. Opening reads and checks the header only. A
+load touches the bytes of its rows in each tensor (the offsets of rows are read whole), verifies just the blocks these
+lie in, and unpickles nothing; its tensors are views of the very verified memory, which is the reader's own: nothing
+written to one or to the file reaches the other. Every failure names the file.
 """
 
 from __future__ import annotations
@@ -39,14 +41,52 @@ from mock_scheduler.recording.storage.byte_sources import MemorySource
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import dtype_name
 
+StepBuffer: TypeAlias = "bytes | bytearray | memoryview | mmap"
 _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 
 
-class _Loaded(NamedTuple):
-    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedStep:
+    """A step file in memory. ``pieces``: its bytes in order, views of the batch's tensors where that is possible, so
+    the batch must not change before they are written; ``digest``: that of ``StepFile.digest``."""
 
-    arrays: dict[str, npt.NDArray[Any]]
-    tensors: dict[str, torch.Tensor]
+    pieces: tuple[bytes | memoryview, ...]
+    digest: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        return b"".join(self.pieces)
+
+
+def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
+    """The step file of a batch.
+
+    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
+    where the step is too large for the format.
+    """
+    tensors, content = pack_batch(batch)
+    content["info"] = info.as_json()
+    pieces, digest = encode_tensors(content, tensors, name=f"step {info.step}")
+    return EncodedStep(pieces=pieces, digest=digest)
+
+
+def decode_step(
+    data: StepBuffer, *, source: str = "step in memory", verify: bool = True
+) -> tuple[RolloutBatch, StepInfo]:
+    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
+
+    Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
+    ``StepFile.open`` and ``StepFile.load``, naming ``source``.
+    """
+    view = memoryview(data)
+    buffer = MemorySource(bytearray(view) if view.readonly else view, path=source)
+    step = StepFile.open(buffer, name=source)
+    return step.load(verify=verify), step.info
 
 
 class StepFile:
@@ -222,6 +262,13 @@ class StepFile:
             raise ValueError(f"{found} trajectories; its header says {self.num_trajectories}")
 
 
+class _Loaded(NamedTuple):
+    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+
+    arrays: dict[str, npt.NDArray[Any]]
+    tensors: dict[str, torch.Tensor]
+
+
 @lru_cache(maxsize=256)
 def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, StepLayout]:
     """Parses and checks a header.
@@ -252,50 +299,3 @@ def _as_corrupt(name: str) -> Iterator[None]:
         raise
     except (BatchError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CorruptRecordingError(f"{name}: content is no rollout batch: {error!r}") from error
-
-
-StepBuffer: TypeAlias = "bytes | bytearray | memoryview | mmap"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedStep:
-    """A step file in memory. ``pieces``: its bytes in order, views of the batch's tensors where that is possible, so
-    the batch must not change before they are written; ``digest``: that of ``StepFile.digest``."""
-
-    pieces: tuple[bytes | memoryview, ...]
-    digest: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file."""
-        return sum(len(piece) for piece in self.pieces)
-
-    def to_bytes(self) -> bytes:
-        """The whole file."""
-        return b"".join(self.pieces)
-
-
-def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
-    """The step file of a batch.
-
-    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
-    where the step is too large for the format.
-    """
-    tensors, content = pack_batch(batch)
-    content["info"] = info.as_json()
-    pieces, digest = encode_tensors(content, tensors, name=f"step {info.step}")
-    return EncodedStep(pieces=pieces, digest=digest)
-
-
-def decode_step(
-    data: StepBuffer, *, source: str = "step in memory", verify: bool = True
-) -> tuple[RolloutBatch, StepInfo]:
-    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
-
-    Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
-    ``StepFile.open`` and ``StepFile.load``, naming ``source``.
-    """
-    view = memoryview(data)
-    buffer = MemorySource(bytearray(view) if view.readonly else view, path=source)
-    step = StepFile.open(buffer, name=source)
-    return step.load(verify=verify), step.info

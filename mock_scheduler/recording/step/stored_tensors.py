@@ -1,8 +1,12 @@
-"""Stores one tensor in a step file: its safetensors name, dtype and shape, and its bytes.
+"""One tensor in a step file: its safetensors name, dtype and shape, its bytes, and the digests over blocks of these.
 
 Contract: bit for bit, for every dtype with plain storage. bool is packed bits, little endian, under
-``{name}#bits``; a dtype that not every safetensors reader knows is bytes with one more dimension, of the item's size,
+``{name}#bits``; a dtype unknown to some safetensors readers is bytes with one more dimension, of the item's size,
 under ``{name}#{dtype}``; every other tensor is stored as it is.
+
+Block i of a tensor is its bytes from ``i * BLOCK_BYTES``; the last one may be shorter. A reader of some rows reads and
+checks whole blocks and nothing else; ranges that touch in the file are read at once, since a remote file costs a round
+trip per read.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.storage import ByteSource
 from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
 
+BLOCK_BYTES = 64 * 2**10
+DIGEST_CHARS = 64
+
 _SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -34,6 +41,7 @@ _SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
     torch.uint16: "U16",
     torch.uint8: "U8",
 }
+
 _NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.int64: np.int64,
@@ -111,10 +119,6 @@ def view_tensor(data: memoryview, entry: TensorEntry, *, entries: range | None =
         return torch.from_numpy(bits[skipped:].view(np.bool_)).reshape(shape)
     tensor = torch.frombuffer(data, dtype=entry.dtype)
     return tensor if len(shape) == 1 else tensor.reshape(shape)
-
-
-BLOCK_BYTES = 64 * 2**10
-DIGEST_CHARS = 64
 
 
 class TensorRange(NamedTuple):  # every load makes some dozens, and a data class takes several times as long

@@ -1,9 +1,14 @@
-"""The bytes of one recorded file, readable by range: read from a disk, held in memory, or fetched.
+"""The bytes of one recorded file, readable by range: read from a disk, held in memory, fetched, or decompressed.
 
 Contract: a reader gets memory of its own, writable, so torch may wrap it: nothing written there reaches
 the file, and nothing that happens to the file later reaches verified bytes. A file is not mapped for that
 reason: a map shows the writes of other processes, and ends this process where the file is truncated. A range that
 the file does not have is an error, never a shorter answer.
+
+A compressed file is one zstd frame with its content's size and checksum. Equal content gives equal bytes with the same
+release of zstandard. Opening unpacks nothing, and finds a file truncated or longer than its frame. Reading unpacks as
+far as it is asked, so a file whose first bytes are refused takes no memory for the rest; with the last byte, the
+checksum of the whole content is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +28,13 @@ from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.support.files import Buffer
 
 _ALIGNMENT = 16  # of what NumPy allocates
+COMPRESSED_ENDING = ".zst"
+MAX_DECOMPRESSED_BYTES = 16 * 2**30
+# The frame format, RFC 8878, section 3.1.1: its descriptor, of which two bits mean nothing, and its blocks.
+_DESCRIPTOR_AT, _UNUSED_BITS = 4, 0b0001_1000
+_REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3
+_BLOCK_HEADER_BYTES, _CHECKSUM_BYTES, _MAX_BLOCK_BYTES = 3, 4, 128 * 2**10
+_LEVEL = 9  # token ids shrink little further above it, and the time doubles with every few levels
 
 
 class ByteSource(Protocol):
@@ -136,17 +148,6 @@ def check_name(name: str, *, location: str) -> None:
     is_plain = not name or all(part not in ("", ".", "..") for part in name.split("/"))
     if not is_plain or "\\" in name or "\0" in name:
         raise RecordingError(f"{name!r} cannot name a file of the recording {location}: it is not followed")
-
-
-COMPRESSED_ENDING = ".zst"
-MAX_DECOMPRESSED_BYTES = 16 * 2**30
-
-# The frame format, RFC 8878, section 3.1.1: its descriptor, of which two bits mean nothing, and its blocks.
-_DESCRIPTOR_AT, _UNUSED_BITS = 4, 0b0001_1000
-_REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3
-_BLOCK_HEADER_BYTES, _CHECKSUM_BYTES, _MAX_BLOCK_BYTES = 3, 4, 128 * 2**10
-
-_LEVEL = 9  # token ids shrink little further above it, and the time doubles with every few levels
 
 
 def compress(pieces: Sequence[Buffer]) -> bytes:

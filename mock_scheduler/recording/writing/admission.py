@@ -1,6 +1,8 @@
-"""Who may write into a recording: the locks one writer holds, and the messages for whoever may not.
+"""Whether a run may record in a place: its rights there, the contract of the recording present, and room on the disk.
 
 Contract: rights end with ``release`` or with the process; a forked child has none of its parent's and takes its own.
+A forecast is made before the first step, from its largest possible size, and after every written one, from
+the average of the written ones; a location without a bound (an object store) has none.
 """
 
 from __future__ import annotations
@@ -18,8 +20,18 @@ from mock_scheduler.scheduler import RolloutRequest, RowShard
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.support.threads import PerProcess
 
+logger = logging.getLogger("mock_scheduler.rollout_mock")
 #: The claim on the whole recording, beside the locks of its folders by their names.
 _CLAIM = ""
+# int32 id, float32 logprob and one bit of the mask; per row its identity, offsets, digests and a dozen turns; per file
+# its header. Extras are not known before the first step.
+_BYTES_PER_TOKEN = 8.125
+_BYTES_PER_ROW = 512
+_BYTES_PER_STEP = 64 * 2**10
+_WHAT_TO_DO = (
+    "Free space, set another rollout_mock.dump_dir, record fewer steps (rollout_mock.every, rollout_mock.steps), keep "
+    "fewer (rollout_mock.retention.keep_last) or compress them (rollout_mock.compression: zstd)"
+)
 
 
 class FolderLocks:
@@ -91,20 +103,6 @@ def _describe_owner(storage: Storage, name: str) -> str:
         return f"run id {StepFile.open(storage.open_source(name), name=storage.path(name)).info.run_id}"
     except (MockSchedulerError, FileNotFoundError) as error:
         return f"run id cannot be read: {error}"
-
-
-logger = logging.getLogger("mock_scheduler.rollout_mock")
-
-# int32 id, float32 logprob and one bit of the mask; per row its identity, offsets, digests and a dozen turns; per file
-# its header. Extras are not known before the first step.
-_BYTES_PER_TOKEN = 8.125
-_BYTES_PER_ROW = 512
-_BYTES_PER_STEP = 64 * 2**10
-
-_WHAT_TO_DO = (
-    "Free space, set another rollout_mock.dump_dir, record fewer steps (rollout_mock.every, rollout_mock.steps), keep "
-    "fewer (rollout_mock.retention.keep_last) or compress them (rollout_mock.compression: zstd)"
-)
 
 
 class DiskForecast:

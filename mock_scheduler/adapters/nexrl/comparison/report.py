@@ -1,4 +1,8 @@
-"""The comparison of a step of two or three debug dumps, and its verdict."""
+"""Compares a step of two or three debug dumps, and reports it as text, in NexRL's layout, and as JSON.
+
+Contract: the JSON is valid and bounded: numbers that JSON does not have are texts, and of a section's comparisons at
+most ``MAX_JSON_ITEMS`` are in it, those that do not hold first.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ from mock_scheduler.adapters.nexrl.comparison.values import MISSING, Difference,
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.support.digests import JSON
+
+MAX_JSON_ITEMS = 1000
+MAX_LINES = 20
+_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +108,6 @@ def _count_section(counts: dict[str, tuple[int | None, int]]) -> tuple[Section, 
         if given is not None and given != found
     ]
     return (Section(name="RANKS_AND_MICROBATCHES", title="Number", items=tuple(items)),) if items else ()
-
-
-MAX_JSON_ITEMS = 1000
-MAX_LINES = 20
-_WIDTH = 80
 
 
 def render_report(report: StepReport) -> str:
