@@ -37,6 +37,7 @@ class Ledger:
 
     def count(self, category: Category, name: str, n: int = 1) -> None:
         """Add ``n`` events; raises ``SchedulerError`` for an unknown category or a negative ``n``."""
+        # A name that was misspelt would be a zero that nobody measured.
         if category not in CATEGORIES:
             raise SchedulerError(f"ledger: unknown category {category!r}; known: {', '.join(CATEGORIES)}")
         if n < 0:

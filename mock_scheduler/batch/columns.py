@@ -68,6 +68,7 @@ class TensorColumn:
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
         """The column of copies of the given rows' entries, in the order given."""
+        # By bytes: torch cannot index every dtype, and converts none here.
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
         joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])

@@ -133,6 +133,7 @@ class RolloutBatch:
         sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
         problems = size_problems(arrays, sizes, num_rows=len(self))
         raise_problems(problems + extras_problems(self.extras, len(self), checks_json=is_new))
+        # Last, since it slices by the offsets.
         raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
         return arrays
 
@@ -307,6 +308,7 @@ class RolloutBatch:
 
         Raises ``BatchError`` for other orders: the rows of a batch stay in identity order.
         """
+        # Rows of a batch in increasing order are a batch: nothing else need be checked.
         if any(later <= earlier for earlier, later in pairwise(rows)) or not all(0 <= r < len(self) for r in rows):
             raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
         core = {name: column.select(rows).values for name, column in self._core_columns().items()}

@@ -108,6 +108,7 @@ class RecordingAccess:
         Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. The state is compared only with
         one recorded by a process with the same rows.
         """
+        # Bits decide; no tolerance is applied to a rollout.
         step = self.load(request, route)
         differences = compare_batches(step.batch, played, limit=_NUM_ROWS_SHOWN)
         lines = [] if differences.is_identical else [differences.describe(("recorded", "played"))]
@@ -174,6 +175,7 @@ class RecordingAccess:
         """
         if self.writer is None:
             return
+        # Steps before the checkpoint may be removed: one that lies ahead would remove what no run has had.
         if last_played is not None and next_step > last_played + 1:
             last_played = max(last_played, self.writer.last_train_step())
             if next_step > last_played + 1:

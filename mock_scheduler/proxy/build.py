@@ -162,6 +162,7 @@ def open_access(settings: ProxySettings) -> RecordingAccess:
         SchedulerError: shards are not equal.
         StepExistsError, CorruptRecordingError, RecordingError: as the recording raises them.
     """
+    # The plan first: it costs nothing, and opening a remote recording does.
     for request in settings.plan:
         share_of(request, settings.shard)
     reader = _open_reader(settings)
@@ -176,6 +177,7 @@ def _open_reader(settings: ProxySettings) -> RecordingReader | None:
     """Open the recording and check its contract, where any recorded step may be read."""
     config, dump_dir = settings.config, settings.config.dump_dir
     modes = modes_to_prepare(config, settings.plan)
+    # Modes dump and real read nothing, so an absent recording is no error there.
     if not modes & {"mock", "verify", "cache"}:
         return None
     try:

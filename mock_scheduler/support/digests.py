@@ -35,6 +35,7 @@ def canonical_json(value: JSON) -> str:
 
     Raises ``ValueError`` where the value holds NaN or an infinity, ``TypeError`` where it is not JSON.
     """
+    # Every argument is part of the format of recordings and traces.
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
 
 
@@ -139,6 +140,7 @@ def open_sealed(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"is of type {type(document).__name__}, expected an object")
+    # Over the parsed content: the layout of the text may differ, its values may not.
     recorded = document.pop("digest", None)
     try:
         is_intact = recorded == compute_json_digest(document)

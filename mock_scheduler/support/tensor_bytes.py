@@ -41,6 +41,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a CPU tensor's values, uint8 ``[num_bytes]``, as a view where it is contiguous."""
     if tensor.numel() == 0:  # which torch cannot always view as another dtype
         return torch.empty(0, dtype=torch.uint8)
+    # Lazy conjugation and negation are flags beside the bytes: they are carried out first.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # One element of an expanded tensor counts as contiguous whatever its stride, which a view does not accept.
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)

@@ -99,6 +99,7 @@ def _layer_rows(stem: str, num_rows: int, layout: ModelLayout) -> Iterator[Named
 def _attention_rows(num_rows: int, layout: ModelLayout) -> Iterator[NamedRows]:
     groups, heads = layout.num_query_groups, layout.num_heads // layout.num_query_groups
     head_size = num_rows // (layout.num_heads + 2 * groups)
+    # Within a query group lie its query heads, then one key head, then one value head.
     by_group = torch.arange(num_rows).view(groups, (heads + 2) * head_size)
     query, key, value = torch.split(by_group, [heads * head_size, head_size, head_size], dim=1)
     for part_name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
@@ -109,6 +110,7 @@ def _mlp_rows(parent: str, linear: str, num_rows: int, layout: ModelLayout) -> I
     if linear == "linear_fc2":
         yield NamedRows(name=f"{parent}.down_proj")
     elif linear == "linear_fc1" and layout.is_gated:
+        # All gate rows come before all up rows in the whole tensor, though not in a rank's shard.
         gate, up = torch.arange(num_rows).chunk(2)
         yield NamedRows(name=f"{parent}.gate_proj", rows=gate)
         yield NamedRows(name=f"{parent}.up_proj", rows=up)

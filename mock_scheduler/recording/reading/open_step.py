@@ -68,6 +68,7 @@ class OpenStep:
 
     def is_recorded_as(self, shard: RowShard | None) -> bool:
         """Whether one process recorded just the rows of ``shard`` (None: all of them)."""
+        # The same cut as the writers': each shard is then one file, with its writer's own scheduler state.
         return (None if self._commit is None else len(self._commit.shards)) == (None if shard is None else shard.count)
 
     def load(self, shard: RowShard | None = None, *, verify: bool = True) -> RolloutBatch:

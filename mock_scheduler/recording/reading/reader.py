@@ -84,6 +84,7 @@ class RecordingReader:
         """
         step = self.open_step(request)
         _check_answer(step, request, is_stand_in=is_stand_in)
+        # With the digest: a file that was replaced since is verified again.
         key = (step.path, step.digest, shard)
         batch = step.load(shard, verify=key not in self._verified)
         self._verified.add(key)
@@ -115,6 +116,7 @@ class RecordingReader:
         num_bytes = 0
         for num_checked, request in enumerate(requests, start=1):
             step = self._open(names[request_name(request)], request)
+            # Stand-ins come after the plan; they may be of another policy version and data cursor.
             _check_answer(step, request, is_stand_in=num_checked > len(plan))
             if verify and shard is None:
                 step.verify()

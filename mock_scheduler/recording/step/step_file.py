@@ -208,6 +208,7 @@ class StepFile:
 
     def _load_all(self, *, verify: bool) -> RolloutBatch:
         loaded = self._read(dict.fromkeys(self._header.entries), verify=verify)
+        # Digests show that the file is as written, not that its offsets make sense: they are used as indices next.
         self._check_offsets(loaded.arrays)
         batch = unpack_batch(loaded.arrays, loaded.tensors, self._content, group_size=self.group_size)
         # The batch has shown its rows to be in the order of their identities.
@@ -216,6 +217,7 @@ class StepFile:
         return batch
 
     def _load_some(self, rows: range, *, verify: bool) -> RolloutBatch:
+        # Offsets are read whole: each of them must rise for any slice by them to be sound.
         offsets = self._read(dict.fromkeys(self._layout.offsets), verify=verify).arrays
         self._check_offsets(offsets)
         parts = {name: range(int(values[rows.start]), int(values[rows.stop])) for name, values in offsets.items()}
@@ -228,6 +230,7 @@ class StepFile:
         for name in IDENTITY_TENSORS:
             arrays[name] = arrays[name][rows.start - around.start :][: len(rows)]
         for name, values in offsets.items():
+            # A batch's own offsets begin at 0.
             arrays[name] = values[rows.start : rows.stop + 1] - values[rows.start]
         return unpack_batch(arrays, tensors, self._content, group_size=self.group_size if is_whole else None)
 
@@ -283,6 +286,7 @@ def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, Step
 
 def _key_changes(arrays: Mapping[str, npt.NDArray[Any]], *, num_numbers: int) -> npt.NDArray[np.bool_]:
     """Whether row i + 1 differs from row i in its scheduler or in the first numbers of its identity."""
+    # Rows lie in identity order, so a trajectory or group ends where its key changes.
     numbers, schedulers = arrays["identities"], arrays["scheduler_index"]
     changes: npt.NDArray[np.bool_] = schedulers[1:] != schedulers[:-1]
     for column in range(num_numbers):

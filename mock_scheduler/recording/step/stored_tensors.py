@@ -95,6 +95,7 @@ def stored_form(entry: TensorEntry) -> tuple[str, str, list[int]]:
 def stored_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes to store, as a view of the tensor where it is contiguous and not bool."""
     if tensor.dtype is torch.bool:
+        # Little endian, as the format says: bit i of a byte is element i.
         return np.packbits(tensor.detach().numpy().reshape(-1), bitorder="little").data
     return as_bytes(tensor.detach()).numpy().data
 
@@ -114,6 +115,7 @@ def view_tensor(data: memoryview, entry: TensorEntry, *, entries: range | None =
     if count == 0:
         return torch.empty(0, dtype=torch.uint8).view(entry.dtype).reshape(shape)
     if entry.dtype is torch.bool:
+        # The first entry may begin inside a byte.
         skipped = 0 if entries is None else entries.start * entry.bits_per_entry % 8
         bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=skipped + count, bitorder="little")
         return torch.from_numpy(bits[skipped:].view(np.bool_)).reshape(shape)
@@ -137,6 +139,7 @@ class TensorRange(NamedTuple):  # every load makes some dozens, and a data class
     def span(self, *, verify: bool) -> tuple[int, int]:
         """The bytes of the file to read for it: the blocks it touches or, where nothing is verified, just itself."""
         entry, start, stop = self
+        # A digest is over a whole block, so the blocks at both ends are read whole.
         if verify and start < stop:
             start -= start % BLOCK_BYTES
             stop = min(entry.stop - entry.start, count_blocks(stop) * BLOCK_BYTES)
@@ -196,6 +199,7 @@ def _merge_touching(
     members: list[tuple[TensorRange, int, int]] = []
     for wanted in sorted(ranges, key=lambda wanted: wanted.entry.start):
         first, last = wanted.span(verify=verify)
+        # Only ranges without a gap are joined: bytes nobody asked for are never read.
         if members and first != members[-1][2]:
             yield members[0][1], members[-1][2], members
             members = []

@@ -63,6 +63,7 @@ def open_recording(
     present = {folder: list(found) for folder, found in located.items() if found}
     planned = [(step_folder(request.mode, request.scheduler_id), request.global_step) for request in plan]
     existing = [located[folder][step] for folder, step in planned if step in located.get(folder, {})]
+    # A step is never written over: a run that plays it again must say that it continues.
     if existing and not resume:
         raise StepExistsError(exists_text(storage, existing))
     manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)

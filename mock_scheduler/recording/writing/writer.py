@@ -235,6 +235,7 @@ class RecordingWriter:
         if (recorded.info.run_id, recorded.info.step) != (info.run_id, info.step):
             raise StepExistsError(exists_text(self._storage, [name]))
         differences = info_differences(recorded.info, info)
+        # Whole batches by digest first, which is cheap; rows one by one only to name a difference.
         recorded_batch = recorded.load()
         if not recorded_batch.is_identical(batch):
             differences.append(compare_batches(recorded_batch, batch, limit=_NUM_ROWS_SHOWN).describe())
@@ -248,6 +249,7 @@ class RecordingWriter:
             return
         try:
             with locked(self._storage):
+                # It is published once; the second writer of a run finds the first one's.
                 save_manifest(self._storage, self._manifest)
         except RecordingError as error:
             if not isinstance(error.__cause__, FileExistsError):

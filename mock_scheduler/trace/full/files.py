@@ -165,6 +165,7 @@ def write_part(
         **pieces_as_json(records),
     }
     if ending is not None:
+        # Only the last part has it: its presence is the completeness of the rank's step.
         content["ending"] = {
             "num_parts": part + 1,
             "earlier_parts": list(ending.earlier_parts),
@@ -206,6 +207,7 @@ class EntryIntake:
         spec = entry.spec
         name = stored_name(entry.update, entry.kind, spec.name)
         given = self._given.setdefault(name, set())
+        # Only token tensors come in pieces, one for each micro-batch.
         if spec in given or (given and not entry.is_by_token):
             raise TraceError(f"{self.rank_step.describe()}: {name} is given twice")
         if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:

@@ -290,6 +290,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
     dtype = DTYPES[piece.dtype]
     if piece.dims and len(piece.dims) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
+    # A bound of its own, since a sealed header may still be a forged one.
     # Before anything is allocated from it.
     if math.prod(spec.global_shape) * dtype.itemsize > MAX_TENSOR_BYTES:
         raise ValueError(f"{spec.name}: shape {list(spec.global_shape)} has more than {MAX_TENSOR_BYTES} bytes")

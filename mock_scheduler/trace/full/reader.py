@@ -191,6 +191,7 @@ class TraceReader:
 
     def _load(self, piece: Piece) -> torch.Tensor:
         """The stored elements as they were written: of the local shape, or flat for a flat range."""
+        # One step at a time, since a trace may have more files than a process can hold open.
         if self._open_step != piece.record.key.step:
             self._close_files()
             self._open_step = piece.record.key.step

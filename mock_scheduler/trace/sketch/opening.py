@@ -172,6 +172,7 @@ def _check_tables(tables: _TableMap) -> None:
 
 def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> Sketch:
     num_elements, num_nan, num_infinite, fingerprint = counts
+    # A digest proves what was written, not that it can be: a square root is taken of this.
     if squares < 0.0 or min(counts[:3]) < 0 or num_nan + num_infinite > num_elements:
         raise ValueError(f"a sum of squares of {squares}, and {num_nan + num_infinite} of {num_elements} not finite")
     return Sketch(

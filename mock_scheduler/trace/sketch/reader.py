@@ -225,6 +225,7 @@ def _conflict(
 
 def _check_agreement(key: TraceKey, stored: Sequence[tuple[RankPlace, StoredSketch]]) -> None:
     """All ranks holding the tensor say the same whole shape and dtype."""
+    # Reversed, so that the lowest rank of each form is the one that is named.
     forms = {(item.dtype, item.global_shape): place.global_rank for place, item in reversed(stored)}
     if len(forms) > 1:
         found = ", ".join(f"global rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in forms.items())
