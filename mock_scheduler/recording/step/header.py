@@ -3,8 +3,8 @@
 Format, version 2. Eight bytes (header size, little endian), the safetensors header, the tensors without gaps.
 The header's ``__metadata__`` has one key, ``rollout``, whose value is canonical JSON: ``format``, ``version``,
 ``content`` (everything but tensors), ``tensors`` and ``digest`` (SHA-256 over the rest of this JSON). ``tensors``
-holds each tensor's true dtype, its shape and the digests of its blocks (``blocks``); from it follow how the tensor is
-stored (``stored``) and where: widest dtype first, then by name.
+holds each tensor's true dtype, its shape and the digests of its blocks; from it follow how the tensor is stored
+(``stored_tensors``) and where: widest dtype first, then by name.
 
 Contract: a header is accepted only where writing its metadata again gives the same bytes, so no bit of it can
 change unnoticed; sizes are bounded before anything is allocated. Equal content gives equal bytes.
