@@ -1,7 +1,7 @@
 """Counts everything that a run built, called, answered from a recording, suppressed and recorded, where it happens.
 
-Contract: counts only grow, from any thread; an engine or environment that is built says so itself, so that a 0 here
-was measured.
+Contract: counts only grow, from any thread; an engine or environment counts itself when it is built, so a 0 here was
+measured.
 """
 
 from __future__ import annotations

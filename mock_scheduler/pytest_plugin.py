@@ -38,7 +38,7 @@ class AssertAligned(Protocol):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that keeps a page of every comparison that fails."""
+    """Add the option for a page of every failed comparison."""
     group = parser.getgroup("mock-scheduler")
     group.addoption(_OPTION, metavar="DIR", default=None, help="write a page for every failed assert_aligned here")
 

@@ -18,8 +18,8 @@ the same step, where advantages are made of more than rewards. The ``run_id`` of
 others are refused from then on.
 
 An error is ``{"error": text}`` with status 400, 404, 411 or 413 (the request cannot be carried out, and nothing
-changed), 409 (the request is out of order), 500 (the service ends) or 503 (it has ended). A header that is no HTTP, a
-length that is no number among them, gets status 400 and a plain text. Numbers are JSON in full precision; NaN and
+changed), 409 (the request is out of order), 500 (the service ends) or 503 (it has ended). A header that is no HTTP, as
+a length without a number, gets status 400 and a plain text. Numbers are JSON in full precision; NaN and
 infinities are texts.
 
 Contract of the client: no proxy, no redirect, one request at a time and none repeated, since training is not

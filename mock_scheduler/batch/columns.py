@@ -131,7 +131,7 @@ class JsonColumn:
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
     def copy(self) -> JsonColumn:
-        """An equal column of values that nothing else refers to."""
+        """Copy the column; nothing else refers to its values."""
         return JsonColumn(items=tuple(copy_json(item) for item in self.items))
 
     def digest(self) -> str:

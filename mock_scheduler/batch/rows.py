@@ -43,7 +43,7 @@ def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
 
 
 def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str]]:
-    """The columns of the rows' extras, and the problems of columns that cannot be built; all rows have the same."""
+    """Build the columns of the rows' extras, and list the problems of the others; all rows have the same."""
     columns, problems = {}, []
     for name in rows[0].extras if rows else ():
         try:
@@ -108,8 +108,8 @@ def _total_reward(row: Trajectory) -> float:
 
 
 def row_problems(row: Trajectory) -> list[str]:
-    """Lists problems of one row that joined rows would hide, or that would not let them be joined: wrong types, numbers
-    that their tensor cannot hold, and sizes contradicting each other."""
+    """List problems of one row that joining would hide or could not survive: wrong types, numbers too large for their
+    tensor, and contradicting sizes."""
     tensors = {
         "tokens": row.tokens,
         "response_mask": row.response_mask,

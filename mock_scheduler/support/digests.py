@@ -1,8 +1,8 @@
 """Canonical JSON, digests over it and over tensors, and documents that carry their own digest.
 
-Contract: the recording's files and the trace are written with these, so a change here changes their bytes. A *sealed*
+Contract: a change here changes the bytes of recordings and traces. A *sealed*
 document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. A recording's values
-are checked with ``check_json``, since Python's encoder turns values that JSON lacks into others without a word.
+are checked with ``check_json``, since Python's encoder turns values unknown to JSON into others without a word.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tensor's bytes, the tensor of such bytes, and the names of dtypes: the one place where either is told.
+"""Turns tensors into bytes and back, and names dtypes: the one place where either is told.
 
 Contract: bit for bit, for every dtype of torch; nothing is converted. Callers refuse tensors without bytes of their
 own, by ``has_plain_bytes``.
@@ -48,7 +48,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor that shares these bytes; the inverse of ``as_bytes``."""
+    """Make the tensor on the given bytes, without a copy; the inverse of ``as_bytes``."""
     if len(content) == 0:  # which torch cannot view as another dtype
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
