@@ -202,11 +202,11 @@ class CompressedSource:
             self._num_unpacked += count
 
 
-def open_compressed(data: Buffer, *, path: str, max_bytes: int = MAX_DECOMPRESSED_BYTES) -> CompressedSource:
+def open_compressed(data: Buffer, *, path: str) -> CompressedSource:
     """The content of the one frame that ``data`` is; unpacks nothing yet.
 
     Raises ``CorruptRecordingError`` naming ``path`` where ``data`` is no whole frame and nothing else, has no checksum
-    or size, or says a size above ``max_bytes`` or above its blocks' capacity; ``RecordingError`` where zstandard is
+    or size, or says a size above the limit or above its blocks' capacity; ``RecordingError`` where zstandard is
     not installed.
     """
     zstandard = _load_zstandard()
@@ -220,8 +220,10 @@ def open_compressed(data: Buffer, *, path: str, max_bytes: int = MAX_DECOMPRESSE
         raise _corrupt(path, "the zstd frame is damaged (its header is not one that this program writes)")
     if size_bytes in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
         raise _corrupt(path, "the zstd frame does not say how large its content is")
-    if size_bytes > max_bytes:
-        raise _corrupt(path, f"the zstd frame says its content has {size_bytes} bytes; the limit is {max_bytes}")
+    if size_bytes > MAX_DECOMPRESSED_BYTES:
+        raise _corrupt(
+            path, f"the zstd frame says its content has {size_bytes} bytes; the limit is {MAX_DECOMPRESSED_BYTES}"
+        )
     most_bytes = _measure_blocks(view, header_bytes, path=path)
     if size_bytes > most_bytes:
         raise _corrupt(

@@ -263,13 +263,6 @@ def test_a_plan_for_a_shard_verifies_its_own_rows(tmp_path: Path) -> None:
         reader.check_plan([request()], verify=True, shard=RowShard(index=1, count=2))
 
 
-def test_a_plan_tells_how_far_it_is(tmp_path: Path) -> None:
-    record(tmp_path, [0, 1])
-    told: list[tuple[int, int]] = []
-    RecordingReader(str(tmp_path)).check_plan([request(0), request(1)], progress=lambda *counts: told.append(counts))
-    assert told == [(1, 2), (2, 2)]
-
-
 def test_what_a_plan_verified_is_verified_again_when_it_is_loaded(tmp_path: Path) -> None:
     record(tmp_path)
     reader = RecordingReader(str(tmp_path))
