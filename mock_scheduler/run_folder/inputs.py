@@ -19,6 +19,7 @@ from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -34,7 +35,6 @@ from mock_scheduler.support.run_files import (
 )
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 
 InputKind = Literal["run", "trace", "metrics", "recording"]
 

@@ -21,10 +21,10 @@ from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.results import AlignmentResult
 from pipelines.config.loading import load_config
+from tests.rank_traces import save_rank_trace
 
 CONFIG = """
 exp_name: lake

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mock_scheduler as ms
-from mock_scheduler.api import alignments
+from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.compare import CompareOptions
 from tests.align.test_align import NORM, FakeLauncher
 from tests.commands.test_compare import Runs

@@ -21,7 +21,8 @@ from mock_scheduler.cli import main
 from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
-from mock_scheduler.recording import Contract, RecordingReader
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.subset import load_train_step
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig

@@ -10,7 +10,7 @@ import pytest
 
 from mock_scheduler import cli
 from mock_scheduler.errors import StepNotFoundError
-from mock_scheduler.recording import Contract, ContractField, Rule
+from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from tests.recording.builders import make_batch
 from tests.report.recordings import (
     IN_PLACE,

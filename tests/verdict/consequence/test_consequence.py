@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.verdict.consequence.consequence import CLIP_STATES, clip_states
