@@ -12,7 +12,7 @@ from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
-from pipelines.megatron.initial_weights import compute_initial_weights_digest
+from pipelines.megatron.weights import compute_initial_weights_digest
 from pipelines.rollout.scheduler import first_episode
 
 # What may be the thing that is compared: layout, algorithm, optimizer, precision, kernels.

@@ -37,27 +37,19 @@ from mock_scheduler.support.files import save_json
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.checkpoint import (
-    RunState,
-    check_files,
-    check_same_settings,
-    checkpoint_folder,
-    read_run_state,
-)
-from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.process.conflicts import read_setup
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.run_state import RunState, check_files, check_same_settings, checkpoint_folder, read_run_state
+from pipelines.megatron.transformer_config import build_transformer_config, read_setup
+from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
-from pipelines.tracking import MetricsWriter, prepare_output_dir
+from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
 from pipelines.training import build_training, checkpoint_settings
 
 logger = logging.getLogger("pipelines.run")

@@ -25,10 +25,9 @@ from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
-from pipelines.agentic import check_replay_is_deterministic
+from pipelines.agentic import apply_environment, attempt_run, check_replay_is_deterministic
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
 
 _TERMINAL = (1, 2)
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         return _make_runs(planned)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - the edge of the process, as in ``pipelines.entry``
+    except BaseException as error:  # noqa: BLE001 - the edge of the process, as in ``pipelines.agentic``
         return report_failure(error, first_dir, global_rank=_global_rank(), started_s=started_s)
 
 

@@ -18,17 +18,17 @@ from mock_scheduler.errors import SchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.files import remove_steps_from
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
-from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, save_checkpoint
+from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.run_state import RunState, fixed_settings
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.observation import StepObservation
-from pipelines.operations import record_operations
+from pipelines.observation import StepObservation, record_operations
+from pipelines.tracking import Clock
 
 if TYPE_CHECKING:
     from pipelines.remote.learner import RemoteLearner

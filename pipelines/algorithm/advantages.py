@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from mock_scheduler.correction.config.rules import LoneSurvivor
-from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
+from pipelines.algorithm.arrays import (
+    FloatArray,
+    discount_backwards,
+    offset_problems,
+    raise_value_error,
+    segment_ids,
+    segment_sums,
+    size_problems,
+)
 from pipelines.algorithm.rewards import (
     Grouping,
     Method,
@@ -21,7 +29,6 @@ from pipelines.algorithm.rewards import (
     members_taking_part,
     normalize_rewards,
 )
-from pipelines.algorithm.segments import FloatArray, discount_backwards, segment_ids, segment_sums
 from pipelines.config.algorithm import AdvantageEstimator
 
 WHITENING_EPSILON = 1e-8

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.algorithm.arrays import check_equal_shapes
 from pipelines.config.algorithm import KlEstimator
 
 MAX_RELATIVE_ERROR = 0.2

@@ -2,7 +2,7 @@
 
 Every term is a *sum* over response tokens. The caller divides by N, the number of response tokens of the whole update,
 or of those that rollout correction kept (``rs_denominator``), so that neither micro-batches nor the layout enter the
-denominator. ``loss_weights`` make other means of the same sum (``pipelines.micro_batches``).
+denominator. ``loss_weights`` make other means of the same sum (``pipelines.batching.values``).
 
 Contract: nothing that the masks leave out enters a value or a gradient, NaN and infinities included; without tokens
 that count, the loss is 0 with a graph. Importance weights never have a gradient.
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Denominator, LossType
-from pipelines.algorithm.checks import check_equal_shapes, raise_value_error
+from pipelines.algorithm.arrays import check_equal_shapes, raise_value_error
 from pipelines.algorithm.kl import estimate_kl
 from pipelines.config.algorithm import KlEstimator
 

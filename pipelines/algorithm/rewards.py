@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from mock_scheduler.correction.config.rules import LoneSurvivor
-from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
-from pipelines.algorithm.segments import discount_backwards
+from pipelines.algorithm.arrays import discount_backwards, offset_problems, raise_value_error, size_problems
 
 Grouping = Literal["traj_group_id", "batch"]
 Method = Literal["none", "mean", "mean_std"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.correction.config.rules import Denominator
-from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.algorithm.arrays import check_equal_shapes
 
 SMALLEST_RELATIVE_VARIANCE = 1e-12
 """A variance below this part of the mean square is the rounding of its own computation from sums."""

@@ -11,7 +11,7 @@ from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files_in, remov
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
-from pipelines.debug_dump.parameters import ParameterDump, build_parameter_dump
+from pipelines.debug_dump.content import ParameterDump, build_parameter_dump
 from pipelines.debug_dump.probe import DebugProbe, DumpTarget
 from pipelines.megatron.process.runtime import Runtime
 

@@ -24,14 +24,21 @@ from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
-from pipelines.debug_dump.micro_batch import batch_inputs, forward_content, loss_content, token_table
-from pipelines.debug_dump.parameters import ParameterDump
-from pipelines.debug_dump.whole_batch import ResponseValues, old_logprobs_content, response_part
+from pipelines.batching.plan import MicroBatch
+from pipelines.debug_dump.content import (
+    ParameterDump,
+    ResponseValues,
+    batch_inputs,
+    forward_content,
+    loss_content,
+    old_logprobs_content,
+    response_part,
+    token_table,
+)
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
 
 Maker = Callable[[], Content]
 """Makes what a file holds, where anybody wants it."""

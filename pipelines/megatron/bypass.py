@@ -14,11 +14,11 @@ import torch
 
 from mock_scheduler.correction import CorrectionResult, CorrectionSpec
 from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics, with_known_logprobs
-from pipelines.algorithm.preparation import TrainingValues
-from pipelines.megatron.merging import exchange_tokens
-from pipelines.megatron.places import OwnBatch
+from pipelines.algorithm.training_values import TrainingValues
+from pipelines.batching.plan import MicroBatch
+from pipelines.batching.values import response_values, with_values
+from pipelines.megatron.places import OwnBatch, exchange_tokens
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, response_values, with_values
 
 LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]
 

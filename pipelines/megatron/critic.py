@@ -14,18 +14,16 @@ from pipelines.algorithm.value_loss import (
     compute_value_loss,
     explained_variance,
 )
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.forward import forward_only
+from pipelines.megatron.emulation.lanes import cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.layers.expert_router import attach_router_ledger
-from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch, cut_shares
+from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
+from pipelines.megatron.passes import LossSums, accumulate_gradients, forward_only
+from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import merge_router_sums, router_weight
-from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
 
 CRITIC = "critic"
 

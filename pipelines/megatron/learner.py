@@ -15,19 +15,20 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.comparable import valid_logprobs
 from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
-from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.batching.placement import place_step
+from pipelines.batching.plan import MicroBatch, StepPlan
+from pipelines.batching.values import fill_step, response_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.emulation.engine import emulated_plan
-from pipelines.megatron.merging import exchange_rows, exchange_tokens
-from pipelines.megatron.model import DTYPES
-from pipelines.megatron.places import OwnBatch, cut_shares, own_batch
+from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows, exchange_tokens, own_batch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import MicroBatch, StepPlan, fill_step, place_step, response_values
+from pipelines.megatron.transformer_config import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

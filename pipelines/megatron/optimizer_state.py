@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from pipelines.megatron.parameter_marks import main_param
+from pipelines.megatron.layers.repairs import main_param
 from pipelines.megatron.trained_model import TrainedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

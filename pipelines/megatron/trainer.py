@@ -22,22 +22,19 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
-from pipelines.megatron.emulation.lanes import cut_lanes
+from pipelines.megatron.emulation.lanes import cut_lanes, cut_values, joined_terms, sums_of_shares
 from pipelines.megatron.emulation.parts import cut_graph, join_graph
-from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.forward import forward_only
 from pipelines.megatron.layers.expert_router import attach_router_ledger
+from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch, cut_shares
+from pipelines.megatron.passes import LossSums, accumulate_gradients, forward_only
+from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import merge_router_sums, router_weight
-from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
-from pipelines.micro_batches import MicroBatch
 
 
 def needs_reference(config: PipelineConfig) -> bool:

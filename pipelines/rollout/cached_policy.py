@@ -14,8 +14,8 @@ import torch
 
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import PAD_ID
-from pipelines.megatron.forward import forward_in_sequence
 from pipelines.megatron.layers.attention import CacheSlots, KeyValueCache, RowAttention, caching
+from pipelines.megatron.passes import forward_in_sequence
 from pipelines.megatron.places import ModelInputs
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.rollout.messages import ForwardPass

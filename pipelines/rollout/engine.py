@@ -22,9 +22,9 @@ from megatron.core import parallel_state
 from mock_scheduler.ledger import Ledger
 from pipelines.config.schema import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
-from pipelines.megatron.model import DTYPES
-from pipelines.megatron.sampling import sample_tokens
+from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
 from pipelines.rollout.rounded_weights import rounded_weights

@@ -9,8 +9,9 @@ import json
 import sys
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.model import build_chunks, build_transformer_config
+from pipelines.megatron.model import build_chunks
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.transformer_config import build_transformer_config
 from pipelines.megatron.weights import ModelShape, iterate_parameters
 
 

@@ -9,14 +9,17 @@ import torch
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.accumulators import Accumulators
-from pipelines.megatron.emulation.gpt import emulate_gpt
+from pipelines.megatron.emulation.attention import emulate_attention
+from pipelines.megatron.emulation.experts import emulate_experts
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
-from pipelines.megatron.layers.value_head import ValueHead
+from pipelines.megatron.emulation.modules import EmulatedModules
+from pipelines.megatron.layers.repairs import ValueHead
 
 _LAYERS = "decoder.layers."
 
@@ -141,3 +144,20 @@ class Emulation:
         assert self.plan.experts is not None
         per_rank = self._gpt.config.num_moe_experts // self.plan.experts.sources
         return int(name.partition(".local_experts.")[2].split(".")[0]) // per_rank
+
+
+def emulate_gpt(gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> EmulatedModules:
+    """Replace the ``forward`` of all modules of a chunk, in the order in which they compute."""
+    modules = EmulatedModules(gpt, plan, accumulators)
+    modules.replace(gpt.embedding, modules.embed(gpt.embedding))
+    for layer in gpt.decoder.layers:
+        modules.norm(layer.input_layernorm)
+        modules.norm(layer.pre_mlp_layernorm)
+        emulate_attention(layer.self_attention, modules)
+        if isinstance(layer.mlp, MoELayer):
+            emulate_experts(layer.mlp, modules)
+        else:
+            modules.mlp(layer.mlp)
+    modules.norm(gpt.decoder.final_layernorm)
+    modules.output(gpt)
+    return modules

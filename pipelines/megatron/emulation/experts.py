@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from pipelines.megatron.emulation.accumulators import ParameterSplit
+from pipelines.megatron.emulation.arithmetic import column_product, row_product
 from pipelines.megatron.emulation.modules import EmulatedModules
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, ordered_sum
-from pipelines.megatron.emulation.products import column_product, row_product
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, unbiased_scores
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

@@ -8,6 +8,7 @@ norm, in the order of the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,8 @@ from megatron.core.optimizer import clip_grads
 
 from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulator, Accumulators
-from pipelines.megatron.emulation.buffers import owned_ranges
 from pipelines.megatron.emulation.parts import joined, ordered_sum
-from pipelines.megatron.parameter_marks import main_grad
+from pipelines.megatron.layers.repairs import main_grad
 
 
 @torch.no_grad()
@@ -162,3 +162,69 @@ def _squared_norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torc
         clip_grads.l2_norm_impl, overflow, [[gradient.float() for gradient in gradients]], False
     )
     return norm**2.0
+
+
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedRange:
+    """Elements ``[start, end)`` of the parameter at this place of a chunk's list."""
+
+    place: int
+    start: int
+    end: int
+
+
+def owned_ranges(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) -> list[list[OwnedRange]]:
+    """What each of ``num_shards`` ranks owns of a chunk's parameters, in the order of its optimizer.
+
+    sizes: elements of each parameter, in the model's order. alone: whether it has a bucket of its own.
+    """
+    buckets = list(_buckets(sizes, alone, num_shards=num_shards))
+    return [
+        [owned for bucket in buckets for owned in bucket.of_shard(shard, num_shards)] for shard in range(num_shards)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """``[start, end)`` of the buffer, and place, start and end of each parameter in it."""
+
+    start: int
+    end: int
+    parameters: tuple[tuple[int, int, int], ...]
+
+    def of_shard(self, shard: int, num_shards: int) -> Iterator[OwnedRange]:
+        size = (self.end - self.start) // num_shards
+        first = self.start + shard * size
+        for place, start, end in self.parameters:
+            owned = OwnedRange(place=place, start=max(first, start) - start, end=min(first + size, end) - start)
+            if owned.start < owned.end:
+                yield owned
+
+
+def _buckets(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) -> Iterator[_Bucket]:
+    """The buckets in order; parameters lie in the reverse of the model's order."""
+    divisor = math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    bucket_start, position = 0, 0
+    parameters: list[tuple[int, int, int]] = []
+    for place in reversed(range(len(sizes))):
+        position = _padded(position, _PARAMETER_ALIGNMENT)
+        if alone[place] and parameters:
+            end = _padded(position, divisor)
+            yield _Bucket(start=bucket_start, end=end, parameters=tuple(parameters))
+            bucket_start, position, parameters = end, end, []
+        parameters.append((place, position, position + sizes[place]))
+        position += sizes[place]
+        if alone[place]:
+            position = _padded(position, divisor)
+            yield _Bucket(start=bucket_start, end=position, parameters=tuple(parameters))
+            bucket_start, parameters = position, []
+    if parameters:
+        yield _Bucket(start=bucket_start, end=_padded(position, divisor), parameters=tuple(parameters))
+
+
+def _padded(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

@@ -20,11 +20,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
-from pipelines.megatron.emulation.norms import Norm, norm_function, norm_of_parts
+from pipelines.megatron.emulation.arithmetic import Norm, column_product, norm_function, norm_of_parts, row_product
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
-from pipelines.megatron.emulation.products import column_product, row_product
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
-from pipelines.megatron.layers.value_head import ValueHead
+from pipelines.megatron.layers.repairs import ValueHead
 
 Tensors = Sequence[torch.Tensor]
 

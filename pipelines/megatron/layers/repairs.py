@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 
@@ -54,3 +57,66 @@ def _copy_outputs_of_experts(gpt: GPTModel) -> None:
     for module in gpt.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.register_forward_hook(copy)
+
+
+class TorchNorm:
+    """Builds ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` with parameters marked as Megatron expects."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> torch.nn.Module:
+        """A norm over ``hidden_size``, of the kind that ``config.normalization`` names; the rest is Megatron's."""
+        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        mark_sequence_parallel(norm, config.sequence_parallel)
+        return norm
+
+
+class ValueHead(torch.nn.Linear):
+    """Stands where ``GPTModel`` has its output layer; every tp rank holds it whole.
+
+    Under sequence parallelism a rank computes the values of its part of the sequence, which are then gathered; the
+    gradient of the weight is partial there, and summed over tp because it is marked ``sequence_parallel``.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
+        self._splits_sequence = config.sequence_parallel
+        mark_sequence_parallel(self, config.sequence_parallel)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, **unused: object
+    ) -> tuple[torch.Tensor, None]:
+        """Values ``[s, b, 1]`` of hidden states ``[s, b, h]``, in float32 or wider, and no bias, as Megatron asks."""
+        values = super().forward(hidden_states)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if self._splits_sequence:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The buffer in which a parameter's gradient is accumulated, in the accumulator's dtype."""
+    marked: Any = parameter
+    grad: torch.Tensor = marked.main_grad
+    return grad
+
+
+def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
+    marked: Any = parameter
+    wide: torch.Tensor = marked.main_param
+    return wide
+
+
+def partition_dim(parameter: torch.nn.Parameter) -> int:
+    """The dimension along which tp ranks split a parameter; -1 where they do not."""
+    marked: Any = parameter
+    return int(marked.partition_dim)
+
+
+def mark_sequence_parallel(module: torch.nn.Module, is_parallel: bool) -> None:
+    """Say whether a module's gradients are those of a part of the sequence, so that they are summed over tp."""
+    for parameter in module.parameters():
+        marked: Any = parameter
+        marked.sequence_parallel = is_parallel

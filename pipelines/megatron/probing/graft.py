@@ -36,8 +36,7 @@ from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs
-from pipelines.megatron.probing.shares import Share, ShareBook, Tokens, element_places, gradient_scale
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import Share, ShareBook, TokenIndex, Tokens, element_places, gradient_scale
 from pipelines.megatron.probing.watches import Gather, See
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel

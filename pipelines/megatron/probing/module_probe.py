@@ -34,8 +34,7 @@ from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs, unobserved_outputs
-from pipelines.megatron.probing.shares import Share, ShareBook, gradient_scale, select_tokens
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import Share, ShareBook, TokenIndex, gradient_scale, select_tokens
 from pipelines.megatron.probing.watches import Gather, See
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel

@@ -18,8 +18,8 @@ from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.megatron.layers.repairs import main_grad, main_param
 from pipelines.megatron.optimizer_state import MOMENTS, state_dtype
-from pipelines.megatron.parameter_marks import main_grad, main_param
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 

@@ -23,16 +23,16 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import ShardSpec, whole
 from mock_scheduler.trace.sinks import open_sink
-from pipelines.clock import Clock
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.ledgers import CallLedger
 from pipelines.megatron.probing.module_probe import ModuleProbe
+from pipelines.megatron.probing.shares import TokenIndex, TokenPlaces
 from pipelines.megatron.probing.state import read_state
-from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
+from pipelines.tracking import Clock
 
 _MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
 _AFTER_UPDATE: tuple[TraceKind, ...] = ("optimizer", "parameter", "weight")

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from pipelines.algorithm.kl import AdaptiveKl
-from pipelines.algorithm.preparation import ValueMaker
+from pipelines.algorithm.training_values import ValueMaker
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import CriticConfig, PipelineConfig
+from pipelines.megatron.layers.router_ledger import router_weight
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import router_weight
 from pipelines.megatron.trainer import needs_reference
-from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch
+from tests.pipelines.step_plans import build_step_plan
 
 HOST = torch.device("cpu")
 

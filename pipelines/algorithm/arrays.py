@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -40,3 +42,34 @@ def offset_problems(name: str, offsets: torch.Tensor, *, num_segments: int, tota
     if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((offsets.diff() < 0).any()):
         return [f"{name} must rise from 0 to {total}"]
     return []
+
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def segment_ids(offsets: IntArray) -> IntArray:
+    """The segment of every element, int64 ``[offsets[-1]]``; segment i is ``offsets[i]:offsets[i + 1]``."""
+    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+
+
+def segment_sums(values: FloatArray, offsets: IntArray) -> FloatArray:
+    """The sum of every segment, added from first to last; 0 for an empty one."""
+    return np.bincount(segment_ids(offsets), weights=values, minlength=len(offsets) - 1).astype(np.float64)
+
+
+def discount_backwards(values: FloatArray, offsets: IntArray, factor: float) -> FloatArray:
+    """y with y_t = x_t + factor · y_{t+1} inside every segment, and y_t = x_t for its last element.
+
+    One step serves all segments that are long enough, so the work in Python grows with the longest one only.
+    """
+    lengths = np.diff(offsets)
+    longest_first = np.argsort(-lengths, kind="stable")
+    last = offsets[1:][longest_first] - 1
+    ascending = np.sort(lengths)
+    result = values.copy()
+    for distance in range(1, int(lengths.max(initial=0))):
+        num_longer = len(lengths) - int(np.searchsorted(ascending, distance, side="right"))
+        positions = last[:num_longer] - distance
+        result[positions] += factor * result[positions + 1]
+    return result
