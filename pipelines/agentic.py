@@ -1,7 +1,8 @@
-"""A process of a run loads its configuration, applies the environment, does its work, and ends with an exit code.
+"""Entry of the agentic pipeline: ``python -m pipelines.agentic --config-path configs --config-name NAME a.b=c ...``.
 
-Contract: imports neither torch nor Megatron. The configuration is loaded and its environment applied before torch, NCCL
-or TransformerEngine can read it; only then may the rest be imported.
+Every process of a run starts here: it loads its configuration, applies the environment, does its work and ends with an
+exit code. Contract: importing this imports neither torch nor Megatron, since torch, NCCL and TransformerEngine read the
+environment when they are imported.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def attempt_run(
     run: Callable[[PipelineConfig], None],
     prepare: Callable[[], None] = lambda: None,
 ) -> int:
-    """One run from its configuration to its end, whose failure is reported as its own; returns its exit code."""
+    """Makes one run from its configuration to its end; returns its exit code, and reports a failure as the run's own."""
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None
@@ -90,7 +91,9 @@ def attempt_run(
 
 
 def apply_environment(system_envs: Mapping[str, str]) -> None:
-    """Export ``system_envs`` into this process, and keep other libraries' warnings on themselves off its terminal."""
+    """Exports ``system_envs`` into this process, and keeps warnings of other libraries about themselves off its
+    terminal.
+    """
     apply_system_envs(system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with())
     _silence_foreign_warnings()
 
@@ -116,10 +119,10 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
+    """Runs the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
 
-    ``prepare`` is called after the environment was applied and before the pipeline is imported: the place for an
-    entry module of one's own to put another kernel or a patch in (``align.candidates``, key ``entry``).
+    ``prepare`` is called between the environment and the import of the pipeline. A user's own entry module puts another
+    kernel or a patch in there (``align.candidates``, key ``entry``).
     """
     return run_entry(
         arguments, prog="pipelines.agentic", check=check_replay_is_deterministic, run=_run_pipeline, prepare=prepare

@@ -1,6 +1,8 @@
-"""What a run writes of the inside of its training steps, a trace, a debug dump, both or neither; and what it is given.
+"""Observes a run's training steps: a trace, a debug dump, an operation log, any of them or none; and puts a graft in.
 
-A graft (``GraftConfig``) is put in before anything is traced, so that a trace shows it.
+A graft (``GraftConfig``) is put in before anything is traced, so the trace shows it. The checks of a trace's selection
+are here as well: unknown ranks are refused before anything is built, unmatched globs after the first step with all
+names.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class StepObservation:
 
     @contextmanager
     def step(self, step: int) -> Iterator[TrainingProbe]:
-        """The probe of the block, which trains one step; its files are whole when the block has succeeded.
+        """Gives the probe of the block, in which one step is trained; its files are whole when the block has succeeded.
 
         Raises:
             TraceError, RecordingError: a file cannot be written, a pattern selects nothing, or a graft was not put in.
@@ -83,14 +85,14 @@ class StepObservation:
             graft.check_fired(self._ranks)
 
     def _has_all_names(self, step: int) -> bool:
-        """Whether no later trace has more names: before the first step that trains the policy, some are absent."""
+        """Says whether no later trace has more names: before the first step that trains the policy, some are absent."""
         config = self._config
         first = config.first_policy_step
         return step >= first or not any(config.trace.is_due(later) for later in range(first, config.max_steps))
 
 
 def _open_graft(config: PipelineConfig) -> GraftSource | None:
-    """What the run is to be given; ``None`` where that is nothing."""
+    """Opens the tensors that the run is to be given; ``None`` where the configuration names no trace."""
     graft = config.graft
     if graft.trace_dir is None:
         return None
@@ -104,9 +106,10 @@ def _open_graft(config: PipelineConfig) -> GraftSource | None:
 
 @contextmanager
 def record_operations(config: PipelineConfig, output_dir: Path, learner: Learner, *, step: int) -> Iterator[None]:
-    """Write what this rank computes in the block to ``{output_dir}/operations``, where ``trace.operations`` is set.
+    """Writes the operations of this rank in the block to ``{output_dir}/operations``, where ``trace.operations`` is
+    set.
 
-    Every rank writes its own; it does not communicate. Raises ``OSError`` where the file cannot be written.
+    Every rank writes its own and communicates nothing. Raises ``OSError`` where the file cannot be written.
     """
     if not config.trace.operations:
         yield
@@ -130,7 +133,7 @@ def record_operations(config: PipelineConfig, output_dir: Path, learner: Learner
 
 
 def check_trace_ranks(config: PipelineConfig) -> None:
-    """Refuse ``trace.ranks`` that the layout does not have.
+    """Refuses ``trace.ranks`` outside the layout.
 
     Raises:
         ConfigError: with these ranks and the number of processes.
@@ -146,10 +149,11 @@ def check_trace_ranks(config: PipelineConfig) -> None:
 
 
 def check_patterns(selection: TraceSelection, ranks: RankGroup) -> None:
-    """Refuse globs that selected nothing on any rank in a whole step. Collective, over all ranks.
+    """Refuses globs without any match on any rank in a whole step. Collective: each rank knows the names of its own
+    stage.
 
     Raises:
-        TraceError: on every rank, with each such glob and the names nearest to it.
+        TraceError: on every rank, with each unmatched glob and the names nearest to it.
     """
     matched = _gather(selection.matched, ranks)
     if all(pattern in matched for pattern in selection.patterns):

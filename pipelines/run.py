@@ -1,8 +1,8 @@
 """Composition root and training loop of the agentic pipeline.
 
-The loop asks the rollout scheduler for one batch per step and trains on it; it never asks which mode it is in. What
-can be refused is refused in this order: settings that did not take effect, environments, the checkpoint to resume, the
-layout, ranks that differ, the output folder, contract and recording; and only then is a model built.
+The loop asks the rollout scheduler for one batch per step and trains on it; it never asks for the mode. A run is
+refused as early as possible, in this order: settings without effect, environments, the checkpoint to resume, the
+layout, ranks that differ, the output folder, contract and recording; only then is a model built.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ logger = logging.getLogger("pipelines.run")
 
 
 def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
-    """Every request that the run will make, in order; known before anything is built.
+    """Lists every request of the run in order; known before anything is built.
 
     Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
-    divides ``max_steps``: so a shorter replay never asks for a validation that a longer recording does not have.
+    divides ``max_steps``. So a shorter replay never asks for a validation that a longer recording lacks.
     """
     requests: list[RolloutRequest] = []
     for step in range(first_step, config.max_steps + 1):
@@ -83,7 +83,7 @@ def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
 
 
 class AgenticPipeline:
-    """The run in this process's place of the layout: builds what it needs, then trains step by step.
+    """The run in this process's place of the layout: builds its parts, then trains step by step.
 
     Every rank must build one and run it. ``settings``: the determinism settings read back in this process.
     """
@@ -237,7 +237,7 @@ class AgenticPipeline:
         self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:
-        """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
+        """Adds the objects built on other ranks to the ledger's counts; the calls are the same on each rank."""
         built = self._ledger.as_dict()["built"]
         by_rank = [json.loads(counts) for counts in self._ranks.gather(json.dumps(built).encode())]
         for global_rank, counts in enumerate(by_rank):
@@ -246,7 +246,7 @@ class AgenticPipeline:
                     self._ledger.count("built", name, count)
 
     def _finish(self, wall_s: float, settings: Mapping[str, str]) -> None:
-        """Store and print what the run did, and what it did not do."""
+        """Stores and prints all that the run did and skipped."""
         total = self._clock.total
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
         rollout_s = total.get("rollout", 0.0) + validation_s

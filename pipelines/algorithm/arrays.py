@@ -1,4 +1,8 @@
-"""Shapes and offsets that contradict each other: one ``ValueError`` that lists every one by its name."""
+"""Checks shapes and offsets of jagged arrays, and adds over their segments, in NumPy and float64.
+
+NumPy adds in one fixed order on one thread. torch splits a long sum among its threads, so their number would enter the
+last bits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def check_equal_shapes(subject: str, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def size_problems(tensors: Mapping[str, torch.Tensor | None], size: int, unit: str) -> list[str]:
-    """The tensors that are not ``[size]``; ``None`` is passed over. ``unit``: what one entry is of, in a message."""
+    """Lists the tensors of another shape than ``[size]``; ``None`` is passed over. ``unit``: the thing of an entry."""
     return [
         f"{name} has shape {list(tensor.shape)}; expected [{size}], one per {unit}"
         for name, tensor in tensors.items()
@@ -36,7 +40,7 @@ def size_problems(tensors: Mapping[str, torch.Tensor | None], size: int, unit: s
 
 
 def offset_problems(name: str, offsets: torch.Tensor, *, num_segments: int, total: int) -> list[str]:
-    """Offsets that are not ``[num_segments + 1]`` numbers which rise from 0 to ``total``."""
+    """Says how offsets differ from ``[num_segments + 1]`` numbers rising from 0 to ``total``; empty where they do not."""
     if offsets.shape != (num_segments + 1,):
         return [f"{name} has shape {list(offsets.shape)}; expected [{num_segments + 1}]"]
     if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((offsets.diff() < 0).any()):

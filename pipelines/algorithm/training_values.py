@@ -1,4 +1,4 @@
-"""What a step trains with, step after step: its correction, its advantages, and the coefficient that moves with them.
+"""Makes the values that a step trains with: its correction, its advantages, and the coefficient that moves with them.
 
 On the host in float64, the same wherever it is computed: in every rank of a run, or in the client of a training
 service, which has no model.
@@ -34,7 +34,7 @@ from pipelines.config.schema import PipelineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseScores:
-    """What the models said of a batch's response tokens, float64 ``[M]`` in the batch's order.
+    """The models' scores of a batch's response tokens, float64 ``[M]`` in the batch's order.
 
     old_logprobs is there where ``kl_in_reward.coef`` is above 0 or rollouts are corrected before the updates,
     ref_logprobs for the former, values for ``adv_estimator: gae``.
@@ -45,17 +45,17 @@ class ResponseScores:
     values: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are there, by name."""
+        """Returns the present scores by name."""
         named = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "values": self.values}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingValues:
-    """What a batch is trained with, one entry per response token, in its order.
+    """A batch's values for training, one entry per response token, in its order.
 
     advantages, returns: float64 ``[M]``. weights: floating ``[M]``, importance weights; ``None`` for none. kept: bool
-    ``[M]``, False where a token is rejected; ``None`` where nothing is.
+    ``[M]``, False at rejected tokens; ``None`` where nothing is rejected.
     """
 
     advantages: torch.Tensor
@@ -65,7 +65,7 @@ class TrainingValues:
 
 
 def needed_scores(config: PipelineConfig) -> tuple[str, ...]:
-    """The fields of ``ResponseScores`` that this algorithm's values are made of; empty where rewards suffice."""
+    """Lists the fields of ``ResponseScores`` that this algorithm needs; empty where rewards suffice."""
     spec = correction_spec(config)
     names = []
     if config.kl_in_reward.coef > 0 or (spec is not None and not spec.bypass):
@@ -90,11 +90,10 @@ class ValueMaker:
     def make(
         self, batch: RolloutBatch, scores: ResponseScores, *, policy_version: int
     ) -> tuple[TrainingValues, dict[str, float]]:
-        """Correction, advantages and their metrics; the coefficient moves on.
+        """Makes correction, advantages and their metrics; the coefficient moves on.
 
-        policy_version: that of the policy under training. In bypass tokens are corrected update by update, by whoever
-        has the policy. Raises ``ValueError`` where a score is missing, ``CorrectionError`` where rollouts cannot be
-        corrected.
+        policy_version: of the policy under training. In bypass whoever has the policy corrects tokens update by update.
+        Raises ``ValueError`` where a score is missing, ``CorrectionError`` where rollouts cannot be corrected.
         """
         spec = self._spec
         if spec is not None:
@@ -113,7 +112,7 @@ class ValueMaker:
         return values, metrics | corrected_step_metrics([corrected], spec)
 
     def as_computed(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities ``[M]`` in the dtype in which training computes them, which float64 holds exactly."""
+        """Converts log-probabilities ``[M]`` to the dtype of training; float64 holds them exactly."""
         return logprobs.to(torch.float64 if self._config.precision == "float64" else torch.float32)
 
     def _make(
@@ -142,13 +141,13 @@ class ValueMaker:
         return values, metrics if kl_penalty is None else {**metrics, "kl_coef": controller.coef}
 
     def state_dict(self) -> dict[str, JSON]:
-        """What goes on besides the models."""
+        """Returns the state besides the models."""
         return {"kl_in_reward": dict(self.kl_controller.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Go on from what ``state_dict`` gave.
+        """Goes on from a ``state_dict``.
 
-        What the configuration says counts: a coefficient that adapts goes on only where it adapts to the same target.
+        The configuration decides: an adaptive coefficient goes on only where it adapts to the same target.
         """
         saved = AdaptiveKl.from_state_dict(state["kl_in_reward"])  # type: ignore[arg-type]
         own = self.kl_controller
@@ -157,7 +156,7 @@ class ValueMaker:
 
 
 def advantage_config(config: PipelineConfig) -> AdvantageConfig:
-    """The keys of a configuration that advantages depend on."""
+    """Reads the keys that advantages depend on."""
     return AdvantageConfig(
         adv_estimator=config.adv_estimator,
         grouping=config.reward_normalization.grouping,
@@ -180,14 +179,17 @@ def prepare_advantages(
     exclude_rejected: bool = True,
     lone_survivor: LoneSurvivor = "reward",
 ) -> tuple[TokenAdvantages, dict[str, float]]:
-    """Advantages and returns of all response tokens of a batch, and their metrics; the same on every rank.
+    """Computes advantages and returns of all response tokens of a batch, and their metrics; the same on every rank.
 
-    kl_penalty: floating ``[M]``, as ``kl.compute_kl_penalty`` gives it, already times its coefficient; given exactly
-    where ``kl_in_reward.coef`` is above 0. values: floating ``[M]``, given exactly for ``adv_estimator: gae``. kept:
-    bool ``[M]``, False for tokens that rollout correction rejects; ``None`` rejects none. All have one entry per
-    response token of the batch, in its order. exclude_rejected, lone_survivor: as in ``AdvantageConfig``. The metrics
-    are those of ``compute_metrics``.
-    Raises ``ValueError`` naming what is missing, has no effect, or has another size.
+    Args:
+        kl_penalty: floating ``[M]``, times its coefficient, as of ``compute_kl_penalty``; given exactly where
+            ``kl_in_reward.coef`` is above 0.
+        values: floating ``[M]``, given exactly for ``adv_estimator: gae``.
+        kept: bool ``[M]``, False for tokens rejected by rollout correction; ``None`` rejects none.
+        exclude_rejected, lone_survivor: as in ``AdvantageConfig``.
+
+    Raises:
+        ValueError: names every argument that is missing, has no effect, or has another size.
     """
     _check_penalty(config, kl_penalty)
     settings = replace(advantage_config(config), exclude_rejected=exclude_rejected, lone_survivor=lone_survivor)
@@ -216,13 +218,12 @@ def _check_penalty(config: PipelineConfig, kl_penalty: torch.Tensor | None) -> N
 
 
 def compute_metrics(inputs: AdvantageInputs, config: AdvantageConfig, result: TokenAdvantages) -> dict[str, float]:
-    """Metrics of a batch's advantages, in float64.
+    """Computes metrics of a batch's advantages, in float64.
 
-    ``advantage_…`` and ``return_…``: ``mean``, ``std`` (population), ``min`` and ``max`` over the response tokens that
-    are kept, 0 where the batch has none; advantages as training gets them, after whitening and clip.
-    ``groups_without_variance``: fraction of groups whose clipped rewards are all equal, which teach nothing by
-    comparison; rewards and groups that rejection leaves out do not count. ``kl_in_reward``: mean penalty per response
-    token, only where there is one.
+    ``advantage_…`` and ``return_…``: ``mean``, ``std`` (population), ``min`` and ``max`` over kept response tokens, 0
+    where the batch has none; advantages as training gets them, after whitening and clip. ``groups_without_variance``:
+    fraction of groups whose clipped rewards are all equal, so a comparison teaches nothing; rejected rewards and groups
+    do not count. ``kl_in_reward``: mean penalty per response token, only where there is one.
     """
     kept = slice(None) if inputs.kept is None else inputs.kept.cpu()
     metrics = {

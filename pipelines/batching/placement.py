@@ -1,6 +1,8 @@
-"""Which row goes where: the updates of a step, their micro-batches, and the line and column at which a row starts.
+"""Places rows: into the updates of a step, their micro-batches, and the line and column where a row starts.
 
-Contract: decided by the rows' lengths, their identities and the ``training`` section alone. No layout is known here.
+Contract: deterministic, on the host. Rows, lines, columns, indices and padding follow from the rows' lengths, their
+identities and the ``training`` section alone. The layout gives one number, ``count_multiple``, and decides nothing but
+how many empty micro-batches end each update.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def _check_fits(batch: RolloutBatch, budget: int, multiple_of: int) -> None:
 
 
 def _place_fixed(rows: Sequence[int], size: int, width: int) -> list[Placement]:
-    """``size`` rows each in their order, the last micro-batch with what is left; all of one shape."""
+    """Places ``size`` rows each in their order, the last micro-batch with the rest; all have one shape."""
     chunks = [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
     return [_one_row_per_line(chunk, (size, width)) for chunk in chunks]
 
@@ -94,8 +96,9 @@ def _one_row_per_line(rows: tuple[int, ...], shape: tuple[int, int]) -> Placemen
 
 
 def _place_packed(rows: Sequence[int], lengths: Sequence[int], line_length: int) -> list[Placement]:
-    """First-fit decreasing (Johnson, 1973): the longest rows first (equal ones in their order), each into the first
-    line that has room."""
+    """First-fit decreasing (Johnson, 1973): the longest rows first, equal ones in their order, each into the first line
+    with room for it.
+    """
     room = np.full(len(rows), line_length)
     placed: dict[int, list[tuple[int, int]]] = {}
     for row in sorted(rows, key=lambda row: -lengths[row]):
@@ -114,7 +117,7 @@ def _place_packed(rows: Sequence[int], lengths: Sequence[int], line_length: int)
 
 
 def place_step(batch: RolloutBatch, training: TrainingConfig, *, count_multiple: int, dtype: torch.dtype) -> StepPlan:
-    """Cut a step's batch into updates of micro-batches, whose values are still to be filled in.
+    """Cuts a step's batch into updates of micro-batches, whose values are still to be filled in.
 
     Update u has trajectories [u·G, (u + 1)·G), with G ``training.global_batch_size``, in micro-batches
 
@@ -187,7 +190,7 @@ def raise_unfit(problems: Sequence[str]) -> None:
 
 
 def _fill(batch: RolloutBatch, placements: Sequence[Placement], values: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """The micro-batches of these placements, as views of one flat tensor per field."""
+    """Makes the micro-batches of these placements, as views of one flat tensor per field."""
     lengths, row_starts = batch.lengths.numpy(), batch.row_offsets[:-1].numpy()
     sizes = [rows * width for rows, width in (placement.shape for placement in placements)]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -219,7 +222,7 @@ def _scatter(by_token: torch.Tensor, cells: torch.Tensor, size: int, name: str) 
 
 
 def _next_of_each_token(batch: RolloutBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is known of each token's successor in its row, 0 for a row's last token: one entry per token.
+    """Gives each token the facts of its successor in its row, 0 for a row's last token: one entry per token.
 
     values: by field, one entry per response token of the batch, in its order.
     """

@@ -1,4 +1,8 @@
-"""Which rows of a batch make up one trajectory."""
+"""Finds the trajectories, turns and response tokens of a batch, whatever its rows are.
+
+The rows of a batch are in identity order. The rows of one trajectory therefore lie side by side, its turns in order,
+and a trajectory is one segment of turns and one of response tokens.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +66,12 @@ def build_trajectory_table(batch: RolloutBatch) -> TrajectoryTable:
 
 
 def find_turn_ends(batch: RolloutBatch) -> torch.Tensor:
-    """The number of response tokens of the batch up to the end of every turn, int64 ``[K]``.
+    """Counts the response tokens of the batch up to the end of every turn, int64 ``[K]``.
 
-    The tokens of a row's k-th turn are the k-th unbroken run of True in its response mask. A row of one turn is all
-    that turn's, however many runs it has; the turns of a row without response tokens end where the row does.
-    Raises ``ValueError`` listing the rows whose turns cannot be told apart: those with several turns, and another
-    number of runs. They come from turns without an observation between them, or from masks that were cut.
+    The tokens of a row's k-th turn are the k-th unbroken run of True in its response mask. A row of one turn belongs to
+    it whole, however many runs it has; the turns of a row without response tokens end where the row does. Raises
+    ``ValueError`` listing rows with several turns and another number of runs, whose turns cannot be told apart. They
+    come from turns without an observation between them, or from cut masks.
     """
     row_offsets, mask = batch.row_offsets.numpy(), batch.response_mask.numpy()
     num_turns, response_offsets = batch.turn_offsets.diff().numpy(), batch.response_offsets.numpy()

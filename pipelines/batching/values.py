@@ -1,4 +1,7 @@
-"""TODO."""
+"""Fills a placed step with the values of its response tokens, and reads values back in the batch's order.
+
+Contract: on the host; rows stay where ``placement`` put them, and the loss denominator follows from the batch alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def fill_step(
     rs_denominator: Denominator = "original",
     global_batch_size: int,
 ) -> StepPlan:
-    """Give a placed step the values that it is trained with; which row is where stays as it is.
+    """Gives a placed step its values for training; every row stays at its place.
 
     Args:
         batch: the step's; its rollout log-probabilities are filled in too.
@@ -77,13 +80,14 @@ def compute_loss_weights(
     rs_denominator: Denominator,
     global_batch_size: int,
 ) -> torch.Tensor:
-    """What each response token's loss is multiplied by, float64 ``[M]``, so that one sum over N is the mean asked for.
+    """Computes each response token's factor in the loss, float64 ``[M]``, by which one sum over N is the configured
+    mean.
 
-    N: the tokens of the update that count, which are its response tokens, or with ``rs_denominator: kept`` those that
-    are kept. B: its sequences that have one, where a sequence is a trajectory, of one row or several. T: the tokens of
-    the sequence that count. ``token-mean`` gives 1; ``seq-mean-token-sum`` N / B, the mean over sequences of the sum of
-    their tokens; ``seq-mean-token-mean`` N / (B·T), the mean over sequences of the mean of their tokens. In the
-    modes of sequences one without a token that counts has 0; so has all of an update without one.
+    N: the counted tokens of the update, its response tokens, or with ``rs_denominator: kept`` the kept ones. B: its
+    sequences with a counted token, where a sequence is a trajectory of one row or several. T: the counted tokens of the
+    sequence. ``token-mean`` gives 1; ``seq-mean-token-sum`` N / B, the mean over sequences of the sum of their tokens;
+    ``seq-mean-token-mean`` N / (B·T), the mean over sequences of the mean of their tokens. Sequences and updates
+    without a counted token have 0 (of sequences: in the two modes of sequences).
     """
     sequences = trajectory_index(batch).numpy()
     sequence_of_token = np.repeat(sequences, batch.response_lengths.numpy())
@@ -105,7 +109,7 @@ def compute_loss_weights(
 def with_values(
     micro_batches: Sequence[MicroBatch], batch: RolloutBatch, values: Mapping[str, torch.Tensor], *, first: int = 0
 ) -> list[MicroBatch]:
-    """These micro-batches of a plan with other values of their response tokens, each in its field's dtype.
+    """Returns micro-batches of a plan with other values of their response tokens, each in its field's dtype.
 
     values: by field, one per response token of the batch from number ``first`` on, as far as these micro-batches go.
     """
@@ -125,11 +129,11 @@ def with_values(
 def response_values(
     plan_micro_batches: Iterable[MicroBatch], values_by_index: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """The values at response tokens, float64 1-D on the host, in the batch's order: by row, then by position.
+    """Returns the values at response tokens, float64 1-D on the host, in the batch's order: by row, then by position.
 
-    values_by_index: ``[b, T]`` by micro-batch index, on any device; those of micro-batches without response tokens
-    are not needed. The micro-batches of all updates give one value per response token of the batch, others those of
-    their rows. Raises ``BatchError`` for values that are absent or of another shape.
+    values_by_index: ``[b, T]`` by micro-batch index, on any device; micro-batches without response tokens need none.
+    The micro-batches of all updates give one value per response token of the batch, others one per token of their rows.
+    Raises ``BatchError`` for absent values or values of another shape.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     problems = []

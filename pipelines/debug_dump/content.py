@@ -1,8 +1,9 @@
-"""What a dump holds of one micro-batch's share: plain dicts of numbers and ``[b, s]`` tensors, padding included.
+"""Makes the content of a dump's files: plain dicts of numbers and tensors.
 
-Contract: every file says whose tokens these are: ``sample_ids``, the rows' identities; ``sample_index`` int64, each
-cell's place among them, -1 on padding; ``positions`` int64, the place in its row of the token that a value is of, which
-is the target: values in column t are of the token that follows it. ``response_mask`` is True where they are defined.
+Contract: a micro-batch's file holds ``[b, s]`` tensors, padding included, and says whose tokens these are:
+``sample_ids``, the rows' identities; ``sample_index`` int64, each cell's place among them, -1 on padding; ``positions``
+int64, the place in its row of a value's token, its target: values in column t are of the following token.
+``response_mask`` is True where they are defined.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipelines.megatron.weights import parameter_shapes
 
 
 def token_table(micro_batch: MicroBatch, batch: RolloutBatch) -> Content:
-    """Which tokens of which rows of the step's batch a micro-batch's cells are."""
+    """Says which rows and tokens of the step's batch a micro-batch's cells hold."""
     row_ids = micro_batch.row_ids.cpu()
     rows = sorted({row for row in row_ids.flatten().tolist() if row >= 0})
     place = torch.full((len(batch) + 1,), -1, dtype=torch.int64)  # the last entry is padding's, of row -1
@@ -44,7 +45,7 @@ def token_table(micro_batch: MicroBatch, batch: RolloutBatch) -> Content:
 
 
 def batch_inputs(own: OwnBatch) -> Content:
-    """What the model reads, and what the loss knows of the targets beforehand."""
+    """Lists the model's inputs, and the loss's knowledge of the targets beforehand."""
     inputs = own.inputs
     return {
         "position_ids": inputs.positions,
@@ -73,12 +74,12 @@ def loss_content(
     advantages: torch.Tensor,
     num_update_tokens: int,
 ) -> Content:
-    """The losses of a micro-batch's share, and all that they are made of.
+    """Lists the losses of a micro-batch's share, and everything they are made of.
 
     terms: as ``PolicyLossOutput.terms``. ``loss``, ``pg_loss``, ``entropy_loss`` and ``kl_loss`` are means over the
-    share's response tokens, 0 where it has none, exactly rounded sums in float64, so that their order does not matter.
-    The update's loss is the sum of ``loss`` × ``num_tokens`` over all shares, divided by ``num_update_tokens``.
-    ``effective_valid``: response tokens that rollout correction keeps.
+    share's response tokens, 0 where it has none, exactly rounded sums in float64, so their order does not matter. The
+    update's loss is the sum of ``loss`` × ``num_tokens`` over all shares, divided by ``num_update_tokens``.
+    ``effective_valid``: response tokens kept by rollout correction.
     """
     mask = micro_batch.response_mask.cpu()
     by_token = {name: term.detach().cpu().clone() for name, term in terms.items()}
@@ -181,7 +182,7 @@ class ParameterDump:
     layout: ModelLayout
 
     def content(self, model: TrainedModel, kind: DumpKind) -> Content | None:
-        """What this rank holds of them; None where that is nothing.
+        """Lists this rank's parts of the chosen tensors; None where it has none.
 
         The first is under NexRL's keys as well: ``param_name``, ``param`` or ``gradient``, ``shape``, ``dtype``,
         ``norm``, ``mean`` and ``std`` (population), of this rank's part.
@@ -211,7 +212,7 @@ class ParameterDump:
 
 
 def build_parameter_dump(config: PipelineConfig, *, vocab_size: int) -> ParameterDump:
-    """What ``debug.target_param_pattern`` chooses; raises ``ConfigError`` where that is nothing."""
+    """Builds the dump of the tensors that ``debug.target_param_pattern`` matches; raises ``ConfigError`` if none."""
     model = config.model
     layout = ModelLayout(
         num_heads=model.num_attention_heads, num_query_groups=model.query_groups, is_gated=model.swiglu
@@ -222,8 +223,9 @@ def build_parameter_dump(config: PipelineConfig, *, vocab_size: int) -> Paramete
 
 
 def _values(model: TrainedModel, kind: DumpKind) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
-    """The parameters as the model computes with them, or its main gradients: with the distributed optimizer only the
-    ranges that this rank has reduced."""
+    """Yields the parameters as the model computes with them, or its main gradients: with the distributed optimizer only
+    the ranges reduced on this rank.
+    """
     if kind == "param":
         yield from ((local.spec, local.parameter) for local in model.parameters())
     else:

@@ -1,12 +1,12 @@
-"""Distributed checkpoints: written under one layout, read under any other.
+"""Checkpoints are written under one layout and read under any other.
 
 Contract: ``{folder}/{model}`` holds Megatron's distributed checkpoint of each model under training: parameters and
 buffers (the bias of experts among them), Adam's state of each parameter, the number of updates and the schedule.
-``{folder}/random_states/rank_00000.safetensors`` holds the random states of one rank; nothing draws from them in
-training, whose randomness follows from seeds and names, so they are set again only under the same layout, and are
-otherwise left as the run's seed made them. ``{folder}/run_state.json`` holds step, mode, the settings that the tensors
-follow from, the states of rollout scheduler and learner, and the size of every other file. It is written last: a
-folder without it is not a checkpoint.
+``{folder}/random_states/rank_00000.safetensors`` holds the random states of one rank, torch's generators and Megatron's
+tracker, one uint8 tensor each, with the layout in its metadata; no pickle. The tracker's states differ by tp, pp and ep
+rank, and nothing in training draws from them (its randomness follows from seeds and names): they are set again under
+the same layout only, and stay as seeded under another. ``run_state`` is written last: a folder without it is no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _load_model(folder: Path, model: TrainedModel, perturbation: Perturbation | 
 def _perturb(
     model: TrainedModel, states: Mapping[torch.nn.Parameter, ParameterState], perturbation: Perturbation
 ) -> None:
-    """Move every parameter, and the wide copy in its state, of which the parameter stays the rounded value."""
+    """Moves every parameter, and the wide copy in its state; the parameter stays the rounded copy."""
     for local in model.parameters():
         parameter, state = local.parameter, states[local.parameter]
         wide = state.get(WIDE_COPY, parameter)
@@ -165,7 +165,7 @@ def _path(folder: Path, runtime: Runtime) -> Path:
 
 
 def save_random_states(folder: Path, runtime: Runtime, *, layout: str) -> None:
-    """Write this rank's states; the folder must be there. Does not communicate."""
+    """Writes this rank's states into an existing folder. Does not communicate."""
     states = {"cpu": torch.get_rng_state()}
     if has_cuda():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -176,7 +176,9 @@ def save_random_states(folder: Path, runtime: Runtime, *, layout: str) -> None:
 
 
 def load_random_states(folder: Path, runtime: Runtime, *, layout: str) -> bool:
-    """Set this rank's states where they were saved in the same layout; whether they were. Does not communicate."""
+    """Sets this rank's states where they were saved in the same layout; returns whether they were. Does not
+    communicate.
+    """
     path = _path(folder, runtime)
     if not path.is_file():
         return False

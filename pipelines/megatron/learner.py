@@ -1,7 +1,7 @@
-"""One training step: what the batch is worth to policy and critic, advantages, and all optimizer updates.
+"""Trains one step: scores the batch with policy and critic, makes advantages, and carries out all optimizer updates.
 
-The batch is cut into micro-batches before any layout is known; what ranks compute of them is put together in canonical
-order. Advantages are made on the host in float64, the same on every rank.
+The batch is cut into micro-batches before any layout is known; the ranks' results are put together in canonical order.
+Advantages are made on the host in float64, the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipelines.megatron.transformer_config import DTYPES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """What the models said of a step's tokens before its first update, ``[b, s]`` by micro-batch index, on the device.
+    """The models' scores of a step's tokens before its first update, ``[b, s]`` by micro-batch index, on the device.
 
     Empty off the last stage; ``None`` where the algorithm does not ask for it.
     """
@@ -43,7 +43,7 @@ class Scores:
     values: Mapping[int, torch.Tensor] | None
 
     def of(self, index: int) -> dict[str, torch.Tensor]:
-        """What there is of one micro-batch, by name."""
+        """Returns one micro-batch's scores by name."""
         by_name = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "values": self.values}
         return {name: of_all[index] for name, of_all in by_name.items() if of_all is not None and index in of_all}
 
@@ -81,21 +81,21 @@ class Learner:
         return models if self.critic is None else {**models, "critic": self.critic.model}
 
     def state_dict(self) -> dict[str, JSON]:
-        """What goes on besides the models: the controller of the KL in the reward."""
+        """Returns the state besides the models: the controller of the KL in the reward."""
         return self.values.state_dict()
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Goes on from a ``state_dict``."""
         self.values.load_state_dict(state)
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
-        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
+        """Carries out all updates of one rollout step; metrics are means over its updates, ``lr`` the last one's."""
         scored = self.score(batch, probe=probe)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
         return self.update(scored, values, step=step, probe=probe) | metrics
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
-        """The first half of a step: what the models say of its tokens."""
+        """Makes the first half of a step: the models' scores of its tokens."""
         plan = self._place(batch)
         batches = self._owned_of_step(plan)
         probe.start_step(batch, batches, list(self.models.values()))
@@ -105,7 +105,7 @@ class Learner:
         return ScoredStep(batch=batch, plan=plan, batches=batches, scores=scores)
 
     def response_scores(self, scored: ScoredStep) -> ResponseScores:
-        """What advantages are made of, on the host of every rank. Collective where there is anything."""
+        """Gathers the scores that advantages need, on the host of every rank. Collective where there is anything."""
         asked = needed_scores(self.config)
         named = {"old_logprobs": scored.scores.old_logprobs, "ref_logprobs": scored.scores.ref_logprobs}
         named["values"] = scored.scores.values
@@ -116,7 +116,7 @@ class Learner:
     def update(
         self, scored: ScoredStep, values: TrainingValues, *, step: int, probe: TrainingProbe = NO_PROBE
     ) -> dict[str, float]:
-        """The second half of a step: all its updates, with these values."""
+        """Makes the second half of a step: all its updates, with these values."""
         differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
         plan = self._fill(scored.plan, self._known_batch(scored), values)
         bypass = self._bypass(scored, values, step=step)
@@ -128,14 +128,14 @@ class Learner:
         return means | differences | correction | last | {"num_updates": float(len(results))}
 
     def _known_batch(self, scored: ScoredStep) -> RolloutBatch:
-        """The step's batch, with what the policy says of tokens where the engine said nothing. Collective then."""
+        """Fills the policy's log-probabilities in where the engine gave none. Collective then."""
         if self._spec is None or valid_logprobs(scored.batch) is None:
             return scored.batch
         own = scored.scores.old_logprobs
         return with_known_logprobs(scored.batch, self._response_values(scored.plan, scored.batches, own))
 
     def _bypass(self, scored: ScoredStep, values: TrainingValues, *, step: int) -> BypassCorrector | None:
-        """What corrects each update where the correction is one of two policies."""
+        """Builds the corrector of each update where the correction is one of two policies."""
         spec = self._spec
         if spec is None or not spec.bypass:
             return None
@@ -150,7 +150,7 @@ class Learner:
         )
 
     def _place(self, batch: RolloutBatch) -> StepPlan:
-        """The step's micro-batches, without what the models are still to say."""
+        """Places the step's micro-batches, without values."""
         return place_step(
             batch,
             self.config.training,

@@ -216,7 +216,7 @@ def wrap_data_parallel(
 def _let_communication_overlap(
     wrapped: Sequence[DistributedDataParallel], transformer_config: TransformerConfig, training: TrainingConfig
 ) -> None:
-    """Give the schedules what they call between micro-batches, as ``megatron/training/training.py`` does."""
+    """Gives the schedules the functions to call between micro-batches, as ``megatron/training/training.py`` does."""
     functions: dict[str, list[object]] = {"no_sync_func": [chunk.no_sync for chunk in wrapped]}
     if training.overlap_param_gather:
         functions["param_sync_func"] = [chunk.start_param_sync for chunk in wrapped]

@@ -1,4 +1,7 @@
-"""One forward pass of a model chunk, and passes without a graph through all of them, whatever the layout."""
+"""Runs Megatron's schedules over micro-batches: forward passes without a graph, and an update's forward and backward.
+
+The same calls serve every layout; outputs and losses are there on the last pipeline stage alone.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ OutputReduction = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def run_chunk(model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
-    """The chunk's output: logits ``[b, s, V / tp]`` or values ``[b, s, 1]`` of the last, else hidden states.
+    """Computes a chunk's output: logits ``[b, s, V / tp]`` or values ``[b, s, 1]`` of the last, else hidden states.
 
-    A chunk that is not the first reads hidden states that were set by ``set_input_tensor``.
+    A chunk other than the first reads the hidden states of ``set_input_tensor``.
     """
     gpt = unwrapped(model)
     arguments: dict[str, object] = {"attention_mask": inputs.attention_mask}
@@ -66,7 +69,7 @@ def iterators(batches: Sequence[OwnBatch], num_chunks: int) -> object:
 
 
 def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
-    """``seq_length`` and ``micro_batch_size`` of a schedule's batches, which are of one shape unless it varies them."""
+    """Gives ``seq_length`` and ``micro_batch_size`` of a schedule's batches, whose shape is one unless it varies them."""
     num_lines, share = batches[0].inputs.tokens.shape
     return {"seq_length": share * runtime.cp_size, "micro_batch_size": num_lines}
 
@@ -74,10 +77,10 @@ def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
 def forward_only(
     chunks: Sequence[torch.nn.Module], batches: Sequence[OwnBatch], runtime: Runtime, *, reduce: OutputReduction
 ) -> list[torch.Tensor]:
-    """``reduce(i, output)`` of each batch i, without graph; an empty list off the last stage.
+    """Returns ``reduce(i, output)`` of each batch i, without graph; an empty list off the last stage.
 
-    output: ``[b, s, V / tp]``; it is freed before that of the next batch is computed, so ``reduce`` must not return a
-    view of it. Every rank of the model-parallel group must call it.
+    output: ``[b, s, V / tp]``; it is freed before the next batch's is computed, so ``reduce`` must not return a view of
+    it. Every rank of the model-parallel group must call it.
     """
     for chunk in chunks:
         chunk.eval()
@@ -122,10 +125,10 @@ def _reduced_output_step(
 def forward_in_sequence(
     chunks: Sequence[torch.nn.Module], inputs: ModelInputs, runtime: Runtime
 ) -> torch.Tensor | None:
-    """The model's output for one batch of any shape, on the last stage; ``None`` on the others.
+    """Computes the model's output for one batch of any shape, on the last stage; ``None`` on the others.
 
-    Chunk after chunk around the stages, with no micro-batches to overlap: what generating one token at a time needs.
-    No other layout's order is followed. Every rank of the model-parallel group must call it.
+    Chunk after chunk around the stages, with no micro-batches to overlap, as generation of one token at a time needs
+    it. No other layout's order is followed. Every rank of the model-parallel group must call it.
     """
     with _emulation_paused(chunks):
         return _forward_in_sequence(chunks, inputs, runtime)
@@ -185,10 +188,10 @@ def accumulate_gradients(
     update: int = 0,
     probe: TrainingProbe = NO_PROBE,
 ) -> dict[int, torch.Tensor]:
-    """Gradients of all batches, accumulated and reduced over the layout; the metrics by micro-batch index.
+    """Accumulates gradients of all batches and reduces them over the layout; returns metrics by micro-batch index.
 
-    The metrics are empty off the last stage. Every rank must call it, with the batches that its replica owns.
-    ``update``: its number within the step, for the probe.
+    The metrics are empty off the last stage. Every rank must call it, with the batches of its replica. ``update``: its
+    number within the step, for the probe.
     """
     model.zero_grad()
     rounds = [batches] if model.emulation is None else model.emulation.rounds(model.together(batches))

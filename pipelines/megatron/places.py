@@ -1,7 +1,9 @@
-"""What one rank computes of a micro-batch: its share of the tokens, and which of them see which.
+"""Cuts a rank's share out of micro-batches, with its attention mask, and puts the ranks' results together again.
 
-Context parallelism splits a line of T tokens into 2 · cp pieces, of which rank r holds the r-th from either end
-(Megatron's zigzag order, ``get_batch_on_this_cp_rank``), so that all ranks have as much to attend to.
+Context parallelism splits a line of T tokens into 2 · cp pieces; rank r holds the r-th from either end (Megatron's
+zigzag order, ``get_batch_on_this_cp_rank``), so all ranks have as much to attend to. Results are added in the
+micro-batches' canonical order, so pp and dp change no bit of a metric; the shares of cp ranks are added first, in their
+order.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pipelines.megatron.process.runtime import Runtime
 class ModelInputs:
     """The arguments of one forward pass on this rank.
 
-    tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool
-    ``[b, 1, s, k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 say
-    all. k is the number of keys that attention sees: the whole line, in the order in which cp ranks are gathered.
+    tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool ``[b, 1, s,
+    k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 suffice. k is
+    the number of keys before attention: the whole line, in the order of the gathered cp ranks.
     """
 
     tokens: torch.Tensor
@@ -37,7 +39,7 @@ class ModelInputs:
 class OwnBatch:
     """A micro-batch as one rank holds it: the model's inputs, and targets, masks and values of its own tokens.
 
-    ``columns``: int64 ``[s]``, which columns of the line these are; ``None`` where they are all of it.
+    ``columns``: int64 ``[s]``, the places of these columns in the line; ``None`` where they are all of it.
     """
 
     batch: MicroBatch
@@ -91,7 +93,7 @@ def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) 
 
 
 def cut_shares(own: OwnBatch, num_shares: int) -> list[MicroBatch]:
-    """What each emulated cp rank has of a batch made with so many shares; targets and values, without inputs."""
+    """Cuts a batch into the emulated cp ranks' targets and values, without inputs."""
     if num_shares == 1:
         return [own.batch]
     columns = torch.arange(own.batch.tokens.shape[1], device=own.batch.tokens.device)
@@ -118,11 +120,12 @@ def exchange_rows(
     width: int,
     emulated_shares: int = 1,
 ) -> np.ndarray:
-    """Rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every rank.
+    """Gathers rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every
+    rank.
 
-    own_rows: ``[width]`` by micro-batch index, of those that this rank computed; empty off the last stage. The tp
-    ranks hold them alike, and the first speaks. emulated_shares: of how many cp ranks one process has rows,
-    ``[emulated_shares, width]`` each. Collective.
+    own_rows: ``[width]`` by micro-batch index, computed by this rank; empty off the last stage. The tp ranks hold them
+    alike, and the first speaks. emulated_shares: of how many cp ranks one process has rows, ``[emulated_shares,
+    width]`` each. Collective.
     """
     places = {batch.index: place for place, batch in enumerate(micro_batches)}
     num_shares = max(runtime.cp_size, emulated_shares)
@@ -140,7 +143,7 @@ def exchange_tokens(
     own_values: Mapping[int, torch.Tensor],
     runtime: Runtime,
 ) -> dict[int, torch.Tensor]:
-    """Token values of every micro-batch, float64 ``[b, T]`` by index, on the host of every rank.
+    """Gathers token values of every micro-batch, float64 ``[b, T]`` by index, on the host of every rank.
 
     own_values: ``[b, s]`` by index, of this rank's tokens; empty off the last stage. Collective.
     """

@@ -1,4 +1,8 @@
-"""TODO."""
+"""The file of a checkpoint that says where its run stood; written last, and read before anything is built.
+
+Contract: ``run_state.json`` holds step, mode, the settings behind the checkpoint's tensors, the states of rollout
+scheduler and learner, and the size of every other file. Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ _FILES = "files"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run stands: ``next_step`` is the first step that has not been trained.
+    """A run's place: ``next_step`` is its first untrained step.
 
-    ``fixed``: what a run that goes on from here must have alike, by the configuration's dotted names.
+    ``fixed``: the settings that a continuing run must share, by the configuration's dotted names.
     """
 
     next_step: int
@@ -36,9 +40,9 @@ class RunState:
 
 
 def fixed_settings(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
-    """The settings that a checkpoint's tensors, and the run's seeded parts, depend on.
+    """Reads the settings behind a checkpoint's tensors and the run's seeded parts.
 
-    ``vocab_size``: the one in effect, which follows from the environments where the model section has none.
+    ``vocab_size``: the one in effect; it follows from the environments where the model section has none.
     """
     values = keys_in_effect(config, vocab_size=vocab_size)
     return {
@@ -53,7 +57,7 @@ def _is_handed_on(facts: Decides) -> bool:
 
 
 def check_same_settings(folder: Path, state: RunState, current: Mapping[str, JSON]) -> None:
-    """Raise ConfigError that lists each setting which is not as it was when the checkpoint was written."""
+    """Raises ``ConfigError`` with every setting that has changed since the checkpoint was written."""
     names = dict.fromkeys([*current, *state.fixed])
     differing = [
         f"{name}: the checkpoint has {_shown(state.fixed, name)}, this run has {_shown(current, name)}"
@@ -73,7 +77,7 @@ def _shown(settings: Mapping[str, JSON], name: str) -> str:
 
 
 def checkpoint_folder(root: Path, next_step: int) -> Path:
-    """The folder of the checkpoint from which ``next_step`` would be run."""
+    """Names the folder of the checkpoint from which ``next_step`` would be run."""
     return root / f"step_{next_step:06d}"
 
 
@@ -83,10 +87,10 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a checkpoint of which a file is missing or cut off; looks at sizes and reads nothing but the run state.
+    """Refuses a checkpoint with a missing or cut file; looks at sizes and reads nothing but the run state.
 
     Raises:
-        ConfigError: with every file that is not as it was written.
+        ConfigError: with every file of another size than was written.
     """
     path = folder / RUN_STATE_FILE
     written, found = load_json_object(path).get(_FILES), _file_sizes(folder)
@@ -105,10 +109,10 @@ def check_files(folder: Path) -> None:
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Where the checkpointed run stood; reads one small file and builds nothing.
+    """Reads where the checkpointed run stood; reads one small file and builds nothing.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or the file is not what ``save_checkpoint`` writes.
+        ConfigError: the folder is no checkpoint, or the file is not one of ``write_run_state``'s.
     """
     path = folder / RUN_STATE_FILE
     if not path.is_file():

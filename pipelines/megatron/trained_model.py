@@ -36,7 +36,9 @@ from pipelines.megatron.weights import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
-    """What one optimizer update did: the gradient's norm before clipping, the rate, and whether it was carried out."""
+    """The outcome of one optimizer update: the gradient's norm before clipping, the rate, and whether it was carried
+    out.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -44,11 +46,11 @@ class UpdateResult:
 
 
 class TrainedModel:
-    """Every method must be called by every rank.
+    """This rank's part of a model under training. Every method must be called by every rank.
 
-    ``head``: logits for a policy, values for a critic. ``name``: what canonical names begin with, and a dot; nothing
-    for the policy. ``lr``: the largest learning rate. ``first_step``: of the run, the first that trains it.
-    ``emulation``: what makes it compute in the order of another layout; ``None`` where nothing does.
+    ``head``: logits for a policy, values for a critic. ``name``: the canonical names begin with it and a dot; empty for
+    the policy. ``lr``: the largest learning rate. ``first_step``: the first step of the run that trains it.
+    ``emulation``: follows another layout's order of computation; ``None`` where none is asked for.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class TrainedModel:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks over which the gradient of a parameter's part is summed: dp × cp, of an emulated layout if there is."""
+        """Counts the ranks whose gradients of a parameter's part are summed: dp × cp, of an emulated layout if there is
+        one.
+        """
         if self.emulation is not None:
             return self.emulation.plan.replicas
         return self.runtime.dp_size * self.runtime.cp_size

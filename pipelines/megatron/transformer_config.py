@@ -1,4 +1,7 @@
-"""TODO."""
+"""Builds Megatron's configuration of a model, and reads it back for the library's rules.
+
+The one place that knows how ``TransformerConfig`` spells its values.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
-    """Megatron's configuration of the model; no fused kernel that changes bits without being asked for."""
+    """Builds Megatron's configuration of the model; no fused kernel changes bits without being asked for."""
     model, parallel, training = config.model, config.parallel, config.training
     dtype = DTYPES[config.precision]
     return TransformerConfig(
@@ -90,10 +93,10 @@ def _recomputation(training: TrainingConfig) -> dict[str, object]:
 def megatron_values(
     transformer_config: TransformerConfig, ddp_config: DistributedDataParallelConfig | None = None
 ) -> dict[str, object]:
-    """Every field of both configurations by name, and torch's own switch as ``torch.deterministic_algorithms``.
+    """Reads every field of both configurations by name, and torch's own switch as ``torch.deterministic_algorithms``.
 
-    Enums by their member's name, dtypes by name; functions and modules are left out. A field that both have is the
-    optimizer's concern and is taken from ``ddp_config``.
+    Enums by their member's name, dtypes by name; functions and modules are left out. A field of both is the optimizer's
+    concern and is taken from ``ddp_config``.
     """
     configs = [config for config in (transformer_config, ddp_config) if config is not None]
     values = {
@@ -116,7 +119,7 @@ def read_setup(
     model: ModelConfig,
     environ: Mapping[str, str],
 ) -> Setup:
-    """All that the library's rules look at, for ``find_conflicts`` and ``check_conflicts``. Every rank may call it.
+    """Reads all facts for ``find_conflicts`` and ``check_conflicts``. Every rank may call it.
 
     ``model``: says whose router is used. ``environ``: ``os.environ``.
     """

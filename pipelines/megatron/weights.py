@@ -1,8 +1,15 @@
-"""Where each parameter and buffer of this rank lies in the whole model, and the canonical initial weights.
+"""Places each parameter and buffer of this rank in the whole model, and makes and digests the canonical initial
+weights.
 
-Initial weights are made by canonical name and full shape, then cut: no layout changes a single bit of them. Values
-come from NumPy's Philox generator keyed by the name, so they do not depend on the order of construction, on any
-global random state or on the processor's vector width.
+Initial weights are made by canonical name and full shape, then cut: no layout changes a single bit of them. Values come
+from NumPy's Philox generator keyed by the name, so they depend neither on the order of construction, nor on any global
+random state, nor on the processor's vector width.
+
+Contract of the digest: two runs have the same one exactly if their canonical initial weights are the same. It covers
+every parameter's canonical name, global shape and values. A tensor of more than 2^20 elements is not made as a whole:
+all its values are a pure function of the random generator's key (from seed and name) and of the standard deviation. Its
+first values show the key, and are hashed with ``init_method_std``, the source of the standard deviation. Neither
+layout, nor precision, nor padding of the vocabulary changes a canonical weight, and so the digest.
 """
 
 from __future__ import annotations
@@ -50,9 +57,9 @@ class LocalBuffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What decides names and global shapes besides the parameters themselves.
+    """The facts behind names and global shapes besides the parameters themselves.
 
-    ``prefix``: what canonical names begin with: nothing for the policy, ``critic.`` for the critic.
+    ``prefix``: the beginning of canonical names: empty for the policy, ``critic.`` for the critic.
     """
 
     model: ModelConfig
@@ -79,9 +86,9 @@ def iterate_parameters(
 def iterate_state_buffers(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, runtime: Runtime
 ) -> Iterator[LocalBuffer]:
-    """Every buffer of this rank that is state of the model, as the bias of experts is: persistent, of floats.
+    """Yields every buffer of this rank that is state of the model, as the bias of experts is: persistent, of floats.
 
-    That is what a checkpoint holds beside parameters. Megatron (0.16.1) splits none of them: each rank has the whole.
+    A checkpoint holds the same beside parameters. Megatron (0.16.1) splits none of them: each rank has the whole.
     """
     for index, chunk in enumerate(chunks):
         for path, module in unwrapped(chunk).named_modules():
@@ -206,7 +213,7 @@ def compute_initial_weights_digest(model: ModelConfig, *, vocab_size: int, seque
 
 
 def _values(name: str, shape: Shape, *, model: ModelConfig, seed: int) -> list[str | float]:
-    """What stands for a parameter's values: their digest, or that of the first ones and what all follow from."""
+    """Stands for a parameter's values: their digest, or the first ones' with the number that all others follow from."""
     if math.prod(shape) <= _WHOLE_ELEMENTS:
         return [compute_tensor_digest(canonical_initial_weight(name, shape, model=model, seed=seed))]
     first = canonical_initial_weight(name, (_SAMPLE_ELEMENTS,), model=model, seed=seed)

@@ -1,6 +1,6 @@
-"""Matrix products of virtual ranks: each rank's own product, and sums over ranks in their order.
+"""Multiplies and normalises as virtual ranks do: each rank's own product or norm, and sums over ranks in their order.
 
-What is multiplied with what, and in which form, is Megatron's (``LinearWithGradAccumulationAndAsyncCommunication``,
+Products have Megatron's operands and forms (``LinearWithGradAccumulationAndAsyncCommunication``,
 ``tensor_parallel/layers.py``, megatron-core 0.16.1): y = x Wᵀ + b; dx = dy W; dW = dyᵀ x and db = Σ dy over lines.
 """
 
@@ -64,7 +64,7 @@ class _RowProduct(torch.autograd.Function):
 def column_product(
     inputs: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What each rank's part of the output features is; inputs: ``[s, b, in]``, of which every rank has all."""
+    """Computes each rank's part of the output features; inputs: ``[s, b, in]``, whole on every rank."""
     return list(_ColumnProduct.apply(len(weights), inputs, *weights, *biases))
 
 
@@ -104,7 +104,8 @@ def norm_of_parts(
 
 
 def reads_twice(hidden: torch.Tensor) -> bool:
-    """Whether torch's RMS norm is operations of which two read their input, rather than one kernel or one of a cast.
+    """Says whether torch's RMS norm is operations, two of which read their input, rather than one kernel or one of a
+    cast.
 
     Then the gradient of a hidden state has three terms, of the residual and of these two, added in this order; cut
     once, the latter two would be added first (torch 2.13.0 on the CPU).

@@ -71,7 +71,7 @@ class Emulation:
         self._num_tokens.clear()
 
     def rounds(self, batches: Sequence[Lot]) -> Iterator[list[Lot]]:
-        """What each round of virtual replicas computes of an update; gradients are kept apart until all have run.
+        """Yields the batches of each round of virtual replicas; gradients are kept apart until all have run.
 
         batches: as ``together`` gives them.
         """
@@ -147,7 +147,7 @@ class Emulation:
 
 
 def emulate_gpt(gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> EmulatedModules:
-    """Replace the ``forward`` of all modules of a chunk, in the order in which they compute."""
+    """Replaces the ``forward`` of all modules of a chunk, in the order of computation."""
     modules = EmulatedModules(gpt, plan, accumulators)
     modules.replace(gpt.embedding, modules.embed(gpt.embedding))
     for layer in gpt.decoder.layers:

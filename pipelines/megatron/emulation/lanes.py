@@ -1,4 +1,4 @@
-"""Micro-batches of virtual replicas that compute together, side by side in one pass.
+"""Computes micro-batches of virtual replicas side by side in one pass, and the loss of each emulated cp rank's share.
 
 Where an expert sees the tokens of several replicas at once, their micro-batches are the columns of one line after
 another's; every module but the experts cuts them apart again.
@@ -62,7 +62,7 @@ def sums_of_lanes(own: OwnBatch, output: torch.Tensor, loss: Callable[[OwnBatch,
 
 
 def metrics_of_lanes(own: OwnBatch, metrics: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Metrics by micro-batch index, of what ``sums_of_lanes`` gave."""
+    """Gives the metrics of ``sums_of_lanes`` by micro-batch index."""
     parts = parts_of(own)
     rows = [metrics] if len(parts) == 1 else list(metrics)
     return {part.batch.index: row for part, row in zip(parts, rows, strict=True)}

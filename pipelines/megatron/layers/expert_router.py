@@ -51,7 +51,7 @@ class LayoutInvariantRouter(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of the experts, in the logits' dtype, and which are chosen, bool; both ``[s · b, E]``.
+        """Returns the experts' weights, in the logits' dtype, and the chosen experts, bool; both ``[s · b, E]``.
 
         input: ``[s, b, h]``. padding_mask: int64 row ids ``[s, b]``; ``None``: every token is real and of row 0.
         Communicates over tp × cp where there is a loss.
@@ -68,10 +68,10 @@ class LayoutInvariantRouter(TopKRouter):
         counts: torch.Tensor | None = None,
         rank: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``forward`` gives for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
+        """Returns ``forward``'s tensors for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
 
-        counts: what ``count_by_row`` gives, summed over the ranks that compute the micro-batch; ``None``: the sum is
-        made here. rank: as for ``RouterLedger.add``.
+        counts: ``count_by_row`` summed over the ranks that compute the micro-batch; ``None``: the sum is made here.
+        rank: as for ``RouterLedger.add``.
         """
         if not self.has_losses_now:
             return self._choose(logits)
@@ -202,9 +202,9 @@ def choose_experts(
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and choice of the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
+    """Chooses and weighs the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
 
-    But for one thing: what is computed in float32 there is computed in float64 here where the logits are float64.
+    Only float64 logits differ: their scores, float32 there, are float64 here.
     """
     wide = _at_least_float32(logits)
     if score_function == "softmax" and not pre_softmax:

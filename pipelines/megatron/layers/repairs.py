@@ -1,4 +1,8 @@
-"""Repairs of a built model where layers of Megatron (0.16.1) lose an argument or fail; no other value changes."""
+"""Repairs Megatron's local layers: norms and a value head with marked parameters, and hooks where an argument is lost.
+
+Marks are the attributes that Megatron hangs on parameters; the functions here read and set them with their types. The
+hooks are for megatron-core 0.16.1, and change no other value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 def repair_layers(gpt: GPTModel) -> None:
-    """Everything that a model of this configuration needs; nothing for one without experts."""
+    """Puts the hooks in that a model of this configuration needs; none for one without experts."""
     if gpt.config.num_moe_experts is None:
         return
     if gpt.config.recompute_method == "block":
@@ -22,10 +26,11 @@ def repair_layers(gpt: GPTModel) -> None:
 
 
 def _hand_mask_to_layers(block: TransformerBlock) -> None:
-    """Let layers that block recomputation leaves out have the padding mask too.
+    """Lets layers outside block recomputation have the padding mask too.
 
-    Megatron hands it to those it recomputes alone (``TransformerBlock._checkpointed_forward``), so that the routers of
-    the others took padding for real tokens, all of one row: gradients were wrong by their whole size.
+    Megatron hands it to the recomputed ones alone (``TransformerBlock._checkpointed_forward``), so the routers of the
+    others took padding for real tokens, all of one row: gradients were wrong by their whole size. It can go when that
+    method passes ``padding_mask`` to every layer.
     """
     held: dict[str, object] = {}
 
@@ -44,9 +49,9 @@ def _hand_mask_to_layers(block: TransformerBlock) -> None:
 
 
 def _copy_outputs_of_experts(gpt: GPTModel) -> None:
-    """Let an expert's second bias be added.
+    """Lets an expert's second bias be added.
 
-    ``MLP.forward`` adds it in place to what a custom autograd function returned as it came, which autograd refuses.
+    ``MLP.forward`` adds it in place to the unchanged result of a custom autograd function, and autograd refuses this.
     """
 
     def copy(
@@ -60,7 +65,11 @@ def _copy_outputs_of_experts(gpt: GPTModel) -> None:
 
 
 class TorchNorm:
-    """Builds ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` with parameters marked as Megatron expects."""
+    """Builds ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` with parameters marked as Megatron expects.
+
+    Megatron's own wrapper refuses sequence parallelism because it does not mark its parameters: a norm over a part of
+    the sequence has a partial gradient, and ``finalize_model_grads`` sums marked parameters alone over tp.
+    """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
@@ -73,10 +82,11 @@ class TorchNorm:
 
 
 class ValueHead(torch.nn.Linear):
-    """Stands where ``GPTModel`` has its output layer; every tp rank holds it whole.
+    """The head of a critic: one value per token, in the place of ``GPTModel``'s output layer; every tp rank holds it
+    whole.
 
-    Under sequence parallelism a rank computes the values of its part of the sequence, which are then gathered; the
-    gradient of the weight is partial there, and summed over tp because it is marked ``sequence_parallel``.
+    Under sequence parallelism a rank computes the values of its part of the sequence, to be gathered; the gradient of
+    the weight is partial there, and summed over tp because it is marked ``sequence_parallel``.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -96,27 +106,27 @@ class ValueHead(torch.nn.Linear):
 
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The buffer in which a parameter's gradient is accumulated, in the accumulator's dtype."""
+    """Returns the buffer that accumulates a parameter's gradient, in the accumulator's dtype."""
     marked: Any = parameter
     grad: torch.Tensor = marked.main_grad
     return grad
 
 
 def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
+    """Returns the wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
     marked: Any = parameter
     wide: torch.Tensor = marked.main_param
     return wide
 
 
 def partition_dim(parameter: torch.nn.Parameter) -> int:
-    """The dimension along which tp ranks split a parameter; -1 where they do not."""
+    """Returns the dimension that tp ranks split a parameter along; -1 where they do not."""
     marked: Any = parameter
     return int(marked.partition_dim)
 
 
 def mark_sequence_parallel(module: torch.nn.Module, is_parallel: bool) -> None:
-    """Say whether a module's gradients are those of a part of the sequence, so that they are summed over tp."""
+    """Says whether a module's gradients are of a part of the sequence, to be summed over tp."""
     for parameter in module.parameters():
         marked: Any = parameter
         marked.sequence_parallel = is_parallel

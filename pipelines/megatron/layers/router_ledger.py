@@ -1,4 +1,4 @@
-"""TODO."""
+"""Adds up each router's losses and counts over an update, and makes metrics of the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipelines.megatron.process.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSums:
-    """What one router adds up over a step; this rank's own part until ``all_reduce_router_sums`` completes it.
+    """The sums of one router over an update; this rank's own part until ``all_reduce_router_sums`` completes it.
 
-    load_balancing, z: float64 ``[]``: the sums of the module's docstring without their coefficients, 0 where the
+    load_balancing, z: float64 ``[]``: the sums of ``expert_router``'s docstring without their coefficients, 0 where the
     coefficient is; divided by the response tokens they are Megatron's ``load_balancing_loss`` (1 when balanced) and
     ``z_loss``. tokens_per_expert: float64 ``[E]``: real tokens sent to each expert.
     """
@@ -28,7 +28,7 @@ class RouterSums:
 
 
 class RouterLedger:
-    """Counts what the routers of a model do in passes with a gradient, and tells them how much each row weighs."""
+    """Counts for the routers of a model in passes with a gradient, and tells them each row's weight."""
 
     def __init__(self) -> None:
         self._row_weights: torch.Tensor | None = None
@@ -61,9 +61,9 @@ class RouterLedger:
         *,
         rank: int = 0,
     ) -> None:
-        """Add what one pass through the router of ``layer`` (from 0) gave; no gradient is kept.
+        """Adds the sums of one pass through the router of ``layer`` (from 0); no gradient is kept.
 
-        rank: of an emulated layout, the rank whose tokens these are; what ranks add up is added in their order.
+        rank: of an emulated layout, the rank of these tokens; the ranks' sums are added in their order.
         """
         losses = torch.stack((load_balancing, z)).detach().double()
         row = torch.cat((losses, tokens_per_expert.double()))
@@ -100,7 +100,7 @@ def all_reduce_router_sums(
 
 
 def router_weight(micro_batches: Sequence[MicroBatch], training: TrainingConfig, *, num_tokens: float) -> float:
-    """What the routers' losses of an update are divided by: its response tokens, or micro-batches that have rows."""
+    """Returns the divisor of the routers' losses of an update: its response tokens, or micro-batches with rows."""
     if training.calculate_per_token_loss:
         return num_tokens
     return float(sum(batch.num_real_tokens > 0 for batch in micro_batches))
@@ -109,13 +109,13 @@ def router_weight(micro_batches: Sequence[MicroBatch], training: TrainingConfig,
 def merge_router_sums(
     ledger: RouterLedger, model: ModelConfig, runtime: Runtime, *, total_weight: float
 ) -> dict[str, float]:
-    """Metrics of the routers since the last call, over all ranks; empty for a model without experts. Collective.
+    """Makes metrics of the routers since the last call, over all ranks; empty for a model without experts. Collective.
 
     ``moe/load_balancing_loss`` and ``moe/z_loss``: means over layers and, weighted as the loss weighs them, over the
     update, without their coefficients; only where the coefficient is above 0. ``total_weight``: as ``router_weight``.
-    ``moe/max_expert_load``: the largest share of a layer's tokens that one expert got, times the number of experts (1
-    when balanced). ``moe/routed_tokens``: tokens times experts that were sent, over all layers. Megatron's own router
-    keeps no such ledger: nothing is logged.
+    ``moe/max_expert_load``: the largest share of one expert in a layer's tokens, times the number of experts (1 when
+    balanced). ``moe/routed_tokens``: sent tokens times experts, over all layers. Megatron's own router keeps no such
+    ledger: nothing is logged.
     """
     if model.num_moe_experts is None or model.moe_router_impl == "megatron":
         return {}

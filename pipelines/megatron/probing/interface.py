@@ -1,10 +1,9 @@
-"""What a training step tells a probe while it runs.
+"""A training step tells a probe of itself while it runs; several probes can stand for one.
 
-Contract: the methods do nothing here, so ``TrainingProbe()`` is the probe of a run that traces nothing, and costs a
-few empty calls per micro-batch. A probe changes no bit of the training: it reads and copies. It
-never communicates, but that parameters may be gathered earlier than training would (``overlap_param_gather``), by all
-ranks.
-Every rank has its own and is told of its own part alone.
+Contract: the methods do nothing here, so ``TrainingProbe()`` is the probe of a run without a trace, and costs a few
+empty calls per micro-batch. A probe changes no bit of the training: it reads and copies. It never communicates, except
+that all ranks may gather parameters earlier than training would (``overlap_param_gather``). Every rank has its own and
+is told of its own part alone.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class TrainingProbe:
         return nullcontext()
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
-        """Numbers of a whole update, which every rank computes and must compute alike."""
+        """Numbers of a whole update; every rank must compute the same."""
 
     def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
         """The model's main gradients have been reduced (``gradient``), or it has been updated (``parameter``)."""

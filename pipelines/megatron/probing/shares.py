@@ -1,4 +1,7 @@
-"""Where the tokens of a micro-batch's share lie in the canonical order of the step's tokens."""
+"""Finds a module's outputs among a step's tokens, place by place, on one rank; probes and grafts address tensors by it.
+
+Contract: nothing is communicated or computed with the values themselves; a micro-batch's share is worked out once.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from pipelines.megatron.trained_model import TrainedModel
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenPlaces:
-    """Some tokens of a share that are no padding.
+    """Some tokens of a share, without padding.
 
-    cells: int64 ``[n]`` on the host, where they lie in the flattened ``[b · s]`` lines of the share. split: where they
-    go in the token dimension of a canonical tensor whose local one has just these n tokens, in this order.
+    cells: int64 ``[n]`` on the host, their places in the flattened ``[b · s]`` lines of the share. split: their places
+    in the token dimension of a canonical tensor whose local one has just these n tokens, in this order.
     """
 
     cells: torch.Tensor
@@ -126,10 +129,10 @@ class ShareBook:
 def select_tokens(
     output: ObservedOutput, tensor: torch.Tensor, gather: Gather | None, tokens: Tokens
 ) -> torch.Tensor | None:
-    """What an output has for a share's tokens, ``[n, *form.local_shape]``, or its gradient has.
+    """Selects an output's values for a share's tokens, ``[n, *form.local_shape]``, or its gradient's.
 
-    ``None`` where that is nothing: all padding, or a rank with none of the features. Elements are chosen, never
-    computed with. Raises ``TraceError`` where the output is of another size than the tables say.
+    ``None`` where there are none: all padding, or a rank with none of the features. Elements are chosen, never computed
+    with. Raises ``TraceError`` where the output is of another size than the tables say.
     """
     form, num_tokens = output.form, len(tokens.places)
     size = prod(form.local_shape)
@@ -148,7 +151,8 @@ def element_places(
 
 
 def gradient_scale(model: TrainedModel) -> float:
-    """What makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel`` does.
+    """Returns the factor that makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel``
+    has it.
 
     It divides by dp · cp where each rank's loss is a mean, over its own micro-batches (megatron-core 0.16.1,
     ``gradient_scaling_factor``).
