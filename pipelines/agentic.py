@@ -71,7 +71,7 @@ def attempt_run(
     run: Callable[[PipelineConfig], None],
     prepare: Callable[[], None] = lambda: None,
 ) -> int:
-    """Makes one run from its configuration to its end; returns its exit code, and reports a failure as the run's own."""
+    """Makes one run from configuration to end; returns its exit code, and reports a failure as the run's own."""
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None

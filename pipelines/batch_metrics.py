@@ -62,7 +62,7 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def compute_success_by_tag(batch: RolloutBatch) -> dict[str, float]:
-    """Computes ``success/{tag}``, the fraction of a tag's trajectories with success, and ``episodes/{tag}``, their
+    """Computes ``success/{tag}``, the success rate of a tag's trajectories, and ``episodes/{tag}``, their
     number.
 
     A trajectory has the tag of its last row. Raises as ``compute_batch_metrics``.

@@ -31,7 +31,7 @@ def check_equal_shapes(subject: str, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def size_problems(tensors: Mapping[str, torch.Tensor | None], size: int, unit: str) -> list[str]:
-    """Lists the tensors of another shape than ``[size]``; ``None`` is passed over. ``unit``: the thing of an entry."""
+    """Lists tensors of another shape than ``[size]``; ``None`` is passed over. ``unit``: the thing of an entry."""
     return [
         f"{name} has shape {list(tensor.shape)}; expected [{size}], one per {unit}"
         for name, tensor in tensors.items()

@@ -69,7 +69,7 @@ def iterators(batches: Sequence[OwnBatch], num_chunks: int) -> object:
 
 
 def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
-    """Gives ``seq_length`` and ``micro_batch_size`` of a schedule's batches, whose shape is one unless it varies them."""
+    """Gives ``seq_length`` and ``micro_batch_size`` of a schedule's batches: one shape unless it varies them."""
     num_lines, share = batches[0].inputs.tokens.shape
     return {"seq_length": share * runtime.cp_size, "micro_batch_size": num_lines}
 
