@@ -40,7 +40,7 @@ def size_problems(tensors: Mapping[str, torch.Tensor | None], size: int, unit: s
 
 
 def offset_problems(name: str, offsets: torch.Tensor, *, num_segments: int, total: int) -> list[str]:
-    """Says how offsets differ from ``[num_segments + 1]`` numbers rising from 0 to ``total``; empty where they do not."""
+    """Says how offsets differ from ``[num_segments + 1]`` numbers rising from 0 to ``total``; else empty."""
     if offsets.shape != (num_segments + 1,):
         return [f"{name} has shape {list(offsets.shape)}; expected [{num_segments + 1}]"]
     if int(offsets[0]) != 0 or int(offsets[-1]) != total or bool((offsets.diff() < 0).any()):

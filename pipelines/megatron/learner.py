@@ -22,7 +22,6 @@ from pipelines.batching.values import fill_step, response_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
-from pipelines.megatron.emulation.engine import emulated_plan
 from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows, exchange_tokens, own_batch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
@@ -70,9 +69,7 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
-        plan = emulated_plan(config)
-        self._micro_batch_multiple = runtime.micro_batch_multiple if plan is None else plan.micro_batch_multiple
-        self._emulated_shares = 1 if plan is None else plan.cp
+        self._num_shares = self.policy.policy.execution.num_shares
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -154,7 +151,7 @@ class Learner:
         return place_step(
             batch,
             self.config.training,
-            count_multiple=self._micro_batch_multiple,
+            count_multiple=self.policy.policy.execution.micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
         )
 
@@ -175,7 +172,7 @@ class Learner:
     def _owned(self, micro_batches: Sequence[MicroBatch]) -> list[OwnBatch]:
         """This rank's share of the micro-batches that its replica computes: every dp-th of them."""
         own = micro_batches[self.runtime.dp_rank :: self.runtime.dp_size]
-        return [own_batch(batch, self.runtime, emulated_shares=self._emulated_shares) for batch in own]
+        return [own_batch(batch, self.runtime, num_shares=self._num_shares) for batch in own]
 
     def _owned_of_step(self, plan: StepPlan) -> list[OwnBatch]:
         return [own for update in plan.updates for own in self._owned(update.micro_batches)]
@@ -249,17 +246,17 @@ class Learner:
 
     def _rollout_differences(self, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores) -> dict[str, float]:
         """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
-        owned = {own.batch.index: cut_shares(own, self._emulated_shares) for own in batches}
+        owned = {own.batch.index: cut_shares(own, self._num_shares) for own in batches}
         own_rows = {
             index: torch.stack(
                 [
                     sum_and_max_difference(part, share.rollout_logprobs, share.response_mask)
-                    for part, share in zip(logprobs.chunk(self._emulated_shares, dim=1), owned[index], strict=True)
+                    for part, share in zip(logprobs.chunk(self._num_shares, dim=1), owned[index], strict=True)
                 ]
             ).squeeze(0)
             for index, logprobs in scores.old_logprobs.items()
         }
-        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2, emulated_shares=self._emulated_shares)
+        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2, num_shares=self._num_shares)
         num_tokens = float(plan.row_weights.sum())
         return {
             "rollout_logprob_diff_mean": float(rows[..., 0].sum(axis=1).sum()) / max(num_tokens, 1.0),

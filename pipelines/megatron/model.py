@@ -40,12 +40,6 @@ def padded_vocab_size(vocab_size: int, *, multiple_of: int, tp_size: int) -> int
     return -(-vocab_size // multiple) * multiple
 
 
-def vocab_parts(config: PipelineConfig, runtime: Runtime) -> int:
-    """Into how many tp ranks' parts the vocabulary is cut, those of a layout that is emulated included."""
-    emulated = config.order.emulate
-    return runtime.tp_size if emulated is None else emulated.tensor_model_parallel_size
-
-
 def _local_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
     """One of Megatron's local layers with our norm and our way to its attention."""
     spec = get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
@@ -121,15 +115,25 @@ def build_chunks(
     transformer_config: TransformerConfig,
     *,
     vocab_size: int,
+    vocab_parts: int,
     runtime: Runtime,
     head: Head = "logits",
 ) -> list[torch.nn.Module]:
     """This rank's chunks of the ``GPTModel``, on the compute device, with weights not yet set.
 
-    ``vocab_size`` is the unpadded one. Every rank must call it; it does not communicate.
+    ``vocab_size`` is the unpadded one; padded, it has ``vocab_parts`` equal parts. Every rank must call it; it does
+    not communicate.
     """
     return [
-        _build_chunk(config, transformer_config, chunk, vocab_size=vocab_size, runtime=runtime, head=head)
+        _build_chunk(
+            config,
+            transformer_config,
+            chunk,
+            vocab_size=vocab_size,
+            vocab_parts=vocab_parts,
+            runtime=runtime,
+            head=head,
+        )
         for chunk in range(runtime.num_chunks)
     ]
 
@@ -140,6 +144,7 @@ def _build_chunk(
     chunk: int,
     *,
     vocab_size: int,
+    vocab_parts: int,
     runtime: Runtime,
     head: Head,
 ) -> torch.nn.Module:
@@ -148,9 +153,7 @@ def _build_chunk(
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=build_layer_specs(model, layers_of_chunk(model.num_layers, runtime, chunk)),
-        vocab_size=padded_vocab_size(
-            vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=vocab_parts(config, runtime)
-        ),
+        vocab_size=padded_vocab_size(vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=vocab_parts),
         max_sequence_length=config.sequence_length,
         pre_process=runtime.is_first_stage and chunk == 0,
         post_process=is_last,
@@ -161,7 +164,6 @@ def _build_chunk(
         vp_stage=chunk if runtime.num_chunks > 1 else None,
     )
     gpt.built_from = model
-    gpt.emulated = None
     if head == "value" and is_last:
         gpt.output_layer = ValueHead(transformer_config)
     if model.position_embedding_type == "rope" and model.transformer_impl == "local":

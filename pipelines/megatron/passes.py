@@ -6,7 +6,6 @@ The same calls serve every layout; outputs and losses are there on the last pipe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pipelines.megatron.emulation.lanes import metrics_of_lanes, sums_of_lanes
+from pipelines.megatron.execution import Execution, LossFunction, LossSums
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.experts import padding_mask_argument
 from pipelines.megatron.model import unwrapped
@@ -130,25 +129,6 @@ def forward_in_sequence(
     Chunk after chunk around the stages, with no micro-batches to overlap, as generation of one token at a time needs
     it. No other layout's order is followed. Every rank of the model-parallel group must call it.
     """
-    with _emulation_paused(chunks):
-        return _forward_in_sequence(chunks, inputs, runtime)
-
-
-@contextmanager
-def _emulation_paused(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    emulated = [gpt.emulated for gpt in map(unwrapped, chunks) if gpt.emulated is not None]
-    for modules in emulated:
-        modules.is_paused = True
-    try:
-        yield
-    finally:
-        for modules in emulated:
-            modules.is_paused = False
-
-
-def _forward_in_sequence(
-    chunks: Sequence[torch.nn.Module], inputs: ModelInputs, runtime: Runtime
-) -> torch.Tensor | None:
     group = parallel_state.get_pipeline_model_parallel_group()
     following, preceding = (runtime.pp_rank + 1) % runtime.pp_size, (runtime.pp_rank - 1) % runtime.pp_size
     output: torch.Tensor | None = None
@@ -173,13 +153,6 @@ def _received(gpt: GPTModel, inputs: ModelInputs, runtime: Runtime) -> torch.Ten
     return torch.empty(length, num_lines, gpt.config.hidden_size, dtype=gpt.config.params_dtype, device=runtime.device)
 
 
-LossSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The loss summed over this rank's response tokens, their number (int), and metrics without graph, float64."""
-
-LossFunction = Callable[[OwnBatch, torch.Tensor], LossSums]
-"""From a micro-batch and the model's output for it to its sums."""
-
-
 def accumulate_gradients(
     model: TrainedModel,
     batches: Sequence[OwnBatch],
@@ -194,12 +167,11 @@ def accumulate_gradients(
     number within the step, for the probe.
     """
     model.zero_grad()
-    rounds = [batches] if model.emulation is None else model.emulation.rounds(model.together(batches))
     by_batch: dict[int, torch.Tensor] = {}
     with probe.watching(model, update):
-        for own_batches in rounds:
+        for own_batches in model.execution.rounds(batches):
             sums = get_forward_backward_func()(
-                forward_step_func=_loss_step(loss, probe),
+                forward_step_func=_loss_step(loss, model.execution, probe),
                 data_iterator=iterators(own_batches, len(model.data_parallel)),
                 model=list(model.data_parallel),
                 num_microbatches=len(own_batches),
@@ -208,13 +180,13 @@ def accumulate_gradients(
             )
             if model.runtime.is_last_stage:
                 for own, metrics in zip(own_batches, sums, strict=True):
-                    by_batch |= metrics_of_lanes(own, metrics)
+                    by_batch |= model.execution.metrics_of_parts(own, metrics)
     probe.state(model, update, "gradient")
     return by_batch
 
 
 def _loss_step(
-    loss: LossFunction, probe: TrainingProbe
+    loss: LossFunction, execution: Execution, probe: TrainingProbe
 ) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
     """Megatron's forward step: the model's output, and the function that makes it a loss."""
 
@@ -224,6 +196,6 @@ def _loss_step(
         _, own = next(data_iterator)
         with probe.computing(own):
             output = run_chunk(model, own.inputs)
-        return output, lambda output: sums_of_lanes(own, output, loss)
+        return output, lambda output: execution.sum_parts(own, output, loss)
 
     return step

@@ -66,14 +66,14 @@ def row_mask(
     return ~(same_row & not_later).unsqueeze(1)
 
 
-def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) -> OwnBatch:
+def own_batch(batch: MicroBatch, runtime: Runtime, *, num_shares: int = 1) -> OwnBatch:
     """This rank's share of a micro-batch, on its device, with the mask that attention needs.
 
-    emulated_shares: in one process, of how many cp ranks it holds the shares, one after another.
+    num_shares: of how many emulated cp ranks this process holds the shares, one after another.
     """
     is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
-    cp_size = max(runtime.cp_size, emulated_shares)
+    cp_size = max(runtime.cp_size, num_shares)
     if cp_size == 1:
         mask = None
         if not is_plain:
@@ -84,7 +84,7 @@ def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) 
         for rank in range(cp_size)
     ]
     gathered = torch.cat(columns)
-    own = gathered if emulated_shares > 1 else columns[runtime.cp_rank]
+    own = gathered if num_shares > 1 else columns[runtime.cp_rank]
     mask = row_mask(
         batch.row_ids[:, own], batch.positions[:, own], batch.row_ids[:, gathered], batch.positions[:, gathered]
     )
@@ -118,21 +118,21 @@ def exchange_rows(
     runtime: Runtime,
     *,
     width: int,
-    emulated_shares: int = 1,
+    num_shares: int = 1,
 ) -> np.ndarray:
     """Gathers rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every
     rank.
 
     own_rows: ``[width]`` by micro-batch index, computed by this rank; empty off the last stage. The tp ranks hold them
-    alike, and the first speaks. emulated_shares: of how many cp ranks one process has rows, ``[emulated_shares,
+    alike, and the first speaks. num_shares: of how many cp ranks one process has rows, ``[num_shares,
     width]`` each. Collective.
     """
     places = {batch.index: place for place, batch in enumerate(micro_batches)}
-    num_shares = max(runtime.cp_size, emulated_shares)
-    table = torch.zeros(len(micro_batches), num_shares, width, dtype=torch.float64, device=runtime.device)
+    num_ranks = max(runtime.cp_size, num_shares)
+    table = torch.zeros(len(micro_batches), num_ranks, width, dtype=torch.float64, device=runtime.device)
     if runtime.tp_rank == 0:
         for index, row in own_rows.items():
-            table[places[index], slice(None) if emulated_shares > 1 else runtime.cp_rank] = row
+            table[places[index], slice(None) if num_shares > 1 else runtime.cp_rank] = row
     dist.all_reduce(table)  # each row is one rank's; all others add 0
     return table.cpu().numpy()
 

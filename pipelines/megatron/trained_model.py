@@ -16,11 +16,9 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.engine import Emulation, emulated_plan
-from pipelines.megatron.emulation.lanes import join_batches
-from pipelines.megatron.model import Head, build_chunks, unwrapped, vocab_parts, wrap_data_parallel
+from pipelines.megatron.emulation.engine import build_execution
+from pipelines.megatron.model import Head, build_chunks, unwrapped, wrap_data_parallel
 from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.process.full_precision import prepare_optimizer
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
@@ -50,7 +48,7 @@ class TrainedModel:
 
     ``head``: logits for a policy, values for a critic. ``name``: the canonical names begin with it and a dot; empty for
     the policy. ``lr``: the largest learning rate. ``first_step``: the first step of the run that trains it.
-    ``emulation``: follows another layout's order of computation; ``None`` where none is asked for.
+    ``execution``: the order of computation, of this layout or of an emulated one.
     """
 
     def __init__(
@@ -65,10 +63,17 @@ class TrainedModel:
         first_step: int = 0,
     ) -> None:
         self.runtime = runtime
-        self.vocab_parts = vocab_parts(config, runtime)
+        self.execution = build_execution(config, runtime)
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
         self.transformer_config = build_transformer_config(config)
-        self.chunks = build_chunks(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head)
+        self.chunks = build_chunks(
+            config,
+            self.transformer_config,
+            vocab_size=vocab_size,
+            vocab_parts=self.execution.vocab_parts,
+            runtime=runtime,
+            head=head,
+        )
         perturbation = Perturbation.build(config.perturbation)
         load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed, perturbation=perturbation)
         self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
@@ -78,29 +83,17 @@ class TrainedModel:
         self.optimizer = build_optimizer(own_rate, self.data_parallel)
         self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
-        plan = emulated_plan(config)
-        self.emulation = None if plan is None else Emulation(unwrapped(self.chunks[0]), plan)
-        if self.emulation is not None:
-            self.emulation.attach(self.optimizer)
-            self.transformer_config.finalize_model_grads_func = self.emulation.finalize
+        self.execution.start(unwrapped(self.chunks[0]), self.optimizer)
 
     @property
-    def emulated_shares(self) -> int:
-        """Of how many emulated cp ranks this process computes the shares; 1 where none are."""
-        return 1 if self.emulation is None else self.emulation.plan.cp
-
-    def together(self, batches: Sequence[OwnBatch]) -> list[OwnBatch]:
-        """This rank's micro-batches as they are computed: several side by side where emulated replicas need that."""
-        return join_batches(batches, 1 if self.emulation is None else self.emulation.plan.lanes)
+    def vocab_parts(self) -> int:
+        """Counts the tp ranks' parts of the vocabulary, an emulated layout's included."""
+        return self.execution.vocab_parts
 
     @property
     def num_replicas(self) -> int:
-        """Counts the ranks whose gradients of a parameter's part are summed: dp × cp, of an emulated layout if there is
-        one.
-        """
-        if self.emulation is not None:
-            return self.emulation.plan.replicas
-        return self.runtime.dp_size * self.runtime.cp_size
+        """Counts the ranks whose gradients of a parameter's part are summed: dp × cp, of an emulated layout too."""
+        return self.execution.num_replicas
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
@@ -121,8 +114,7 @@ class TrainedModel:
         for chunk in self.data_parallel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.emulation is not None:
-            self.emulation.clear()
+        self.execution.clear()
 
     def gather_parameters(self) -> None:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
@@ -142,11 +134,16 @@ def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.M
     """Chunks with the canonical initial weights that are never trained: the reference policy."""
     # A configuration of its own: the trained model's knows its optimizer, which Megatron's experts would copy.
     transformer_config = build_transformer_config(config)
-    chunks = build_chunks(config, transformer_config, vocab_size=model.shape.vocab_size, runtime=model.runtime)
+    chunks = build_chunks(
+        config,
+        transformer_config,
+        vocab_size=model.shape.vocab_size,
+        vocab_parts=model.vocab_parts,
+        runtime=model.runtime,
+    )
     perturbation = Perturbation.build(config.perturbation)
     load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed, perturbation=perturbation)
-    if model.emulation is not None:
-        Emulation(unwrapped(chunks[0]), model.emulation.plan)
+    build_execution(config, model.runtime).start(unwrapped(chunks[0]), None)
     return [chunk.requires_grad_(False) for chunk in chunks]
 
 

@@ -45,7 +45,7 @@ class PolicyEngine:
         self._allowed = trainer.allowed
         self._uses_cache = trainer.config.actor_infer.use_kv_cache
         self._weights_precision = trainer.config.actor_infer.weights_precision
-        self._policy = CachedPolicy(self._chunks, trainer.config, trainer.runtime)
+        self._policy = CachedPolicy(trainer.policy, trainer.config)
         self._channel = ReplicaChannel(trainer.runtime)
         self._args = trainer.config.actor_infer.generating_args
         self._num_read: dict[int, int] = {}

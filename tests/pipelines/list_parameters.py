@@ -22,7 +22,13 @@ def main() -> None:
     for config in configs:
         vocab_size = config.model.vocab_size
         assert vocab_size is not None
-        chunks = build_chunks(config, build_transformer_config(config), vocab_size=vocab_size, runtime=runtime)
+        chunks = build_chunks(
+            config,
+            build_transformer_config(config),
+            vocab_size=vocab_size,
+            vocab_parts=runtime.tp_size,
+            runtime=runtime,
+        )
         shape = ModelShape(model=config.model, vocab_size=vocab_size)
         specs = [parameter.spec for parameter in iterate_parameters(chunks, shape, runtime)]
         print(json.dumps([[spec.name, list(spec.global_shape)] for spec in specs]))

@@ -47,7 +47,7 @@ def test_replicas_share_the_micro_batches_of_an_update_between_them(dp_size: int
     owned = []
     for dp_rank in range(dp_size):
         learner = object.__new__(Learner)
-        learner.runtime, learner._emulated_shares = runtime(dp_rank, dp_size), 1
+        learner.runtime, learner._num_shares = runtime(dp_rank, dp_size), 1
         owned.append([own.batch.index for own in learner._owned(batches)])
     assert owned == [list(range(dp_rank, 4, dp_size)) for dp_rank in range(dp_size)]
 
