@@ -20,16 +20,16 @@ from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection
-from pipelines.clock import Clock
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
-from pipelines.megatron.probing.selection import check_patterns, check_trace_ranks
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, build_step_plan
-from pipelines.observation import StepObservation
+from pipelines.observation import StepObservation, check_patterns, check_trace_ranks
+from pipelines.tracking import Clock
 from tests.batches import make_batch
+from tests.pipelines.step_plans import build_step_plan
 
 HOST = torch.device("cpu")
 # make_batch: rows of 3, 4, 5, 6, 3, ... tokens, of which the first two are the prompt.
