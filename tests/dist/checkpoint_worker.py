@@ -184,7 +184,8 @@ def _moments(model: TrainedModel, local: LocalParameter) -> Iterator[TraceEntry]
             group, position = optimizer.model_param_group_index_map[local.parameter]
             inner = optimizer.optimizer.param_groups[group]["params"][position]
         else:
-            inner = local.parameter.main_param if local.parameter.dtype is torch.bfloat16 else local.parameter
+            parameter: Any = local.parameter
+            inner = parameter.main_param if parameter.dtype is torch.bfloat16 else parameter
             if not any(inner is one for group in optimizer.optimizer.param_groups for one in group["params"]):
                 continue
             spec = replace(spec, flat_range=(0, inner.numel()))

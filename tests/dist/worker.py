@@ -151,7 +151,7 @@ def write_live_logits(folder: Path, learner: Learner, batch: RolloutBatch) -> No
         return compute(logits, targets)
 
     policy._logprobs = counted  # type: ignore[method-assign]
-    policy.compute_logprobs(learner._owned_of_step(learner._plan(batch, None)))
+    policy.compute_logprobs(learner._owned_of_step(learner._place(batch)))
     del policy._logprobs
     (folder / f"live_logits_{dist.get_rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
 
@@ -210,6 +210,8 @@ def write_vocab_parallel_errors(root: Path, layout: str) -> None:
     )
     found = vocab_parallel_logprobs(part, targets, shard, temperature=0.8)
     (weights[0] * found[0] + weights[1] * found[1]).sum().backward()
+    assert part.grad is not None
+    assert whole.grad is not None
     pairs = {
         "logprobs": (found[0], expected[0]),
         "entropy": (found[1], expected[1]),

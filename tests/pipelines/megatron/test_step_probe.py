@@ -270,7 +270,7 @@ def test_what_a_probe_computes_is_in_no_log_of_operations(tmp_path: Path) -> Non
     names: list[str] = []
 
     class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
             names.append(str(func))
             return func(*args, **(kwargs or {}))  # type: ignore[operator]
 
