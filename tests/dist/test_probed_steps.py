@@ -28,7 +28,7 @@ Tensors = dict[tuple[int, str, str], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return traced_steps(tmp_path_factory, 1, 2) / "probe"
+    return traced_steps(tmp_path_factory, "one rank", "two ranks") / "probe"
 
 
 @cache

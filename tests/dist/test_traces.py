@@ -31,7 +31,7 @@ _ORDERED = frozenset({"pp2", "pp2-vpp2"})
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cases of ``SHORT`` and their references."""
-    return traced_steps(tmp_path_factory, 1, 2)
+    return traced_steps(tmp_path_factory, "one rank", "two ranks")
 
 
 @pytest.fixture(scope="module")

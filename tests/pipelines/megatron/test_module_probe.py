@@ -44,7 +44,7 @@ BOUND = 1e-12
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of one process."""
-    return traced_steps(tmp_path_factory, 1)
+    return traced_steps(tmp_path_factory, "modules")
 
 
 @functools.cache

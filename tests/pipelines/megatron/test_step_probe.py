@@ -240,7 +240,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
 ) -> None:
     """Parts that were written before stayed: the step was refused as traced already, and never whole."""
     config = trace_of(kinds=["input"], part_bytes=1 << 16)
-    batch = make_batch(4, 2000)  # tokens, int64: 36,000 · 8 bytes, in several parts
+    batch = make_batch(4, 800)  # tokens, int64: 14,400 · 8 bytes, in several parts
 
     def step() -> None:
         with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
