@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.align.plan.plan import plan_alignment
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.environment import check_settings
+from pipelines.config.loading import load_config
 from pipelines.environments.registry import build_tokenizer
+from pipelines.program import PROGRAM
 from tests.programs import run_program
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,6 +31,7 @@ def test_every_shipped_alignment_can_be_planned(name: str, tmp_path: Path) -> No
     """Each candidate's overrides load, and its entry is a module that exists."""
     plan = plan_alignment(
         lambda overrides: load_config(name, config_path=CONFIGS, overrides=overrides),
+        program=PROGRAM,
         overrides=[],
         output_dir=tmp_path,
     )
@@ -43,7 +45,7 @@ def test_every_planted_fault_of_the_configurations_can_be_planted() -> None:
         candidate.entry
         for name in NAMES
         for candidate in load_config(name, config_path=CONFIGS).align.candidates
-        if candidate.entry.startswith("tests.faults.")
+        if candidate.entry is not None and candidate.entry.startswith("tests.faults.")
     }
     assert len(entries) >= 4
     done = run_program("tests.faults.plant_all", sorted(entries))
