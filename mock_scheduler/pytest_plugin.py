@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from mock_scheduler.api.verdicts import Verdict
+    from mock_scheduler.api.compare import Verdict
 
 _OPTION = "--mock-scheduler-html"
 
@@ -61,7 +61,7 @@ def assert_aligned(request: pytest.FixtureRequest) -> AssertAligned:
         has_metrics: bool = True,
     ) -> Verdict:
         # Imported here, so that pytest itself loads no torch.
-        from mock_scheduler.api.verdicts import compare
+        from mock_scheduler.api.compare import compare
 
         nonlocal num_failed
         verdict = compare(

@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.commands.compare import CompareOptions, run_compare
-from mock_scheduler.commands.replicas import run_replicas
+from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, TraceError

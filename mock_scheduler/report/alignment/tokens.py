@@ -1,6 +1,6 @@
 """The worst sample of a candidate, and the distance of the two runs at each of its tokens.
 
-Contract: read from both runs' traces, or those that localising has left. The sample is that of the first divergence
+Contract: read from both runs' traces, or from the ones of localising. The sample is the first divergence's
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
 a sample. An unreadable trace counts as absent.
 """

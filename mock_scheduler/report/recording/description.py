@@ -1,4 +1,8 @@
-"""Prints a description of a recording; reads well from 80 columns on, without colour, and as plain text in a file."""
+"""Prints a description of a recording, and the findings of ``verify``.
+
+Contract: reads well from 80 columns on, without colour, and as plain text in a file. Long lists are cut, with the
+number of the rest; JSON has all.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.console import cut, print_labelled, print_wrapped
-from mock_scheduler.display.tables import TextColumn, print_table
+from mock_scheduler.display.terminal import TextColumn, cut, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
 from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
+from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
@@ -56,7 +60,7 @@ def _head_rows(description: RecordingDescription) -> Iterator[tuple[str, str]]:
 
 
 def _contract_lines(contract: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
-    """The first few fields, those that must match before the others, and how many more there are."""
+    """Yields the first few fields, obligatory ones before the others, and how many more there are."""
     ordered = sorted(contract, key=lambda field: field["rule"] == Rule.MAY_DIFFER)
     for field in ordered[:_NUM_LINES]:
         value = shorten(show(field["value"], Match(str(field["match"]))), _VALUE_WIDTH)
@@ -110,7 +114,7 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
 
 
 def _describe_steps(folder: FolderDescription) -> str:
-    """``steps 0-4``; with the steps that are there beside those that were asked for."""
+    """``steps 0-4``; with the present steps beside the chosen ones."""
     if not folder.present:
         return "no step"
     beside = "" if folder.chosen == folder.present else f" of {folder.present}"
@@ -254,3 +258,25 @@ def _print_list(title: str, lines: Sequence[str], console: Console, *, style: st
     console.print(Text(f"\n{title}", style=f"bold {style}"))
     for line in cut(lines, _NUM_LINES):
         console.print(Text(f"  {line}", style=style), soft_wrap=True)  # a path that is broken cannot be copied
+
+
+_NUM_NOTES = 10
+_NUM_PROBLEMS = 50
+
+
+def print_verification(result: VerifyResult, console: Console) -> None:
+    """Print whether the recording is whole, and its problems."""
+    where = f"{result.location}: {count_of(result.num_steps, 'step')}, {format_bytes(result.num_bytes)}"
+    for note in cut(result.notes, _NUM_NOTES):
+        console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+    if result.is_whole:
+        console.print(
+            Text.assemble((f"{where}: ", ""), ("whole", "bold green"), ", every digest matches"), soft_wrap=True
+        )
+        return
+    found = count_of(len(result.problems), "problem")
+    whole = f"{format_bytes(result.num_bytes)} whole" if result.num_bytes else "nothing whole"
+    read = f"{count_of(result.num_steps, 'step')} read, {whole}" if result.num_steps else "no step read"
+    console.print(Text.assemble(f"{result.location}: ", (found, "bold red"), f" ({read}):"), soft_wrap=True)
+    for problem in cut(result.problems, _NUM_PROBLEMS):
+        console.print(Text(f"  - {problem}", style="red"), soft_wrap=True)

@@ -6,18 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.json_file import save_comparison
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.verdict import verdict as facts
-from mock_scheduler.verdict.compare_paths import check_replicas_at, compare_paths
+from mock_scheduler.verdict.compare_runs import compare_paths
+from mock_scheduler.verdict.replicas import check_replicas_at
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.legend import LEGEND, TONES
 from mock_scheduler.verdict.wording.verdicts import (
+    LEGEND,
+    TONES,
     describe_proved_by,
     describe_reason,
     describe_smallest_error,
@@ -27,7 +29,7 @@ from mock_scheduler.verdict.wording.verdicts import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict(facts.Verdict):
-    """Says whether a candidate computes what its baseline computes, and on which facts that rests.
+    """Says whether a candidate computes the same as its baseline, and on which facts the answer rests.
 
     It holds facts alone; ``describe`` and ``str`` put them into words, and a notebook shows them.
 
@@ -37,12 +39,12 @@ class Verdict(facts.Verdict):
         why: The reason, as facts.
         first: The earliest divergence in the order of computation, with step, update, kind and name of the tensor, its
             value and bound, sample, token and ranks; ``None`` where nothing diverged.
-        metrics, tensors: Everything that was compared; ``None`` where there was none.
+        metrics, tensors: Everything compared; ``None`` where there was none.
         bounds: How far the candidate may be from the baseline, with the source of each bound.
-        suspicions, tests: Systematic differences within the bounds, and what was tested for them.
+        suspicions, tests: Systematic differences within the bounds, and the tests for them.
         full_dump: After a comparison of sketches, the overrides of the full trace to take next.
         proofs: Of an alignment, strongest first; empty for a plain comparison.
-        result: The comparison that it is the verdict on.
+        result: The judged comparison.
     """
 
     result: ComparisonResult
@@ -59,7 +61,7 @@ class Verdict(facts.Verdict):
         return write_headline(self)
 
     def describe(self) -> str:
-        """The verdict in a few lines: kind, both sides, reason, and the smallest error that would have been found."""
+        """The verdict in a few lines: kind, both sides, reason, and the smallest detectable error."""
         names = f"{self.result.candidate.path} against {self.result.baseline.path}"
         smallest = describe_smallest_error(self)
         found = [f"would have been found: {smallest}"] if smallest else []
@@ -116,22 +118,22 @@ def compare(
 
     Args:
         baseline: A run's ``output_dir``, a trace folder, a ``metrics.jsonl`` or a recording.
-        candidate: What to judge, of the same kind.
-        steps: Only these steps: a text such as ``"0-4,7,100-"``, or numbers; ``None``: all.
-        kinds: Only these kinds of traced tensors, such as ``["gradient", "parameter"]``; empty: all.
-        patterns: Only names that match one of these globs, such as ``["decoder.layers.3.*"]``; empty: all.
+        candidate: The side to judge, of the same kind.
+        steps: Steps to compare: a text like ``"0-4,7,100-"``, or numbers; ``None``: all.
+        kinds: Kinds of traced tensors, like ``["gradient", "parameter"]``; empty: all.
+        patterns: Globs of names, like ``["decoder.layers.3.*"]``; empty: all.
         tolerance: Bounds of your own over the measured or theoretical ones: ``metric``, ``metric_floor``,
             ``activation``, ``gradient``, ``update``, as relative differences.
-        noise: The ``noise.json`` of the baseline, or perturbed runs of it, from which its noise is measured.
+        noise: The ``noise.json`` of the baseline, or perturbed runs of it to measure its noise from.
         has_metrics: Whether the logged metrics of runs are compared too.
 
     Returns:
         The verdict. Its ``kind`` is ``incomparable`` where the two cannot be judged against each other.
 
     Raises:
-        ConfigError: A side is nothing that can be compared, both are of different kinds, or an option is wrong.
+        ConfigError: A side cannot be compared, both are of different kinds, or an option is wrong.
         AlignmentError: A run did not complete, or has no trace.
-        TraceError, RecordingError: A file cannot be read, or is not what was written.
+        TraceError, RecordingError: A file cannot be read, or has changed since it was written.
     """
     result = compare_paths(
         Path(baseline),
@@ -152,7 +154,9 @@ def check_replicas(
     patterns: Sequence[str] = (),
     verify: bool = False,
 ) -> ReplicaResult:
-    """Check that ranks which must hold the same bits do, within one run; no second run is needed.
+    """Check the copies within one run: ranks with a share in the same elements must hold the same bits.
+
+    No second run is needed.
 
     Args:
         run: A run's ``output_dir`` with ``trace.level=full``, or its trace folder.
@@ -164,7 +168,7 @@ def check_replicas(
 
     Raises:
         ConfigError: There is no trace of whole tensors, or an option is wrong.
-        TraceError: A file cannot be read, or is not what was written.
+        TraceError: A file cannot be read, or has changed since it was written.
     """
     return check_replicas_at(Path(run), selection=_select(steps, kinds, patterns), verify=verify)
 

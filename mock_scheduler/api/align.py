@@ -13,10 +13,9 @@ from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.align.prove.alignment import AlignmentRunner
 from mock_scheduler.align.prove.proof_runs import order_reductions
 from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.align.runs.resume import RunCache, open_folder
-from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.api.notebook import render_summary
-from mock_scheduler.api.verdicts import Verdict
+from mock_scheduler.align.runs.run_store import RunCache, RunStore, open_folder
+from mock_scheduler.api.compare import Verdict
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.program import find_program
 from mock_scheduler.report.alignment.builder import build_view
@@ -49,7 +48,7 @@ class Alignment:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that has runs, recording and reports."""
+        """The folder with runs, recording and reports."""
         return self.result.output_dir
 
     @property
@@ -126,14 +125,14 @@ def align(
     """Record a baseline, replay it under every candidate of a configuration, and give a verdict for each.
 
     Runs are started as processes of their own, as ``mock-scheduler align`` starts them. ``align.json`` and
-    ``align.html`` are written into the alignment's folder. Finished runs there that would be made again as they were
-    are taken again.
+    ``align.html`` are written into the alignment's folder. A finished run there is taken again where an equal one would
+    be made.
 
     Args:
         config_name: The name of a YAML file in ``config_path``, without ``.yaml``.
         overrides: Further keys, such as ``["max_steps=2"]``, in Hydra's grammar.
         output_dir: The folder of the alignment; ``None``: as the configuration says.
-        recording: A recording that the baseline replays too; ``None``: the baseline records.
+        recording: A recording for the baseline to replay too; ``None``: the baseline records.
         overwrite: Run everything anew.
         is_quiet: Print nothing of the runs' progress.
 
@@ -163,9 +162,9 @@ def run_alignment(
     console: Console,
     make_launch: MakeLaunch = make_process_launch,
 ) -> Alignment:
-    """Plan, run and prove; ``align.json`` is saved anew after every stage, so that an interrupt loses nothing.
+    """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
 
-    Arguments and errors are those of ``align``.
+    Arguments and errors are as in ``align``.
     """
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)

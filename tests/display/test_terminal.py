@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.text import Text
 
-from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table
 from tests.report.recordings import make_console
 
 COLUMNS = [

@@ -1,18 +1,103 @@
-"""Tables on the terminal: rich lays them out, and a narrow terminal has fewer columns.
+"""The terminal of all commands: a console, wrapped text, tables, and a progress bar.
 
-Contract: nothing is cut off, and no line ends in a space. Gaps shrink first; then the columns of the highest
-``drop_order`` go, the rightmost of equal ones first. The first column always stays.
+Contract: nothing is cut off, and no line ends in a space. In a narrow terminal the gaps of a table shrink first; then
+the columns of the highest ``drop_order`` go, the rightmost of equal ones first, but never the first column. The bar is
+drawn on stderr, only on a terminal, and goes with the work: it changes no output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+_PLAIN_WIDTH = 120
+_LEAST_WIDTH = 16
+
+
+def build_console() -> Console:
+    """A console on stdout; as wide as the terminal or as ``COLUMNS`` says, or 120 columns where there is neither."""
+    console = Console()
+    is_width_known = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return console if is_width_known else Console(width=_PLAIN_WIDTH)
+
+
+def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str = "") -> None:
+    """Print text in lines as wide as the console, from column ``indent`` on; ``label`` stands before the first."""
+    lines = text.wrap(console, max(console.width - indent, _LEAST_WIDTH))
+    for number, line in enumerate(lines):
+        before = label.ljust(indent) if number == 0 else " " * indent
+        printed = Text.assemble((before, "dim" if label else ""), line)
+        printed.rstrip()
+        console.print(printed, soft_wrap=True)
+
+
+def cut(lines: Sequence[str], limit: int) -> list[str]:
+    """The first ``limit`` lines, and one that says how many more there are in the JSON form."""
+    rest = len(lines) - limit
+    return [*lines[:limit], *([f"and {rest:,} more (all with --json)"] if rest > 0 else [])]
+
+
+def print_labelled(console: Console, rows: Iterable[tuple[str, str]], *, indent: int = 0) -> None:
+    """Print values in a column beside their labels; an empty label goes on with the one before."""
+    rows = list(rows)
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, value in rows:
+        print_wrapped(console, Text(value), indent=indent + width + 2, label=" " * indent + label)
+
+
+def shortest_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as few as tell all of them apart."""
+    longest = max((len(path.parts) for path in paths), default=1)
+    for depth in range(1, longest):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]
+
+
+@contextmanager
+def show_progress(
+    what: str, *, console: Console | None = None, delay_s: float = 1.0
+) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function to call with how many are done, of how many; the bar appears after ``delay_s``.
+
+    ``console``: ``None`` is this process's stderr.
+    """
+    console = console or Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    bar = progress.Progress(*columns, console=console, transient=True)
+    task = bar.add_task(what, total=None)
+    started_s = time.monotonic()
+    is_drawn = False
+
+    def update(done: int, total: int) -> None:
+        nonlocal is_drawn
+        bar.update(task, completed=done, total=total)
+        if console.is_terminal and not is_drawn and time.monotonic() - started_s >= delay_s:
+            is_drawn = True
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        if is_drawn:
+            bar.stop()
+
 
 _WIDE_GAP, _NARROW_GAP = 2, 1
 
