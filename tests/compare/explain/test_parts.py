@@ -15,7 +15,8 @@ from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFoote
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated

@@ -22,7 +22,8 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds, describe_suspicion
 from mock_scheduler.verdict.wording.verdicts import describe_reason
 
