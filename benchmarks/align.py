@@ -23,9 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mock_scheduler.align.plan.overrides import quote_override
-from mock_scheduler.align.plan.plan import PlannedRun, build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import PlannedRun, plan_alignment
 from mock_scheduler.commands.align import AlignOptions, run_align
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
+from pipelines.config.loading import build_loader, load_source
+from pipelines.program import PROGRAM
 
 CONFIG_PATH = Path("configs")
 CANDIDATES = ("same-layout", "tp2", "tp2-sp", "pp2", "dp2")
@@ -64,8 +67,9 @@ def _align(config_name: str, output_dir: Path, *overrides: str) -> dict[str, Any
 def _plain(run: PlannedRun, config_name: str, output_dir: Path) -> float:
     """The seconds of one candidate by itself, without a trace."""
     overrides = (*run.overrides, "trace.level=off", quote_override("output_dir", str(output_dir)))
-    config = build_loader(config_name, CONFIG_PATH)(overrides)
-    plan = plan_launch(config, config_name=config_name, config_path=str(CONFIG_PATH), overrides=overrides)
+    source = ConfigSource(config_name=config_name, config_path=str(CONFIG_PATH), overrides=tuple(overrides))
+    config = load_source(source)
+    plan = plan_launch(config, PROGRAM.arguments(run.entry, source))
     started_s = time.perf_counter()
     code = run_plan(plan, log_path=output_dir / "run.log")
     if code:
@@ -77,6 +81,7 @@ def _round(config_name: str, root: Path) -> dict[str, float]:
     times = _align(config_name, root / "short", *WITHOUT_PROOFS)
     planned = plan_alignment(
         build_loader(config_name, CONFIG_PATH),
+        program=PROGRAM,
         overrides=(_only(CANDIDATES, config_name),),
         output_dir=root / "short",
     )

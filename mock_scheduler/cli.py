@@ -49,7 +49,7 @@ OutputDir = Annotated[Path | None, typer.Option("--output-dir", help="folder of 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
 ]
-Entry = Annotated[str, typer.Option("--entry", help="module that every process runs, as pipelines.service.server")]
+Entry = Annotated[str | None, typer.Option("--entry", help="module that every process runs; else the program's own")]
 Kinds = Annotated[
     list[str] | None, typer.Option("--kinds", help="only these kinds of tensors, as in gradient,parameter")
 ]
@@ -75,7 +75,7 @@ def launch(
     nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
     node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
-    entry: Entry = "pipelines.agentic",
+    entry: Entry = None,
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.commands.launch import run_launch  # imports pydantic: not for --help
@@ -230,7 +230,7 @@ def doctor(
     recording: Annotated[
         Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
     ] = None,
-    entry: Entry = "pipelines.agentic",
+    entry: Entry = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
     ] = None,
@@ -257,8 +257,9 @@ def doctor(
 def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.determinism.environment import check_settings, launch_environment
+    from mock_scheduler.program import load_config
 
-    config = _source(config_name, config_path, overrides).load()
+    config = load_config(_source(config_name, config_path, overrides))
     check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -268,8 +269,9 @@ def env(config_name: ConfigName, overrides: Overrides = None, config_path: Confi
 def config(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
     """Print the whole checked configuration as YAML."""
     from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
+    from mock_scheduler.program import load_config
 
-    typer.echo(dump_config(_source(config_name, config_path, overrides).load()), nl=False)
+    typer.echo(dump_config(load_config(_source(config_name, config_path, overrides))), nl=False)
 
 
 @app.command()
@@ -366,7 +368,9 @@ def replay_actions(
     config_path: ConfigPath = "configs",
     steps: Steps = None,
     json_path: JsonCopy = None,
-    entry: Annotated[str, typer.Option("--entry", help="module that plays the actions")] = "pipelines.replay_actions",
+    entry: Annotated[
+        str | None, typer.Option("--entry", help="module that plays the actions; else the program's own")
+    ] = None,
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
     from mock_scheduler.commands.replay_actions import run_replay_actions  # imports Hydra: not for --help

@@ -1,4 +1,4 @@
-"""What a run built, called, answered from a recording, suppressed and recorded, counted where it happens.
+"""Counts everything that a run built, called, answered from a recording, suppressed and recorded, where it happens.
 
 Contract: counts only grow, from any thread; an engine or environment that is built says so itself, so that a 0 here
 was measured.
@@ -24,9 +24,9 @@ class Ledger:
 
     ``built``: a costly object was made (``engine``, ``environment``, ``scheduler``); ``called``: a call reached the
     real scheduler; ``answered``: a call was answered from the recording; ``suppressed``: a call had no effect.
-    ``recording``: what was done with it: ``recorded_steps`` and ``recorded_bytes`` that this process wrote,
-    ``present_steps`` that it found written already, ``removed_steps`` that its retention let go, ``repeated_steps``
-    given in the place of absent ones, ``verified_steps`` equal to what was played and ``different_steps`` that were
+    ``recording``: uses of the recording: ``recorded_steps`` and ``recorded_bytes`` this process wrote,
+    ``present_steps`` it found written already, ``removed_steps`` its retention let go, ``repeated_steps``
+    given in the place of absent ones, ``verified_steps`` equal to the played batch and ``different_steps`` that were
     not, ``cache_hits`` and ``cache_misses``.
     """
 
@@ -50,7 +50,7 @@ class Ledger:
             return {category: dict(names) for category, names in self._counts.items()}
 
     def render(self) -> str:
-        """A short plain-text table: what was built, one line each, then the counts of each other category."""
+        """A short plain-text table: things built, one line each, then the counts of each other category."""
         counts = self.as_dict()
         lines = ["Ledger"]
         lines += [f"  {name}s built: {count}" for name, count in sorted(counts["built"].items())]

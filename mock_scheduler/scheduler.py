@@ -1,7 +1,7 @@
-"""The seam: what the training loop asks a rollout scheduler for, in every mode.
+"""The seam: the training loop's questions to a rollout scheduler, in every mode.
 
 Contract: the loop sees only ``RolloutScheduler``, or ``AsyncRolloutScheduler`` where it is asynchronous. Any object
-with ``get_batch`` can stand behind it: what it lacks is answered here, in ``scheduler_methods``, and nowhere else.
+with ``get_batch`` can stand behind it: its missing methods are answered by ``scheduler_methods`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_SHOWN = 80
 def whole_number(value: object, what: str, *, least: int = 0) -> int:
     """``value`` as a plain int: an int, or one of NumPy or a tensor of one integer, of at least ``least``.
 
-    Raises ``SchedulerError`` that ``what`` begins, with the value and what was expected; a bool is no number here.
+    Raises ``SchedulerError``, beginning with ``what``, with the found and the expected value; a bool is no number here.
     """
     try:
         # A tensor of bool has an index, too.
@@ -48,12 +48,12 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """One batch that the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
+    """One batch the pipeline asks for: ``batch_size`` trajectories for step ``global_step``.
 
     ``policy_version`` is the number of optimizer updates in the weights that are to play. ``batch_size`` counts the
-    whole batch, of which a process with a ``RowShard`` gets its part. ``group_size``: trajectories that every group
+    whole batch; a process with a ``RowShard`` gets its part of it. ``group_size``: trajectories every group
     must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON. A
-    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts that the pipeline
+    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts the pipeline
     is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
     trajectory (that of its first row), or one for each group, whose trajectories then all have it. A batch of other
     prompts, live or recorded, is refused. None: not checked.
@@ -134,7 +134,7 @@ class BatchCodec(Protocol):
     """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit."""
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:
-        """The recorded form of a framework's batch, which stays as it was; raises ``BatchError``."""
+        """The recorded form of a framework's batch; the batch stays as it was; raises ``BatchError``."""
 
     def decode(self, batch: RolloutBatch) -> NativeBatch:
         """The framework's batch."""
@@ -142,7 +142,7 @@ class BatchCodec(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """The least that a rollout scheduler must have."""
+    """The least a rollout scheduler must have."""
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """The batch for this request."""
@@ -162,10 +162,10 @@ class RolloutScheduler(BatchSource, Protocol):
         """The policy now is version ``policy_version``."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """What the scheduler measured about its last batch; a real one that returns None has measured nothing."""
+        """Measurements about the last batch; a real scheduler that returns None has measured nothing."""
 
     def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep, as JSON; a real scheduler that returns None has nothing to keep."""
+        """The state for a checkpoint, as JSON; a real scheduler that returns None has nothing to keep."""
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
         """Go on from a ``state_dict``."""
@@ -190,10 +190,10 @@ class AsyncRolloutScheduler(Protocol):
         """The policy now is version ``policy_version``."""
 
     async def collect_metrics(self) -> dict[str, float]:
-        """What the scheduler measured about its last batch."""
+        """Measurements about the last batch."""
 
     async def state_dict(self) -> dict[str, JSON]:
-        """What a checkpoint must keep, as JSON."""
+        """The state for a checkpoint, as JSON."""
 
     async def load_state_dict(self, state: Mapping[str, JSON]) -> None:
         """Go on from a ``state_dict``."""
@@ -222,7 +222,7 @@ class SchedulerMethods:
 
 
 def scheduler_methods(real: object) -> SchedulerMethods:
-    """The methods that ``real`` has, each synchronous or asynchronous, and what stands in for those that it lacks.
+    """The methods that ``real`` has, each synchronous or asynchronous, and substitutes for those that it lacks.
 
     A scheduler without a method has nothing to suspend, measure, store or release. Raises ``SchedulerError`` where it
     has no ``get_batch``.

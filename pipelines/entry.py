@@ -1,4 +1,4 @@
-"""How a process of a run starts and ends: configuration, environment, then what it is for, and its exit code.
+"""A process of a run loads its configuration, applies the environment, does its work, and ends with an exit code.
 
 Contract: imports neither torch nor Megatron. The configuration is loaded and its environment applied before torch, NCCL
 or TransformerEngine can read it; only then may the rest be imported.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mock_scheduler.determinism.environment import apply_system_envs, read_launched_with
 from mock_scheduler.support.processes import end_with_parent
+from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.tracking import report_failure
 
@@ -31,7 +32,7 @@ _FOREIGN_WARNINGS = (
 
 
 def _silence_foreign_warnings() -> None:
-    """Keep a run's output to what its user can act on."""
+    """Keeps warnings that a user cannot act on out of a run's output."""
     for message in _FOREIGN_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
@@ -44,10 +45,10 @@ def run_entry(
     run: Callable[[PipelineConfig], None],
     prepare: Callable[[], None] = lambda: None,
 ) -> int:
-    """Load the configuration, apply its environment, then ``run``; returns the process's exit code.
+    """Loads the configuration, applies its environment, then calls ``run``; returns the process's exit code.
 
-    ``prog``: in usage errors. ``check`` refuses configurations before anything else. ``run`` imports torch and what
-    reads the environment itself. Where a launcher started this process, it ends with it.
+    ``prog``: in usage errors. ``check`` refuses configurations before anything else. ``run`` imports torch and all else
+    that reads the environment itself. Where a launcher started this process, it ends with it.
     """
     end_with_parent(os.environ)
 
@@ -55,7 +56,7 @@ def run_entry(
         # Imports typer, for which a session, whose runs come here without arguments, should not wait.
         from mock_scheduler.config.arguments import parse_config_arguments
 
-        return parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog).load()
+        return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
     return attempt_run(load, check=check, run=run, prepare=prepare)
 

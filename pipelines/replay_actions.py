@@ -35,6 +35,7 @@ from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
+from pipelines.config.loading import load_source
 from pipelines.config.schema import Mode, PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -246,7 +247,7 @@ def replay_actions(
 ) -> int:
     """Play recorded actions through the environments again, and name the first answer that differs."""
     source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
-    comparison = compare_recording(source.load(), recording, parse_steps(steps))
+    comparison = compare_recording(load_source(source), recording, parse_steps(steps))
     print(f"recording    {recording}\n{comparison.describe()}", flush=True)
     if json_path is not None:
         save_json(json_path, comparison.as_json(), sort_keys=False)

@@ -1,12 +1,13 @@
-"""Several runs one after another in one process group: ``python -m pipelines.session PLAN.json``, or torchrun of it.
+"""Several runs go one after another in one process group: ``python -m pipelines.session PLAN.json``, or by torchrun.
 
 Imports and the rendezvous cost more than the steps of a short run; here they are paid once. Each run is as whole as
 under ``pipelines.agentic``: it leaves the same files with the same bits, its error is its own, and its terminal output
-is in its ``log_path``. A status in its ``output_dir`` says when it started and how it ended (``session_files``).
+is in its ``log_path``. A status in its ``output_dir`` says when it started and how it ended
+(``mock_scheduler.launch.sessions``).
 
 Contract: runs of one number of processes and equal ``system_envs``; others are refused before anything starts. Where
 every rank fails a run alike, the next one follows; where they do not, the session ends with the run's exit code, and
-what is left is for another session. 0 says that every run was made, not that each succeeded.
+the rest is for another session. 0 says that every run was made, not that each succeeded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
 from pipelines.agentic import check_replay_is_deterministic
+from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
@@ -34,7 +36,7 @@ _TERMINAL = (1, 2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planned:
-    """A run, and its configuration or why there is none, which becomes the run's own failure."""
+    """A run with its configuration, or with the error of loading it, which becomes the run's own failure."""
 
     run: SessionRun
     config: PipelineConfig | ConfigError
@@ -46,10 +48,10 @@ class _Planned:
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
-    """Make the runs of a plan in this process, one of the plan's; returns its exit code.
+    """Makes the runs of a plan in this process, one of the plan's; returns its exit code.
 
-    ``prepare`` is called once, after the environment was applied and before the pipeline is imported. What keeps the
-    session from starting is reported as the first run's failure.
+    ``prepare`` is called once, after the environment was applied and before the pipeline is imported. An error that
+    keeps the session from starting is reported as the first run's failure.
     """
     end_with_parent(os.environ)
     started_s = time.time()
@@ -82,13 +84,13 @@ def _global_rank() -> int:
 
 def _load(run: SessionRun) -> _Planned:
     try:
-        return _Planned(run=run, config=run.load())
+        return _Planned(run=run, config=load_source(run.source))
     except ConfigError as error:
         return _Planned(run=run, config=error)
 
 
 def _start(planned: Sequence[_Planned], prepare: Callable[[], None]) -> None:
-    """Refuse what cannot share processes, apply the environment, import the pipeline and join the process group."""
+    """Refuses runs that cannot share processes, applies the environment, imports the pipeline and joins the group."""
     configs = [item.config if isinstance(item.config, PipelineConfig) else None for item in planned]
     check_session([item.run for item in planned], configs)
     first = next((config for config in configs if config is not None), None)
@@ -125,7 +127,7 @@ def _make_runs(planned: Sequence[_Planned]) -> int:
 
 
 def _read_settings() -> dict[str, str]:
-    """What is in effect in this process; nothing before torch was imported."""
+    """Reads the settings in effect in this process; nothing before torch was imported."""
     if "torch" not in sys.modules:
         return {}
     from mock_scheduler.determinism.guard import read_back
@@ -176,7 +178,7 @@ def _stop() -> None:
 
 @contextmanager
 def terminal_to(path: Path) -> Iterator[None]:
-    """Append what this process, its libraries and its children print to a file, and give the terminal back."""
+    """Appends the output of this process, its libraries and its children to a file, and gives the terminal back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _flush()
     kept = [os.dup(descriptor) for descriptor in _TERMINAL]
@@ -194,7 +196,7 @@ def terminal_to(path: Path) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """What Python and C still hold, to where it was printed to."""
+    """Writes out the text that Python and C still hold, to where it was printed to."""
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)

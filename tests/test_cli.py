@@ -12,8 +12,8 @@ import pytest
 
 from mock_scheduler import cli
 from mock_scheduler.commands import launch
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.launch.launcher import LaunchPlan
+from pipelines.config.loading import load_config
 
 
 @pytest.fixture

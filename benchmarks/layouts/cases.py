@@ -19,6 +19,7 @@ from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from mock_scheduler.config.layout import parse_layout
 from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
 from pipelines.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.training import LOSS_VALUES
 
 PRECISIONS = ("float32", "float64")
 SEED = 42
@@ -170,7 +171,7 @@ def refused_cases(model: str) -> Iterator[tuple[str, Case]]:
     """Yield rule and case of each layout that the installed megatron-core computes wrongly."""
     for rule, case in KNOWN_WRONG_CASES.items():
         config = build_config(allowing(case, rule))
-        values = layout_values(config.parallel, config.model, config.training)
+        values = layout_values(config.parallel, config.model, config.training, loss_values=LOSS_VALUES)
         found = find_known_wrong(values, version=installed_megatron())
         if case.model == model and rule in (conflict.rule.name for conflict in found):
             yield rule, case

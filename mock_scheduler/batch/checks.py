@@ -1,6 +1,6 @@
-"""The rules that every rollout batch keeps, each stated once; whoever breaks some gets all of them in one error.
+"""The rules every rollout batch keeps, each stated once; whoever breaks some gets all of them in one error.
 
-Contract: what is checked of a row alone is in ``row_checks``; everything else is checked here on the joined tensors,
+Contract: problems of a row alone are found in ``rows``; everything else is checked here on the joined tensors,
 without a loop over rows or tokens unless something is wrong, since each load pays for it. Every check here assumes that
 those before it found nothing: dtypes, sizes, content.
 """
@@ -62,7 +62,7 @@ _group_of: Callable[[TrajectoryKey], GroupKey] = itemgetter(0, 1, 2)
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise one ``BatchError`` that lists the problems, the first 20 of them where there are more."""
+    """Raise one ``BatchError`` listing the problems, the first 20 of them where there are more."""
     if not problems:
         return
     lines = [f"\n  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
@@ -73,7 +73,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Tensors that are not dense, of the dtype and number of dimensions that ``TENSOR_FIELDS`` says, and on the CPU,
-    or that belong to a gradient's history."""
+    or belonging to a gradient's history."""
     problems = []
     for name, tensor in tensors.items():
         dtype, num_dims = TENSOR_FIELDS[name]
@@ -101,7 +101,7 @@ def scalar_problems(tags: Sequence[str], group_size: int | None) -> list[str]:
 
 
 def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: int) -> list[str]:
-    """Sizes and offsets that contradict each other; ``other_sizes``: those of the fields that are no tensors."""
+    """Sizes and offsets contradicting each other; ``other_sizes``: those of the fields that are no tensors."""
     num_response = int(np.count_nonzero(arrays["response_mask"]))
     expected = {
         "row_offsets": num_rows + 1,
@@ -125,7 +125,7 @@ def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: 
 def extras_problems(extras: Mapping[str, Column], num_rows: int, *, checks_json: bool = True) -> list[str]:
     """Names that no extra can have, and columns that do not fit the batch.
 
-    ``checks_json`` False: JSON columns, of which only the size is looked at, were read from JSON.
+    ``checks_json`` False: JSON columns were read from JSON, and only their size is looked at.
     """
     problems = []
     for name, column in extras.items():

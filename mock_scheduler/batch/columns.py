@@ -61,13 +61,13 @@ class TensorColumn:
         return [Ragged(part) for part in torch.split(self.values, self.offsets.diff().tolist())]
 
     def row_bytes(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
-        """All bytes, and the ``B + 1`` positions in them at which rows start and end."""
+        """All bytes, and the ``B + 1`` positions in them between rows."""
         bounds = list(range(len(self) + 1)) if self.offsets is None else self.offsets.tolist()
         entry_size = self.values.dtype.itemsize * math.prod(self.values.shape[1:])
         return as_bytes(self.values).numpy(), [bound * entry_size for bound in bounds]
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
-        """The column of copies of these rows' entries, in the order given."""
+        """The column of copies of the given rows' entries, in the order given."""
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
         joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
@@ -89,7 +89,7 @@ class TensorColumn:
         return compute_tensor_digest(self.values) + offsets
 
     def problems(self, name: str, num_rows: int) -> list[str]:
-        """What is wrong with it in a batch of ``num_rows`` rows."""
+        """Lists its problems in a batch of ``num_rows`` rows."""
         values, offsets = self.values, self.offsets
         found_problem = _tensor_problem(values)
         if found_problem:
@@ -126,7 +126,7 @@ class JsonColumn:
         return self.items
 
     def select(self, rows: Sequence[int]) -> JsonColumn:
-        """The column of these rows, in the order given."""
+        """The column of the given rows, in the order given."""
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
     def copy(self) -> JsonColumn:
@@ -138,7 +138,7 @@ class JsonColumn:
         return canonical_json(self.items)
 
     def problems(self, name: str, num_rows: int) -> list[str]:
-        """What is wrong with it in a batch of ``num_rows`` rows."""
+        """Lists its problems in a batch of ``num_rows`` rows."""
         if len(self.items) != num_rows:
             return [f"extra {name!r} has {len(self.items)} rows; expected {num_rows}"]
         if set(map(type, self.items)) <= _PLAIN_JSON:

@@ -1,7 +1,7 @@
 """The rollout batch: typed, immutable and jagged, with its rows in identity order whatever their arrival order.
 
 Contract: a ``RolloutBatch`` that exists is consistent. Its constructor checks it against the rules of
-``checks`` and lists what is wrong in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
+``checks`` and lists every problem in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
 are on the CPU and must not be written to. Named extras go with the rows, ``meta`` with the whole, bit for bit.
 """
 
@@ -30,13 +30,14 @@ from mock_scheduler.batch.checks import (
     size_problems,
 )
 from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
-from mock_scheduler.batch.row_checks import extra_name_problems, row_problems
 from mock_scheduler.batch.rows import (
     compute_offsets,
     compute_prompt_digests,
     compute_row_digests,
+    extra_name_problems,
     join_extras,
     join_rows,
+    row_problems,
 )
 from mock_scheduler.batch.trajectory import (
     GroupKey,
@@ -105,7 +106,7 @@ class RolloutBatch:
 
     @classmethod
     def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
-        """The batch of these fields, all of them, which are known to be consistent."""
+        """The batch of all of these fields, known to be consistent."""
         batch = object.__new__(cls)
         for name, value in fields.items():
             object.__setattr__(batch, name, value)
@@ -115,7 +116,7 @@ class RolloutBatch:
     def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
         """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
         from JSON: all else is checked. For a batch that was just made from rows, or read from a step file, whose own
-        digests say that these are the ones which were written."""
+        digests prove them to be the written ones."""
         batch = cls._unchecked(**fields)
         batch._check(is_new=False)
         return batch
@@ -144,12 +145,13 @@ class RolloutBatch:
         group_size: int | None,
         meta: Mapping[str, JSON] | None = None,
     ) -> RolloutBatch:
-        """The batch of these rows, in identity order; the tensors are copied.
+        """The batch of the given rows, in identity order; the tensors are copied.
 
-        ``group_size`` is the number of trajectories that every (scheduler, group, episode) must have; ``None`` skips
+        ``group_size`` is the number of trajectories every (scheduler, group, episode) must have; ``None`` skips
         that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
         logprobs or turns that do not fit the row, extras that not all rows have, a wrong dtype, a NaN or infinity.
         """
+        # By identity, so that a batch does not depend on the order in which episodes ended.
         ordered = sorted(rows, key=lambda row: row.identity)
         identities = tuple(row.identity for row in ordered)
         meta = {} if meta is None else meta
@@ -213,7 +215,7 @@ class RolloutBatch:
 
     @property
     def response_offsets(self) -> torch.Tensor:
-        """Where each row's logprobs start, int64 ``[B + 1]``."""
+        """The start of each row's logprobs, int64 ``[B + 1]``."""
         # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
         counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
         return torch.from_numpy(counts[self.row_offsets.numpy()])
@@ -251,7 +253,7 @@ class RolloutBatch:
 
     @property
     def num_rows_without_response(self) -> int:
-        """Rows in which the policy sampled nothing, for example since the first prompt was too long."""
+        """Rows without a sampled token, for example since the first prompt was too long."""
         return int((self.response_lengths == 0).sum())
 
     @property
@@ -301,7 +303,7 @@ class RolloutBatch:
         ]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The batch of copies of these row numbers, which must be strictly increasing; groups need not be whole.
+        """Copies these rows, in strictly increasing order; groups need not be whole.
 
         Raises ``BatchError`` for other orders: the rows of a batch stay in identity order.
         """

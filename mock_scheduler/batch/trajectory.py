@@ -1,7 +1,7 @@
 """One row of a rollout batch: its identity, how it was sampled, how it ended, and its tensors.
 
-Contract: plain data. What makes rows fit together is checked where a batch is made of them (``checks``). Which
-rows make a trajectory and which trajectories a group is told here, and nowhere else.
+Contract: plain data. Rows are checked to fit together where a batch is made of them (``checks``). The rows of a
+trajectory and the trajectories of a group are told here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Termination(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class SampleIdentity:
-    """Which row this is, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
+    """Identifies a row, independent of rank, batch and arrival; ``turn`` is 0 for a row of a whole trajectory.
 
     Rows that share ``(scheduler_id, group_id, episode_id)`` are one group. Raises ``BatchError`` where a number is
     no int of 0 to 2**63 - 1, or ``scheduler_id`` no text.
@@ -73,12 +73,12 @@ class SampleIdentity:
 
     @property
     def group_key(self) -> GroupKey:
-        """What the rows of one group share."""
+        """Equal for the rows of one group."""
         return self.scheduler_id, self.group_id, self.episode_id
 
     @property
     def trajectory_key(self) -> TrajectoryKey:
-        """What the rows of one trajectory share."""
+        """Equal for the rows of one trajectory."""
         return self.scheduler_id, self.group_id, self.episode_id, self.env_id
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ _group_of = itemgetter(0, 1, 2)
 
 
 def count_groups(trajectories: Iterable[TrajectoryKey]) -> Counter[GroupKey]:
-    """Number of different trajectories of each group, in the order in which groups first appear."""
+    """Number of different trajectories of each group, in the order of the groups' first appearance."""
     return Counter(map(_group_of, dict.fromkeys(trajectories)))
 
 
@@ -121,7 +121,7 @@ def build_identities(scheduler_ids: Sequence[str], numbers: npt.NDArray[np.int64
 
 
 def _set_field(name: str, identities: Sequence[SampleIdentity], values: Iterable[object]) -> None:
-    """Sets a field of objects that nobody has seen yet, through its slot, since a frozen class has no setter."""
+    """Sets a field of objects nobody has seen yet, through its slot, since a frozen class has no setter."""
     slot: Any = SampleIdentity.__dict__[name]
     deque(map(slot.__set__, identities, values), maxlen=0)  # runs the map and keeps nothing
 
@@ -130,8 +130,8 @@ def _set_field(name: str, identities: Sequence[SampleIdentity], values: Iterable
 class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
-    ``logprobs_mode``: ``processed`` logprobs are those of the distribution sampled from, ``raw`` those of the logits.
-    Raises ``BatchError`` that lists every value of another type (a NumPy scalar too, which would come back as a plain
+    ``logprobs_mode``: ``processed`` logprobs are of the sampled distribution, ``raw`` ones of the logits.
+    Raises ``BatchError`` listing every value of another type (a NumPy scalar too: it would come back as a plain
     number) or that is not finite.
     """
 
@@ -158,12 +158,12 @@ class SamplingParams:
 class Trajectory:
     """One row, as an engine or environment manager hands it in.
 
-    ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens that the policy sampled;
+    ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens the policy sampled;
     ``rollout_logprobs`` float32, one per True, in token order; ``turn_rewards`` float32 ``[K]``;
     ``policy_versions`` int32 ``[K]``; the first ``prompt_length`` tokens are the prompt.
     ``reward`` is the row's total, exact in float32; ``None`` means the correctly rounded sum of ``turn_rewards``.
     ``extras``: further values by name, the same names and kinds in all rows of a batch (see ``columns.RowValue``); they
-    may hold NaN and infinities, which are kept bit for bit.
+    may hold NaN and infinities, kept bit for bit.
     """
 
     identity: SampleIdentity

@@ -9,27 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import ConfigLoader, build_loader, plan_alignment
-from mock_scheduler.align.plan.planned_run import AlignPlan
-from mock_scheduler.align.prove.alignment import AlignmentRunner
-from mock_scheduler.align.prove.proof_runs import order_reductions
-from mock_scheduler.align.runs.execution import LaunchRuns, MakeLaunch, make_process_launch
-from mock_scheduler.align.runs.resume import RunCache, open_folder
-from mock_scheduler.align.runs.run_store import RunStore
+from mock_scheduler.align.plan.plan import RECORDING_NAME
+from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
+from mock_scheduler.api.alignments import PAGE_FILE, Alignment, run_alignment
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.alignment.builder import build_view
-from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
-from mock_scheduler.report.alignment.page import write_alignment_page
+from mock_scheduler.report.alignment.ci import alignment_summary
 from mock_scheduler.report.alignment.terminal import print_report
-from mock_scheduler.report.alignment.view import AlignmentView
-from mock_scheduler.report.json_file import save_result
-from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
-from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
-from mock_scheduler.verdict.results import AlignmentResult
 
-PAGE_FILE = "align.html"
 JUNIT_FILE = "align.junit.xml"
 
 
@@ -71,74 +59,23 @@ def run_align(
     """
     console = console or build_console()
     _check_writable(options)
-    load = build_loader(config_name, config_path)
-    wants_consequence = load(overrides).align.proofs.consequence
-    plan = plan_alignment(
-        load,
-        overrides=overrides,
+    alignment = run_alignment(
+        config_name,
+        config_path,
+        overrides,
         output_dir=options.output_dir,
         recording_dir=options.recording_dir,
-        trace_kinds=CONSEQUENCE_KINDS if wants_consequence else (),
-    )
-    plan = order_reductions(plan, load=load)
-    with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
-        open_folder(plan.output_dir, fresh=options.overwrite)
-        launch = make_launch(config_name, config_path)
-        return _carry_out(plan, config_name=config_name, load=load, options=options, launch=launch, console=console)
-
-
-def _carry_out(
-    plan: AlignPlan,
-    *,
-    config_name: str,
-    load: ConfigLoader,
-    options: AlignOptions,
-    launch: LaunchRuns,
-    console: Console,
-) -> int:
-    reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
-    runner = AlignmentRunner(
-        plan=plan,
-        config_name=config_name,
-        load=load,
-        store=RunStore(
-            launch=launch,
-            cache=RunCache(recording_dir=plan.recording_dir),
-            console=console,
-            share=plan.baseline.config.align.share_processes,
-            at_once=plan.baseline.config.align.at_once,
-        ),
-        save=reports.save,
+        overwrite=options.overwrite,
         console=console,
+        make_launch=make_launch,
     )
-    result = runner.run()
-    files = {
-        "page": plan.output_dir / PAGE_FILE,
-        "result": reports.result_path,
-        "recording": plan.recording_dir,
-        "runs": plan.output_dir / "{name}" / LOG_FILE,
-    }
-    view = reports.view
-    assert view is not None  # a result that has ended was saved
-    _write_reports(result, view, options, files=files)
+    files = _write_copies(alignment, options)
     if options.is_ci:
-        console.print(alignment_summary(view, files=files), highlight=False, markup=False, soft_wrap=True)
+        summary = alignment_summary(alignment.view, files=files)
+        console.print(summary, highlight=False, markup=False, soft_wrap=True)
     else:
-        print_report(view, console, files=files)
-    return int(result.exit_code)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Reports:
-    """Saves the result so far. ``view``: of the last result, built once for all reports, since it reads traces."""
-
-    result_path: Path
-    view: AlignmentView | None = None
-
-    def save(self, result: AlignmentResult) -> None:
-        """Write it to ``result_path``; before its end without the parts read from folders."""
-        self.view = build_view(result, is_full=result.times is not None)
-        save_result(result, self.view, self.result_path)
+        print_report(alignment.view, console, files=files)
+    return int(alignment.exit_code)
 
 
 def _check_writable(options: AlignOptions) -> None:
@@ -151,17 +88,22 @@ def _check_writable(options: AlignOptions) -> None:
             raise ConfigError(f"{name}: {path} cannot be written")
 
 
-def _write_reports(
-    result: AlignmentResult, view: AlignmentView, options: AlignOptions, *, files: dict[str, Path]
-) -> None:
-    """Write all reports but the result itself; adds the copies to ``files``."""
-    write_alignment_page(view, files["page"])
+def _write_copies(alignment: Alignment, options: AlignOptions) -> dict[str, Path]:
+    """Write the reports beside result and page; returns where everything lies."""
+    folder = alignment.output_dir
+    files = {
+        "page": folder / PAGE_FILE,
+        "result": folder / ALIGN_FILE,
+        "recording": options.recording_dir or folder / RECORDING_NAME,
+        "runs": folder / "{name}" / LOG_FILE,
+    }
     if options.html_path is not None:
         files["HTML copy"] = options.html_path
-        write_alignment_page(view, options.html_path)
+        alignment.save_html(options.html_path)
     if options.json_path is not None:
         files["JSON copy"] = options.json_path
-        save_result(result, view, options.json_path)
+        alignment.save_json(options.json_path)
     if options.is_ci:
-        files["junit"] = result.output_dir / JUNIT_FILE
-        write_junit(view, files["junit"])
+        files["junit"] = folder / JUNIT_FILE
+        alignment.save_junit(files["junit"])
+    return files

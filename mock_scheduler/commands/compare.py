@@ -13,33 +13,16 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.commands.common import STDOUT
-from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.walk.traces import compare_trace_folders
-from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.display.console import build_console
 from mock_scheduler.display.progress_bar import show_progress
-from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
-from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.comparison.text import print_comparison
 from mock_scheduler.report.json_file import comparison_to_json, save_comparison
-from mock_scheduler.run_folder.inputs import (
-    OpenedInput,
-    check_page_path,
-    check_steps,
-    open_inputs,
-)
+from mock_scheduler.run_folder.inputs import check_page_path
 from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
-from mock_scheduler.verdict.compare_runs import judge_recordings, judge_runs
-from mock_scheduler.verdict.comparison_bounds import resolve_bounds
-from mock_scheduler.verdict.decision import decide
-from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.verdict import Verdict
-
-_NUM_ROWS = 5
+from mock_scheduler.verdict.compare_paths import compare_paths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +57,17 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
         TraceError, RecordingError: a file cannot be read.
     """
     check_page_path(options.html_path)
-    opened = open_inputs((baseline, candidate))
-    check_steps([item.side for item in opened], options.selection.steps)
-    bounds = resolve_bounds(opened, options.tolerance, options.noise)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
     with show_progress(f"comparing {sizes}") as on_key:
-        verdict, recordings = _judge(opened, options, bounds=bounds, on_key=on_key)
-    result = ComparisonResult(
-        baseline=opened[0].side,
-        candidate=opened[1].side,
-        bounds=bounds,
-        verdict=verdict,
-        recordings=recordings,
-    )
+        result = compare_paths(
+            baseline,
+            candidate,
+            selection=options.selection,
+            tolerance=options.tolerance,
+            noise=options.noise,
+            has_metrics=options.has_metrics,
+            on_key=on_key,
+        )
     files = {}
     if options.html_path is not None:
         write_comparison_page(result, options.html_path)
@@ -99,37 +80,6 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
         save_comparison(result, files["json"])
     print_comparison(result, console or build_console(), files=files)
     return int(result.exit_code)
-
-
-def _judge(
-    opened: tuple[OpenedInput, OpenedInput], options: CompareOptions, *, bounds: Bounds, on_key: OnKey
-) -> tuple[Verdict, RecordingDifferences | None]:
-    baseline, candidate = (item.side for item in opened)
-    selection = options.selection
-    if baseline.kind == "recording":
-        readers = RecordingReader(str(baseline.path)), RecordingReader(str(candidate.path))
-        recordings = compare_recordings(readers, selection.steps, limit=_NUM_ROWS, on_step=on_key)
-        return judge_recordings(recordings), recordings
-    if baseline.kind == "metrics":
-        logs = load_metrics(baseline.path), load_metrics(candidate.path)
-        metrics = compare_metrics(*logs, bounds=bounds, selection=selection)
-        return decide(metrics, None, bounds=bounds, required=(), selection=selection), None
-    if baseline.run is None or candidate.run is None:
-        tensors = compare_trace_folders(
-            baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key
-        )
-        return decide(None, tensors, bounds=bounds, required=(), selection=selection), None
-    is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
-    verdict = judge_runs(
-        baseline.run,
-        candidate.run,
-        bounds=bounds,
-        is_deterministic=is_deterministic,
-        selection=selection,
-        has_metrics=options.has_metrics,
-        on_key=on_key,
-    )
-    return verdict, None
 
 
 def _size_bytes(path: Path) -> int:

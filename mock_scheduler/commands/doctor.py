@@ -12,13 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import build_loader
 from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
 from mock_scheduler.display.console import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.program import find_program
 from mock_scheduler.run_folder.command_folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json
@@ -33,7 +32,7 @@ def run_doctor(
     output_dir: Path | None,
     step: int = 0,
     recording: Path | None = None,
-    entry: str = DEFAULT_ENTRY,
+    entry: str | None = None,
     json_path: Path | None = None,
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
@@ -45,8 +44,16 @@ def run_doctor(
     Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
     """
     console = console or build_console()
-    load = build_loader(config_name, config_path)
-    plan = plan_doctor(load, overrides=overrides, output_dir=output_dir, step=step, recording=recording, entry=entry)
+    program = find_program(config_name, config_path)
+    plan = plan_doctor(
+        program.build_loader(config_name, config_path),
+        program=program,
+        overrides=overrides,
+        output_dir=output_dir,
+        step=step,
+        recording=recording,
+        entry=entry,
+    )
     keep = None if plan.recorder else plan.recording_dir
     with claim_folder(plan.output_dir, marker=DOCTOR_MARKER):
         prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)

@@ -46,7 +46,7 @@ def run_extract(
         source=source,
         batch=load_train_step(source.reader, source.step),
         weights=choose_weights(source),
-        entry=find_entry_files(source.change.entry),
+        entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
         check=(check or run_reproduction) if is_checked else None,
         console=console,
     )

@@ -16,16 +16,16 @@ from mock_scheduler.align.minimise.minimise import minimise
 from mock_scheduler.align.minimise.space import ReductionSpace, build_space
 from mock_scheduler.align.minimise.trials import AlignOnce, Trials, only_candidate, remember
 from mock_scheduler.align.plan.matrix import expand_candidates
-from mock_scheduler.align.plan.plan import ConfigLoader, build_loader
 from mock_scheduler.align.runs.resume import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
+from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.display.console import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.program import ConfigLoader, Program, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.verdict.verdict import VerdictKind
-from pipelines.config.schema import CandidateConfig
 
 MINIMISE_FILE = "minimise.json"
 MINIMISE_MARKER = FolderMarker(
@@ -46,7 +46,8 @@ def align_once(
     ``output_dir`` gets the files of ``mock-scheduler align``. Raises ``ConfigError`` before
     anything runs.
     """
-    only = only_candidate(build_loader(config_name, config_path), overrides, candidate)
+    load = find_program(config_name, config_path).build_loader(config_name, config_path)
+    only = only_candidate(load, overrides, candidate)
     try:
         run_align(
             config_name=config_name,
@@ -94,12 +95,14 @@ def run_minimise(
     ``ConfigError`` for an unknown candidate, or one that cannot be run.
     """
     console = console or build_console()
-    load = remember(build_loader(config_name, config_path))
-    space, baseline = _open_space(load, overrides, candidate_name)
+    program = find_program(config_name, config_path)
+    load = remember(program.build_loader(config_name, config_path))
+    space, baseline = _open_space(program, load, overrides, candidate_name)
     root = (options.output_dir or Path(space.baseline.output_dir) / FOLDER).resolve()
     with claim_folder(root, marker=MINIMISE_MARKER):
         open_folder(root, fresh=options.overwrite, marker=MINIMISE_MARKER)
         trial = Trials(
+            program=program,
             space=space,
             load=load,
             align=align,
@@ -131,7 +134,9 @@ def run_minimise(
         return int(verdict.exit_code)
 
 
-def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tuple[ReductionSpace, tuple[str, ...]]:
+def _open_space(
+    program: Program, load: ConfigLoader, overrides: Sequence[str], name: str
+) -> tuple[ReductionSpace, tuple[str, ...]]:
     """Build the space of reductions; also returns the overrides of ``align.baseline``."""
     stated = tuple(load(overrides).align.baseline)
     baseline = load((*overrides, *stated))
@@ -140,4 +145,4 @@ def _open_space(load: ConfigLoader, overrides: Sequence[str], name: str) -> tupl
         raise ConfigError(f"there is no candidate {name!r}; they are {', '.join(candidates)}")
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
-    return build_space(baseline, planned, candidate), stated
+    return build_space(program, baseline, planned, candidate), stated

@@ -9,22 +9,27 @@ import tempfile
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.errors import ExitCode
+from mock_scheduler.errors import ConfigError, ExitCode
+from mock_scheduler.program import find_program
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 
 
 def run_replay_actions(
-    source: ConfigSource, recording: str, *, steps: str | None, json_path: Path | None, entry: str
+    source: ConfigSource, recording: str, *, steps: str | None, json_path: Path | None, entry: str | None
 ) -> int:
     """Run the module ``entry``, copy its result to ``json_path`` and return its exit code.
 
-    The code is 128 + N where signal N ended it.
+    ``entry``: ``None`` is the program's own; raises ``ConfigError`` where it has none. The code is 128 + N where signal
+    N ended it.
     """
+    module = entry or find_program(source.config_name, source.config_path).replay_entry
+    if module is None:
+        raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
     with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
         result = Path(folder) / "result.json"
         options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
         code = subprocess.run(
-            [sys.executable, "-m", entry, *source.arguments(), *options],
+            [sys.executable, "-m", module, *source.arguments(), *options],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             check=False,
         ).returncode

@@ -11,20 +11,12 @@ from rich.console import Console
 
 from mock_scheduler.commands.common import STDOUT
 from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.display.console import build_console
 from mock_scheduler.display.progress_bar import show_progress
-from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.comparison.text import print_replicas
 from mock_scheduler.report.json_file import replicas_to_json, save_replicas
-from mock_scheduler.run_folder.inputs import (
-    ComparedInput,
-    check_steps,
-    find_trace,
-)
 from mock_scheduler.support.files import encode_json
-from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.verdict.replicas import check_replicas
+from mock_scheduler.verdict.compare_paths import check_replicas_at
 
 
 def run_replicas(
@@ -40,16 +32,8 @@ def run_replicas(
     ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. Raises ``ConfigError`` where
     there is no trace of whole tensors, ``TraceError`` where a file cannot be read or was changed.
     """
-    trace_dir = find_trace(path)
-    if trace_level(trace_dir) != "full":
-        raise ConfigError(
-            f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
-        )
-    check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
-    with open_trace(trace_dir) as reader, show_progress("checking copies") as on_key:
-        if verify:
-            reader.verify()
-        result = check_replicas(reader, path, selection=selection, on_key=on_key)
+    with show_progress("checking copies") as on_key:
+        result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key)
     if json_path == STDOUT:
         print(encode_json(replicas_to_json(result), sort_keys=False).decode(), end="")
         return int(result.exit_code)

@@ -1,1 +1,1 @@
-"""The configuration: its schema (``schema``) and how it is loaded (``loading``); imports no torch."""
+"""Configurations of any program: the sections that all runs share, and how one is composed, loaded and checked."""

@@ -1,4 +1,4 @@
-"""Alignment and checkpoints as sections of a run's configuration; importing this imports no torch."""
+"""The ``align`` section: candidates, proofs and bounds of an alignment; importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 class ToleranceConfig(ConfigSection):
     """How far a candidate may be from the baseline and still be called ``rounding``, where a user states it.
 
-    What is not stated is bounded by the measured noise, or by theory where none was measured.
+    A quantity without a stated bound is held to the measured noise, or to theory where none was measured.
 
     ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric; ``metric_floor``: ``None`` is 0.
     ``activation``: largest ||a - b|| / ||a|| of anything that the forward pass computes, from inputs to losses.
@@ -30,18 +30,18 @@ class ToleranceConfig(ConfigSection):
 
 
 class CandidateConfig(ConfigSection):
-    """One candidate of an alignment run: what makes it differ from the baseline.
+    """One candidate of an alignment run, by its differences from the baseline.
 
-    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the pipeline's place, for a
-    change that is code: one that puts another kernel in, say, and then calls ``pipelines.agentic.main``.
-    ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
+    ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the place of the program's own
+    (``None``), for a change that is code: one that puts another kernel in, say, and then calls ``main`` of the
+    program's. ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
     ``exact``: whether it must equal the reference to the last bit, in its own order of sums where that is emulated;
     ``None``: exactly where its code is this one's and nothing but its layout differs, so that nothing else may round.
     """
 
     name: CandidateName
     overrides: list[str] = Field(default=[])
-    entry: str = "pipelines.agentic"
+    entry: str | None = None
     python: str | None = None
     exact: bool | None = None
 
@@ -59,12 +59,12 @@ class MatrixConfig(ConfigSection):
 
 
 class ProofsConfig(ConfigSection):
-    """Which proofs an alignment may spend runs on; each is tried only where a stronger one has not decided.
+    """The proofs that an alignment may spend runs on; each is tried only where a stronger one has not decided.
 
     ``emulate``: a reference in one process that adds in the candidate's order. ``num_perturbations``: runs whose
-    weights are perturbed by one unit roundoff, which measure the noise of every tensor; 0: none. ``referee``: both
-    sides again in float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs that narrow
-    a divergence down to step, tensor and module. ``consequence``: what a difference does to clipping, KL and update.
+    weights are perturbed by one unit roundoff, to measure the noise of every tensor; 0: none. ``referee``: both sides
+    again in float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs that narrow a
+    divergence down to step, tensor and module. ``consequence``: the effect of a difference on clipping, KL and update.
     """
 
     emulate: bool = True
@@ -75,7 +75,7 @@ class ProofsConfig(ConfigSection):
 
 
 class AlignConfig(ConfigSection):
-    """``mock-scheduler align``: what the baseline and each candidate override, and how they are judged.
+    """``mock-scheduler align``: the overrides of the baseline and of each candidate, and how they are judged.
 
     ``tolerance``: bounds that the user states in the place of measured noise. ``share_processes``: candidates of one
     world size run one after another in one process group. ``at_once``: groups of processes that may run at a time.
@@ -92,11 +92,3 @@ class AlignConfig(ConfigSection):
     proofs: ProofsConfig = ProofsConfig()
     share_processes: bool = True
     at_once: PositiveInt = 1
-
-
-class CheckpointConfig(ConfigSection):
-    """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
-
-    decides: ClassVar = Decides.LABEL
-
-    output_dir: str | None = None

@@ -84,10 +84,10 @@ class ConfigSection(BaseModel):
 
 
 def union_tag(name: str) -> str:
-    """The tag of one section of several that a key may hold; pydantic puts it into the path of what is wrong there."""
+    """Returns the tag of one section of several that a key may hold; pydantic puts it into an error's path."""
     return f"<{name}>"
 
 
 def is_union_tag(part: str | int) -> bool:
-    """Whether a part of such a path is a tag, and no key that a user wrote."""
+    """Says whether a part of an error's path is a tag, and no key that a user wrote."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")

@@ -1,31 +1,36 @@
-"""Composition of a configuration's YAML files and overrides, by Hydra.
+"""A composer puts a configuration's YAML files and overrides together, by Hydra; whose schema they follow is given.
 
 Contract: creates no folder, changes no working directory and configures no logging.
 """
 
 from __future__ import annotations
 
+import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
-from mock_scheduler.config.number_traps import SourceFile, may_have_traps
-from mock_scheduler.config.sweeps import describe_sweep
+from mock_scheduler.config.base import JoinedTexts
+from mock_scheduler.config.number_traps import NumberTraps, SourceFile
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
 
+_NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
     "\nWithin a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "
     "override, as in\n  \"align.candidates=[{name: tp2, overrides: ['parallel.tensor_model_parallel_size=2']}]\""
@@ -35,28 +40,30 @@ _NESTED_HINT = (
 class Composer:
     """One configuration under any overrides: ``{folder}/{name}.yaml``.
 
-    reads_once: read the files once for all overrides that only set values, as the candidates of an alignment have them;
-    what these give is what Hydra gives with them. All other overrides go through Hydra each time.
+    ``traps``: the keys whose numbers are looked at where they are written. ``reads_once``: the files are read once for
+    all overrides that only set values, as the candidates of an alignment have them, with the result that Hydra gives.
+    All other overrides go through Hydra each time.
     """
 
-    def __init__(self, folder: Path, name: str, *, reads_once: bool = False) -> None:
+    def __init__(self, folder: Path, name: str, *, traps: NumberTraps, reads_once: bool = False) -> None:
         self._folder = folder
         self._name = name
+        self._traps = traps
         self._reads_once = reads_once
 
     @property
     def origin(self) -> str:
-        """What is composed, for messages."""
+        """The name of the configuration and its file, for messages."""
         return f"configuration '{self._name}' ({self._folder / self._name}.yaml)"
 
     def compose(self, overrides: Sequence[Override]) -> tuple[DictConfig, list[SourceFile]]:
-        """The composed configuration, interpolations open, and where that matters the files that it is of.
+        """Composes the configuration, interpolations open; also lists its files where their numbers must be looked at.
 
         The files are in the order in which they count. Raises ``ConfigError``.
         """
         if self._reads_once and self._bare is not None and all(map(self._sets_a_value, overrides)):
             composed = _set_values(self._bare, overrides)
-            if composed is not None and not may_have_traps(composed):
+            if composed is not None and not self._traps.may_be_in(composed):
                 return composed, []
         return self._ask_hydra([self._as_hydra_override(override) for override in overrides])
 
@@ -72,7 +79,7 @@ class Composer:
         return override.package is not None or (self._folder / override.key_or_group).is_dir()
 
     def _sets_a_value(self, override: Override) -> bool:
-        """Whether it sets a key of the configuration and nothing else, however the rest was composed."""
+        """Says whether it sets a key of the configuration and nothing else, however the rest was composed."""
         is_own = override.key_or_group.split(".")[0] not in ("hydra", "defaults")
         return override.type is OverrideType.CHANGE and is_own and not self._is_group(override)
 
@@ -88,7 +95,7 @@ class Composer:
             with warnings.catch_warnings(), initialize_config_dir(config_dir=str(self._folder), version_base="1.3"):
                 warnings.simplefilter("error", UserWarning)
                 composed = compose(config_name=self._name, overrides=overrides)
-                if not may_have_traps(composed):
+                if not self._traps.may_be_in(composed):
                     return composed, []
                 loader = GlobalHydra.instance().config_loader()
                 defaults = loader.compute_defaults_list(self._name, overrides, RunMode.RUN)
@@ -99,8 +106,11 @@ class Composer:
         return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Overrides in Hydra's grammar. Raises ``ConfigError`` with all that cannot be read, or would start a sweep."""
+def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[Override]:
+    """Reads overrides in Hydra's grammar.
+
+    Raises ``ConfigError`` with all that cannot be read, or would start a sweep, where ``schema`` decides the advice.
+    """
     parsed, problems, nested = [], [], ""
     for text in overrides:
         try:
@@ -111,7 +121,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             continue
         parsed.append(override)
         if override.is_sweep_override():
-            problems.append(f"{text!r}: {describe_sweep(text, override)}")
+            problems.append(f"{text!r}: {_describe_sweep(text, override, schema)}")
     if problems:
         raise ConfigError(
             f"overrides that cannot be read:{bullet_list(problems, limit=None)}\n"
@@ -127,7 +137,7 @@ def _parse(text: str) -> Override:
 
 
 def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig | None:
-    """As Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be merged, for which it has the words."""
+    """Merges values as Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be, to let Hydra say why."""
     composed = deepcopy(bare)
     try:
         for override in overrides:
@@ -135,3 +145,49 @@ def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig |
     except (OmegaConfBaseException, ValueError, TypeError):
         return None
     return composed
+
+
+def _describe_sweep(text: str, override: Override, schema: type[BaseModel]) -> str:
+    """Says why an override with a comma is refused, and how its meaning is written.
+
+    A list is advised only where the schema does not say that the key takes none.
+    """
+    one_value = "is a sweep over several runs for Hydra, and this is one; give one value"
+    key, _, value = text.partition("=")
+    if override.value_type is not ValueType.SIMPLE_CHOICE_SWEEP or '"' in value or "'" in value:
+        return one_value
+    members = [*_members(_annotation(override.key_or_group, schema))]
+    if members and all(member in _NUMBERS or get_origin(member) is Literal for member in members):
+        return one_value
+    advice = f"""quote them, as in {shlex.quote(f'{key}="{value}"')}"""
+    listed = shlex.quote(f"{key}=[{value}]")
+    if JoinedTexts in members:
+        advice += f", or write {listed}"
+    elif not members or not all(member is str or member in _NUMBERS for member in members):
+        advice += f", or where the key takes a list write {listed}"
+    return f"values with a comma are a sweep over several runs for Hydra, and this is one; {advice}"
+
+
+def _annotation(key: str, schema: type[BaseModel]) -> object:
+    """Returns the type that the schema gives to a dotted key; ``None`` where it gives none."""
+    found: object = schema
+    for name in key.split("."):
+        models = [item for item in _members(found) if isinstance(item, type) and issubclass(item, BaseModel)]
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        if not fields:
+            return None
+        found = fields[0].annotation
+    return found
+
+
+def _members(annotation: object) -> Iterator[object]:
+    """Yields the types of a union, without pydantic's annotations; none for ``None``."""
+    if annotation is None:
+        return
+    if annotation is not JoinedTexts and get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation

@@ -1,4 +1,4 @@
-"""How a run is made part of a proof: in whose order it adds, how its weights are perturbed, what is grafted into it.
+"""A run is made part of a proof by the order in which it adds, by perturbed weights, or by grafted tensors.
 
 Contract: importing this imports no torch. All three are off by default, and alignment sets them itself.
 """
@@ -17,10 +17,10 @@ UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
 class OrderConfig(ConfigSection):
-    """In which order sums are made.
+    """The order in which sums are made.
 
-    ``emulate``: a layout whose order of sums one process follows, in matrix products, reductions and accumulators; what
-    is computed stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
+    ``emulate``: a layout whose order of sums one process follows, in matrix products, reductions and accumulators; the
+    computation stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
     parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
     """
 
@@ -46,7 +46,7 @@ class PerturbationConfig(ConfigSection):
 
 
 class GraftConfig(ConfigSection):
-    """A reference's tensors put into a run, to tell what causes a difference from what passes it on.
+    """A reference's tensors are put into a run, to tell the cause of a difference from a module that passes it on.
 
     ``trace_dir``: a trace of level ``full`` that has them; ``None`` grafts nothing. ``names``: canonical names of
     module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).

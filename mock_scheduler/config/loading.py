@@ -1,4 +1,4 @@
-"""Loading of a run's configuration: Hydra composes, OmegaConf resolves, pydantic checks.
+"""Loading of a run's configuration: Hydra composes, OmegaConf resolves, and the schema of a program checks.
 
 Contract: imports no torch; creates no folder, changes no working directory and configures no logging; may be called
 any number of times in one process. Every failure is a ConfigError that lists all problems found at that stage:
@@ -8,10 +8,11 @@ the files, then interpolations, then keys and values, then the combinations that
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -20,18 +21,36 @@ from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
 )
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mock_scheduler.config.composing import Composer, parse_overrides
-from mock_scheduler.config.dialects.dialects import resolve_dialects
-from mock_scheduler.config.number_traps import find_number_traps
+from mock_scheduler.config.dialects.dialects import Resolved
+from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.errors import ConfigError
-from pipelines.config.schema import PipelineConfig
 
 DEFAULT_CONFIG_PATH = "configs"
-#: Makes a checked configuration out of overrides ``a.b=c``; raises ``ConfigError``.
-ConfigLoader = Callable[[Sequence[str]], PipelineConfig]
+#: The top-level key by which a configuration names its program; a schema that has no such field never sees it.
+PROGRAM_KEY = "program"
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def _resolve_nothing(values: Mapping[str, object]) -> Resolved:
+    return Resolved(values=dict(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigForm(Generic[ConfigT]):
+    """The form of a program's configuration.
+
+    ``schema``: the model that checks it. ``resolve``: turns sections of other frameworks into the schema's own.
+    ``traps``: keys whose numbers may have been meant as pairs of bounds.
+    """
+
+    schema: type[ConfigT]
+    resolve: Callable[[Mapping[str, object]], Resolved] = _resolve_nothing
+    traps: NumberTraps = NO_TRAPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,72 +61,75 @@ class ConfigSource:
     config_path: str = DEFAULT_CONFIG_PATH
     overrides: tuple[str, ...] = ()
 
-    def load(self) -> PipelineConfig:
-        """The checked configuration; raises ConfigError as ``load_config`` does."""
-        return load_config(self.config_name, config_path=self.config_path, overrides=self.overrides)
-
     def arguments(self) -> list[str]:
         """Return the command line that ``arguments.parse_config_arguments`` reads back to this source."""
         return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
 
 
-def load_config(
-    config_name: str, *, config_path: str | Path = DEFAULT_CONFIG_PATH, overrides: Sequence[str] = ()
-) -> PipelineConfig:
-    """Compose ``{config_path}/{config_name}.yaml``, apply the overrides, resolve interpolations and check the result.
+class Dumped(Protocol):
+    """A configuration as plain values, as every pydantic model gives them."""
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]:
+        """Give the values by their keys."""
+        ...
+
+
+def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
+    """Loads a configuration: its files and overrides composed, interpolations resolved, and the result checked.
 
     A plain override ``a.b=c`` sets any key of the schema, whether or not the YAML has it; where its key names a folder
     under ``config_path`` it selects from that config group, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
     Integers in ``system_envs`` become strings. Numbers that were meant as pairs of bounds are refused where they are
-    written (``number_traps``). AReaL's and verl's sections for recording become ``rollout_mock``
-    (``dialects``). Raises ConfigError.
+    written. Raises ``ConfigError``.
     """
-    return build_loader(config_name, config_path, reads_once=False)(overrides)
+    return build_loader(form, source.config_name, source.config_path, reads_once=False)(source.overrides)
 
 
 def build_loader(
-    config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool = True
-) -> ConfigLoader:
-    """What does ``load_config`` for one configuration under any overrides.
+    form: ConfigForm[ConfigT], config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool
+) -> Callable[[Sequence[str]], ConfigT]:
+    """Builds a function that loads as ``load_config`` does, one configuration under any overrides.
 
-    reads_once: read its files once for all of them, where they only set values.
+    ``reads_once``: the files are read once for all of them, where they only set values.
     """
     folder, name = Path(config_path).absolute(), config_name.removesuffix(".yaml")
-    composer = Composer(folder, name, reads_once=reads_once)
+    composer = Composer(folder, name, traps=form.traps, reads_once=reads_once)
 
-    def load(overrides: Sequence[str]) -> PipelineConfig:
+    def load(overrides: Sequence[str]) -> ConfigT:
         _check_file_exists(folder, name)
-        parsed = parse_overrides(overrides)
+        parsed = parse_overrides(overrides, form.schema)
         composed, files = composer.compose(parsed)
-        problems = [*_interpolation_problems(composed), *find_number_traps(files, parsed, composed)]
+        problems = [*_interpolation_problems(composed), *form.traps.find(files, parsed, composed)]
         if problems:
             raise_problems(composer.origin, problems, source_of=_source_of(parsed))
-        return _check(composed, composer.origin, parsed)
+        return _check(form, composed, composer.origin, parsed)
 
     return load
 
 
-def _check(composed: DictConfig, origin: str, overrides: Sequence[Override]) -> PipelineConfig:
+def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrides: Sequence[Override]) -> ConfigT:
     values = _with_string_envs(OmegaConf.to_container(composed, resolve=True))
-    resolved = resolve_dialects(values)
+    if PROGRAM_KEY not in form.schema.model_fields:
+        values.pop(PROGRAM_KEY, None)
+    resolved = form.resolve(values)
     if resolved.problems:
         raise_problems(origin, resolved.problems, source_of=_source_of(overrides))
     try:
-        return PipelineConfig.model_validate(resolved.values)
+        return form.schema.model_validate(resolved.values)
     except ValidationError as error:
-        raise_problems(origin, validation_problems(error, PipelineConfig), source_of=_source_of(overrides))
+        raise_problems(origin, validation_problems(error, form.schema), source_of=_source_of(overrides))
 
 
-def dump_config(config: PipelineConfig) -> str:
-    """The whole configuration as YAML that ``load_config`` loads back equal; the same text for equal configs."""
+def dump_config(config: Dumped) -> str:
+    """Returns the whole configuration as YAML that loads back equal; the same text for equal configurations."""
     values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _escape_interpolations(value: object) -> object:
-    """Values were resolved already: a ``${`` that is left is text, and must be loaded as text.
+    """Escapes every ``${``: values were resolved already, so that one that is left must be loaded as text.
 
-    OmegaConf halves the backslashes before a ``${`` (2.3), so those of the text are doubled.
+    OmegaConf halves the backslashes before a ``${`` (2.3), so the text's own are doubled.
     """
     if isinstance(value, dict):
         return {key: _escape_interpolations(item) for key, item in value.items()}
@@ -128,7 +150,7 @@ def _check_file_exists(folder: Path, name: str) -> None:
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
-    """Every value that stays open: an interpolation that does not resolve, or ``???``."""
+    """Yields every value that stays open: an interpolation that does not resolve, or ``???``."""
     for path, text in _texts(OmegaConf.to_container(composed, resolve=False), ""):
         if text == "???":
             yield path, f"has no value yet; give it as {path}=VALUE"
@@ -137,7 +159,7 @@ def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
 
 
 def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    """Every string in a container with its path as ``OmegaConf.select`` takes it: ``a.b[0]``."""
+    """Yields every string in a container with its path as ``OmegaConf.select`` takes it: ``a.b[0]``."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _texts(item, f"{path}.{key}" if path else str(key))
@@ -182,5 +204,5 @@ def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
 
 
 def _covers(override_key: str, key: str) -> bool:
-    """Whether an override of one key set the other, at any depth."""
+    """Says whether an override of one key set the other, at any depth."""
     return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")

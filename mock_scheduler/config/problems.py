@@ -1,17 +1,19 @@
-"""What is wrong with a configuration, key by key, in words that a user can act on.
+"""Problems of a configuration, key by key, in words that a user can act on.
 
-Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one.
+Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one. A
+validator of a whole section raises its problems with ``raise_keyed``, so that each is shown at its own key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import NoneType
 from typing import NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from mock_scheduler.config.base import is_union_tag
 from mock_scheduler.errors import ConfigError
@@ -21,6 +23,40 @@ Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""
 
 _KeyPath = tuple[str | int, ...]
+
+
+class KeyedError(ValueError):
+    """A problem of one key of a section; ``key``: the dotted key within it, or ``""`` for the section."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(key, text)
+        self.key = key
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}" if self.key else self.text
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add a ``KeyedError`` of the block to ``problems``, and go on after the block."""
+    try:
+        yield
+    except KeyedError as error:
+        problems.append((error.key, error.text))
+
+
+def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, object]) -> NoReturn:
+    """Raise pydantic's ``ValidationError`` with one entry per problem, to be called in a validator of the section.
+
+    title: the model's name. values: the section's, for pydantic's own messages.
+    """
+    details: list[InitErrorDetails] = []
+    for key, text in problems:
+        path = tuple(int(part) if part.isdecimal() else part for part in key.split(".")) if key else ()
+        error = PydanticCustomError("value_error", "{text}", {"text": text})
+        details.append({"type": error, "loc": path, "input": values.get(key.split(".")[0])})
+    raise ValidationError.from_exception_data(title, details)
 
 
 def raise_problems(
@@ -36,7 +72,7 @@ def raise_problems(
 
 
 def validation_problems(error: ValidationError, model: type[BaseModel], *, section: str = "") -> list[Problem]:
-    """Every problem that pydantic found; ``section`` is the dotted key at which ``model`` stands."""
+    """Returns every problem that pydantic found; ``section``: the dotted key at which ``model`` stands."""
     return [_describe(details, model, section) for details in error.errors(include_url=False)]
 
 
@@ -75,7 +111,7 @@ def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) 
 
 
 def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | None:
-    """The whole key that may be meant: of this name in a section below or at the top level, else of a close one."""
+    """Finds the whole key that may be meant: of this name in a section below or at the top level, else a close one."""
     name, known = str(path[-1]), sorted(_section_fields(path[:-1], model))
     prefix = tuple(filter(None, (section, _dotted("", path[:-1]))))
     below = {field: (*prefix, outer, field) for outer in known for field in _section_fields((*path[:-1], outer), model)}
@@ -96,7 +132,7 @@ def _section_fields(path: _KeyPath, model: type[BaseModel]) -> list[str]:
 
 
 def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
-    """The schema's type of the value at a path; fields by name, dict and list items by any key."""
+    """Returns the schema's type of the value at a path; fields by name, dict and list items by any key."""
     annotation: object = model
     for part in path:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -110,7 +146,7 @@ def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
 
 
 def _member_of_union(annotation: object, tag: str) -> object:
-    """The section of a union that bears the tag."""
+    """Returns the section of a union that bears the tag."""
     tagged = {item.tag: get_args(member)[0] for member in get_args(annotation) for item in get_args(member)[1:]}
     return tagged[tag]
 

@@ -1,4 +1,4 @@
-"""The section ``rollout_mock``: which requests are played, recorded or replayed, where, and what is refused.
+"""The section ``rollout_mock`` says where requests are played, recorded or replayed, and when a run refuses to go on.
 
 Contract: importing this module imports no torch. The keys ``enable``, ``mode`` and ``dump_dir`` are ROLL's (v0.2). A
 combination that cannot mean anything is refused here, whether the section is enabled or not.
@@ -23,7 +23,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
 
 class ScheduleEntry(ConfigSection):
-    """Another mode for some steps: those in ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
+    """Another mode for the steps of ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
 
     ``kinds`` and ``schedulers`` None: all.
     """
@@ -34,7 +34,7 @@ class ScheduleEntry(ConfigSection):
     schedulers: list[str] | None = Field(default=None, min_length=1)
 
     def applies_to(self, *, step: int, kind: Mode, scheduler_id: str) -> bool:
-        """Whether this entry decides the mode of a request."""
+        """Says whether this entry decides the mode of a request."""
         return (
             step in self.steps
             and (self.kinds is None or kind in self.kinds)
@@ -49,10 +49,10 @@ class ScheduleEntry(ConfigSection):
 
 
 class RetentionConfig(ConfigSection):
-    """Which recorded steps stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
+    """The recorded steps that stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
 
-    Removed is only what lies before a saved checkpoint from which all that stays can be replayed: so at least
-    ``keep_last`` steps stay, and more where no checkpoint allows the cut.
+    A step is removed only where it lies before a saved checkpoint from which all later ones can be replayed: so at
+    least ``keep_last`` steps stay, and more where no checkpoint allows the cut.
     """
 
     keep_last: PositiveInt | None = None
@@ -60,15 +60,15 @@ class RetentionConfig(ConfigSection):
 
 
 class RolloutMockConfig(ConfigSection):
-    """``rollout_mock``: record rollouts, or replay them instead of running an engine.
+    """``rollout_mock`` records rollouts, or replays them instead of running an engine.
 
-    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else
-    real and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to
-    a request decides its mode, else ``mode`` does. ``steps``, ``every``: of what is played in dump and cache, record
-    the steps in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, in which ``~`` is expanded, or an
-    fsspec URL such as ``s3://bucket/path``. ``missing_step``: what mock does for a step that is not recorded: refuse,
-    or ``repeat`` the nearest earlier (else later) one, or the last one. ``origin``: the foreign section this was made
-    from, if any.
+    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else real
+    and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to a
+    request decides its mode, else ``mode`` does. ``steps``, ``every``: of the steps played in dump and cache, record
+    the ones in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, in which ``~`` is expanded, or an
+    fsspec URL such as ``s3://bucket/path``. ``missing_step``: mock refuses a step that is not recorded, or takes in its
+    place (``repeat``) the nearest earlier, else later one, or (``repeat_last``) the last one. ``origin``: the foreign
+    section this was made from, if any.
     """
 
     # It says where rollouts come from; the recording's contract sees to it that they are the same.
@@ -103,13 +103,13 @@ class RolloutMockConfig(ConfigSection):
         return frozenset({self.effective_mode, *(entry.mode for entry in self.schedule if self.enable)})
 
     def mode_of(self, *, step: int, kind: Mode, scheduler_id: str) -> RolloutMode:
-        """The mode of one request."""
+        """Returns the mode of one request."""
         entries = self.schedule if self.enable else []
         applying = (e.mode for e in entries if e.applies_to(step=step, kind=kind, scheduler_id=scheduler_id))
         return next(applying, self.effective_mode)
 
     def records_step(self, step: int) -> bool:
-        """Whether a step that dump or cache plays is written."""
+        """Says whether a step that dump or cache plays is written."""
         return step % self.every == 0 and (self.steps is None or step in self.steps)
 
     @field_validator("dump_dir")
@@ -128,7 +128,7 @@ class RolloutMockConfig(ConfigSection):
 
 
 def normalize_location(location: str) -> str:
-    """A folder with ``~`` and ``~user`` expanded, or a URL with its protocol in lower case.
+    """Returns a folder with ``~`` and ``~user`` expanded, or a URL with its protocol in lower case.
 
     Raises ``ValueError`` where the home folder is not known.
     """
@@ -145,7 +145,7 @@ def normalize_location(location: str) -> str:
 
 
 def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
-    """Every combination of the section's own keys that cannot mean anything; empty where there is none."""
+    """Returns every combination of the section's own keys that cannot mean anything; empty where there is none."""
     modes = {entry.mode for entry in config.schedule}
     problems = unreachable_entries(config.schedule)
     deciders = _deciders_of_all(ScheduleEntry(mode=config.mode), config.schedule)
@@ -171,7 +171,7 @@ def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
 
 
 def unreachable_entries(schedule: Sequence[ScheduleEntry]) -> list[str]:
-    """A line for each entry that can never decide a mode, since earlier ones decide all that it applies to."""
+    """Returns a line for each entry that can never decide a mode, since earlier ones decide all that it applies to."""
     problems = []
     for index, entry in enumerate(schedule):
         deciders = _deciders_of_all(entry, schedule[:index])

@@ -20,7 +20,7 @@ class StepRanges:
 
     @classmethod
     def parse(cls, value: object) -> StepRanges:
-        """Read ``"0-19, 40, 100-"``, ``7`` or ``[0, "5-9"]``; raises ``ValueError`` that says what was expected."""
+        """Reads ``"0-19, 40, 100-"``, ``7`` or ``[0, "5-9"]``; raises ``ValueError`` with the form to write."""
         items = value if isinstance(value, list | tuple) else [value]
         parsed: list[tuple[int, int | None]] = []
         for item in items:
@@ -36,7 +36,7 @@ class StepRanges:
 
     @classmethod
     def of(cls, steps: Iterable[int]) -> StepRanges:
-        """The set of these steps, in any order."""
+        """Returns the set of these steps, in any order."""
         return cls(_merged([(step, step) for step in steps]))
 
     def __contains__(self, step: object) -> bool:
@@ -45,7 +45,7 @@ class StepRanges:
         )
 
     def is_within(self, other: StepRanges) -> bool:
-        """Whether every step of this set is in the other; true of an empty set."""
+        """Says whether every step of this set is in the other; true of an empty set."""
         return all(any(_covers(outer, inner) for outer in other.ranges) for inner in self.ranges)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class StepRanges:
 
 
 def _covers(outer: tuple[int, int | None], inner: tuple[int, int | None]) -> bool:
-    """Whether one range holds another whole; ranges of a set are never adjacent, so no two need to share one."""
+    """Says whether one range holds another whole; ranges of a set are never adjacent, so no two need to share one."""
     return outer[0] <= inner[0] and (outer[1] is None or (inner[1] is not None and inner[1] <= outer[1]))
 
 

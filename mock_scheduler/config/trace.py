@@ -1,4 +1,4 @@
-"""The ``trace`` section: which training internals a run writes; importing this imports no torch."""
+"""The ``trace`` section names the training internals that a run writes; importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -46,18 +46,21 @@ def _parse_kinds(value: object) -> object:
 
 
 class TraceConfig(ConfigSection):
-    """Which training internals are written to ``{output_dir}/trace``, and how much of each.
+    """The training internals that are written to ``{output_dir}/trace``, and how much of each.
 
     ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, from
     which ``mock-scheduler compare`` estimates how far two runs are apart.
+
     ``kinds``: names of ``TraceKind`` and ``LedgerKind``, or ``all``. ``patterns``: globs of canonical names, as
     ``decoder.layers.3.*``; a tensor is written where its name matches one of them and none of ``exclude``. Ledgers have
     no names and follow ``kinds`` alone.
+
     ``steps``: as in ``0-4, 7``; ``null`` is every step; of these every ``dump_every_n_steps``-th of the run is written.
     ``ranks``: global ranks that write; ``null`` is all of them.
+
     ``sketch_buckets``: numbers that a sketch keeps of a tensor; the error of its estimate falls with their square root.
-    ``part_bytes``: a rank's file of a step is ended, and another begun, when it has reached this size.
-    ``operations``: write digests of every torch operation of a step, for ``mock-scheduler doctor``.
+    ``part_bytes``: a rank's file of a step is ended, and another begun, when it has reached this size. ``operations``:
+    write digests of every torch operation of a step, for ``mock-scheduler doctor``.
     """
 
     decides: ClassVar = Decides.NOTHING
@@ -84,7 +87,7 @@ class TraceConfig(ConfigSection):
         return self
 
     def is_due(self, step: int) -> bool:
-        """Whether anything is traced at a step."""
+        """Says whether anything is traced at a step."""
         if self.level == "off" or step % self.dump_every_n_steps:
             return False
         return self.steps is None or step in self.steps

@@ -1,7 +1,7 @@
-"""What figures of all pages share: their look.
+"""The look that figures of all pages share.
 
 Contract: a figure is plotly's JSON with the ``id`` of its element. A colour is the name of one of the page's palette,
-as ``theme:ink``. Texts are plain, and in one of several lines the first is bold. No value is NaN or infinite.
+as ``theme:ink``. Texts are plain; of several lines, the first is bold. No value is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FONT: JSON = {"family": "system-ui, sans-serif", "size": 12, "color": "theme:in
 
 
 def plain_layout(*, height: int) -> dict[str, JSON]:
-    """What every figure has: its height in pixels, no background of its own, and the page's font."""
+    """Lay out any figure: its height in pixels, no background of its own, and the page's font."""
     return {
         "height": height,
         "font": _FONT,
@@ -34,25 +34,25 @@ def plain_layout(*, height: int) -> dict[str, JSON]:
 
 
 def axis_title(text: str) -> JSON:
-    """The title of an axis."""
+    """Write the title of an axis."""
     return {"text": text, "font": soft_font(12)}
 
 
 def soft_font(size: int) -> JSON:
-    """The font of what stands beside a figure, in pixels."""
+    """Choose the font of texts beside a figure; ``size`` in pixels."""
     return {"size": size, "color": "theme:soft"}
 
 
 def thin_out(items: Sequence[_Item], limit: int = MAX_STEPS) -> Sequence[_Item]:
-    """Every n-th of the items, so that there are ``limit`` at most."""
+    """Keep every n-th of the items, ``limit`` at most."""
     return items[:: max(-(-len(items) // limit), 1)]
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """The value, or ``None`` where it is NaN or infinite, which JSON cannot say."""
+    """Return the value, or ``None`` in place of NaN and infinities: JSON has neither."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def end_of_name(text: str, width: int) -> str:
-    """The end of a name, which tells it from others, where it is longer than ``width``."""
+    """Shorten a name to its end of ``width`` characters, since the end tells it from others."""
     return text if len(text) <= width else f"…{text[-width + 1 :]}"

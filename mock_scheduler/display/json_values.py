@@ -1,4 +1,4 @@
-"""Plain data as values of strict JSON: NaN and infinities, which JSON does not have, are texts."""
+"""Plain data as values of strict JSON: NaN and infinities are texts, since JSON has neither."""
 
 from __future__ import annotations
 

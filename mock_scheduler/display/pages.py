@@ -1,7 +1,7 @@
 """Renders a report as one HTML page out of templates, and writes it whole or not at all.
 
 Contract: every page is a template that extends ``base.html`` or, where plotly draws figures in it, ``figures.html``;
-Python gives it plain values alone. Jinja escapes every one of them, and refuses a name that it is not given. A page
+Python gives it plain values alone. Jinja escapes every value, and refuses an unknown name. A page
 opens offline: style, scripts and figures lie in it, and its Content-Security-Policy forbids every request.
 """
 
@@ -31,8 +31,8 @@ def render_page(package: str, template: str, /, *, figures: Sequence[JSON] = (),
     Args:
         package: Whose folder ``templates`` holds the template.
         template: The template's name, such as ``comparison.html``.
-        figures: Plotly's JSON, drawn in the elements of their ``id``; their texts are plain, as all others are.
-        values: What the template lays out; ``title``, ``heading`` and ``footer`` are needed by every page.
+        figures: Plotly's JSON, drawn in the elements of their ``id``; their texts are plain.
+        values: Values of the template; every page needs ``title``, ``heading`` and ``footer``.
     """
     page = _environment(package).get_template(template)
     # Plotly reads some HTML in the texts of its figures, and Jinja cannot see into them.

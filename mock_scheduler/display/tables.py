@@ -1,4 +1,4 @@
-"""Tables on the terminal, which rich lays out, and which give up columns where the terminal is too narrow.
+"""Tables on the terminal: rich lays them out, and a narrow terminal has fewer columns.
 
 Contract: nothing is cut off, and no line ends in a space. Gaps shrink first; then the columns of the highest
 ``drop_order`` go, the rightmost of equal ones first. The first column always stays.
@@ -21,7 +21,7 @@ _WIDE_GAP, _NARROW_GAP = 2, 1
 class TextColumn:
     """A column of a table.
 
-    ``header`` may have several lines. A column with a ``least_width`` above 0 folds its cells rather than that a column
+    ``header`` may have several lines. A column with a ``least_width`` above 0 folds its cells before another column
     goes: down to this width, and further once only columns of ``drop_order`` 0 are left.
     """
 
@@ -33,17 +33,17 @@ class TextColumn:
 
     @property
     def width(self) -> int:
-        """The width of its widest line."""
+        """The column is as wide as its widest line."""
         return max(map(len, [*self.header.split("\n"), *self.cells]))
 
     @property
     def needed_width(self) -> int:
-        """The width below which another column goes."""
+        """Another column goes before this one gets narrower."""
         return min(self.width, self.least_width or self.width)
 
 
 class FittedTable:
-    """A table that is printed row by row, so that other lines can stand between its rows."""
+    """A table prints itself row by row, so other lines can stand between its rows."""
 
     def __init__(self, columns: Sequence[TextColumn], console: Console, *, indent: int = 2) -> None:
         self._console = console
@@ -58,7 +58,7 @@ class FittedTable:
         ]
 
     def print_header(self, style: str = "") -> None:
-        """Print the headers, which stand on one line."""
+        """Print the headers on one base line."""
         self._print([Text(column.header, style) for column in self._columns], vertical="bottom")
 
     def print_row(self, number: int, style: str = "") -> None:
@@ -87,7 +87,7 @@ def print_table(columns: Sequence[TextColumn], console: Console, *, indent: int 
 
 
 def _fit(columns: Sequence[TextColumn], width: int) -> tuple[list[TextColumn], int]:
-    """The columns that have room, and the gap between them."""
+    """Choose the columns with room, and the gap between them."""
     shown, gap = list(columns), _WIDE_GAP
     while len(shown) > 1 and sum(column.needed_width for column in shown) + gap * (len(shown) - 1) > width:
         last = max(reversed(shown[1:]), key=lambda column: column.drop_order)

@@ -10,24 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.plan.plan import ConfigLoader, PlannedRun, has_module, override_keys, quote_override
+from mock_scheduler.align.plan.overrides import format_override, has_module, override_keys, quote_override
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.text import count_of
-from pipelines.config.schema import PipelineConfig
 
 FOLDER = "doctor"
 RECORDING_NAME = "recording"
 REPLAY_NAMES = ("first", "second")
 
 _SET_BY_DOCTOR = {
-    "eval_steps": "0",
-    "save_steps": "0",
-    "track_with": "none",
-    "checkpoint_config.output_dir": "null",
     "trace.level": "off",
     "rollout_mock.enable": "true",
     "rollout_mock.schedule": "[]",
@@ -40,7 +36,7 @@ _SET_BY_DOCTOR = {
     "rollout_mock.allow_nondeterministic": "true",
 }
 # In the configuration file these are as they are; on this command line they would have no effect.
-_NOT_FOR_USERS = ("max_steps", "eval_steps", "save_steps", "trace.level", "trace.operations")
+_NOT_FOR_USERS = ("max_steps", "trace.level", "trace.operations")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +63,23 @@ class DoctorPlan:
 def plan_doctor(
     load: ConfigLoader,
     *,
+    program: Program,
     overrides: Sequence[str],
     output_dir: Path | None,
     step: int,
     recording: Path | None,
-    entry: str,
+    entry: str | None = None,
 ) -> DoctorPlan:
-    """Plan the runs; ``load`` makes a checked configuration out of overrides.
+    """Plan the runs; ``load`` makes a checked configuration of ``program`` out of overrides.
 
     ``output_dir``: ``None`` is the configuration's; the runs go to ``doctor`` in it. ``recording``: ``None`` is the one
-    that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one.
+    that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one. ``entry``: the module that
+    runs the replays; ``None`` is the program's own.
     Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings,
     ``RecordingError`` for a recording that must be looked into and cannot be.
     """
-    _check_overrides(overrides)
+    _check_overrides(overrides, program)
+    entry = entry or program.entry
     config = load(overrides)
     given = recording if recording is not None else _configured_recording(config)
     _check_step(step, config, given)
@@ -91,6 +90,7 @@ def plan_doctor(
     recording_dir = root / RECORDING_NAME if given is None else given.resolve()
     shared = (
         *overrides,
+        *(format_override(key, value) for key, value in {**program.quiet_keys, **program.folder_keys}.items()),
         *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
         f"max_steps={step + 1}",
         quote_override("rollout_mock.dump_dir", str(recording_dir)),
@@ -105,25 +105,31 @@ def plan_doctor(
             quote_override("exp_name", f"{config.exp_name}-{FOLDER}-{name}"),
         )
         return PlannedRun(
-            name=name, entry=entry, own_overrides=own, overrides=complete, config=load(complete), output_dir=run_dir
+            name=name,
+            program=program,
+            entry=entry,
+            own_overrides=own,
+            overrides=complete,
+            config=load(complete),
+            output_dir=run_dir,
         )
 
     replay = ("rollout_mock.mode=mock", "trace.operations=true")
     first, second = (plan_run(name, *replay, entry=entry) for name in REPLAY_NAMES)
     recorder = None
     if given is None:
-        recorder = plan_run("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=DEFAULT_ENTRY)
+        recorder = plan_run("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=program.entry)
     return DoctorPlan(
         step=step, output_dir=root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
     )
 
 
-def _configured_recording(config: PipelineConfig) -> Path | None:
+def _configured_recording(config: RunConfig) -> Path | None:
     mock = config.rollout_mock
     return Path(mock.dump_dir) if mock.effective_mode in ("mock", "cache") else None
 
 
-def _check_step(step: int, config: PipelineConfig, recording: Path | None) -> None:
+def _check_step(step: int, config: RunConfig, recording: Path | None) -> None:
     """Refuse a step that the run does not have; a recording that is replayed may have more than ``max_steps``."""
     if step < 0:
         raise ConfigError(f"--step is {step}; it must be the number of a training step, from 0")
@@ -137,7 +143,7 @@ def _check_step(step: int, config: PipelineConfig, recording: Path | None) -> No
         raise ConfigError(f"--step is {step}; {has}, and the recording {recording} has {format_present(steps)}")
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    clashes = [key for key in _NOT_FOR_USERS if key in override_keys(overrides)]
+def _check_overrides(overrides: Sequence[str], program: Program) -> None:
+    clashes = [key for key in (*_NOT_FOR_USERS, *program.quiet_keys) if key in override_keys(overrides)]
     if clashes:
         raise ConfigError(f"doctor sets {', '.join(clashes)} itself; choose the step with --step")

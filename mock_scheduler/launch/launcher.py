@@ -1,12 +1,12 @@
-"""Starting a run: the command, environment and number of processes of a configuration, and carrying it out.
+"""A launcher starts a run with the command, environment and processes of its configuration, and waits for it.
 
-Contract: importing this module imports no torch. One process is started directly, several through torchrun, which
-picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and
-SIGHUP it is asked to and waited for; on Linux every process ends too where the one that started it was killed.
+Contract: importing this module imports no torch. One process is started directly, several through torchrun, which picks
+a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and SIGHUP it is
+asked to and waited for; on Linux every process ends too where the one that started it was killed.
 
-``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the
-failed rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of
-torchrun. Where a signal ended a rank, it says which, on stderr and in the run's ``error.json``.
+``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed
+rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. It
+names a rank that a signal ended, on stderr and in the run's ``error.json``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, find_running, write_plan
+from mock_scheduler.program import Program, RunConfig, load_config
 from mock_scheduler.support.processes import (
     PARENT_VARIABLE,
     RankExit,
@@ -38,10 +38,6 @@ from mock_scheduler.support.processes import (
     write_signal_error,
 )
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import PipelineConfig
-
-DEFAULT_ENTRY = "pipelines.agentic"
-SESSION_ENTRY = "pipelines.session"
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
 _RANK_VARIABLES = frozenset(
@@ -52,17 +48,15 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 # torchrun gives its ranks this long before it kills them itself (torch 2.13, elastic multiprocessing: 30 s).
 _GRACE_S = 40.0
 _WATCH_S = 1.0
-#: Processes that are waited for, by any thread.
-_RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """How to start this node's part of a run.
+    """This node's part of a run.
 
-    ``argv``: the command. ``env``: variables to set over the launcher's own.
-    ``num_processes``: on this node; ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes
-    if a signal ends it, of several runs the plan's file, by which the one that was running is found; ``None``: nowhere.
+    ``argv``: the command. ``env``: variables to set over the launcher's own. ``num_processes``: on this node;
+    ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; of several
+    runs the plan's file, by which the running one is found; ``None``: nowhere.
     """
 
     argv: tuple[str, ...]
@@ -72,32 +66,49 @@ class LaunchPlan:
     output_dir: Path | None = None
 
 
+class RunningProcesses:
+    """Processes that some threads have started and wait for, so that another thread can end them."""
+
+    def __init__(self) -> None:
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    @contextmanager
+    def holding(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Count a process among them while the block waits for it."""
+        self._processes.add(process)
+        try:
+            yield
+        finally:
+            self._processes.discard(process)
+
+    def end(self) -> None:
+        """End all of them; the main thread calls it when it is interrupted."""
+        for process in tuple(self._processes):
+            _end_group(process)
+
+
 def plan_launch(
-    config: PipelineConfig,
+    config: RunConfig,
+    arguments: Sequence[str],
     *,
-    config_name: str,
-    config_path: str,
-    overrides: Sequence[str],
-    entry: str = DEFAULT_ENTRY,
     nnodes: int = 1,
     node_rank: int = 0,
     rdzv_endpoint: str | None = None,
     python: str = sys.executable,
 ) -> LaunchPlan:
-    """The plan for one node. ``config`` is what ``config_name``, ``config_path`` and ``overrides`` load to.
+    """Plans one node's part of a run.
 
-    With several nodes, each runs its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global
-    ranks follow ``node_rank``, so that two runs place them alike. Raises ConfigError where the processes of the
-    layout do not divide over the nodes, or the node's rank or the endpoint do not fit.
+    ``config``: the run's. ``arguments``: of Python, as ``Program.arguments`` gives them. With several nodes, each runs
+    its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``, so
+    that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
+    nodes, or the node's rank or the endpoint do not fit.
     """
     world_size = config.parallel.world_size
     _check_nodes(config.parallel.describe(), world_size, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     num_processes = world_size // nnodes
-    source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides))
-    program = ("-m", entry, *source.arguments())
     rendezvous = _rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     torchrun = ("--nproc-per-node", str(num_processes), "--nnodes", str(nnodes), *rendezvous)
-    argv, env = _start_program(program, config, torchrun=torchrun, told_to=config.output_dir, python=python)
+    argv, env = _start(tuple(arguments), config, torchrun=torchrun, told_to=config.output_dir, python=python)
     return LaunchPlan(
         argv=argv,
         env=env,
@@ -110,39 +121,42 @@ def plan_launch(
 def plan_session(
     runs: Sequence[SessionRun],
     *,
+    program: Program,
     plan_path: Path | None = None,
     python: str = sys.executable,
-    entry: str = SESSION_ENTRY,
+    entry: str | None = None,
 ) -> LaunchPlan:
-    """The plan of several runs one after another in one process group on this machine.
+    """Plans several runs one after another in one process group on this machine.
 
-    Writes what ``entry`` reads to ``plan_path`` (``None``: ``session.json`` beside the first run's ``output_dir``) and
-    removes what an earlier session said of these runs. Raises ``ConfigError`` where there is no run, or they cannot
-    share processes (``session_files.check_session``).
+    Writes the plan that ``entry`` (``None``: the program's own) reads to ``plan_path`` (``None``: ``session.json``
+    beside the first run's ``output_dir``) and removes the statuses of an earlier session of these runs. Raises
+    ``ConfigError`` where there is no run, the program has no module for sessions, or the runs cannot share processes
+    (``check_session``).
     """
     if not runs:
         raise ConfigError("a session needs at least one run")
-    configs = [run.load() for run in runs]
+    module = entry or program.session_entry
+    if module is None:
+        raise ConfigError(f"runs of {program.entry} cannot share processes: it has no module for sessions")
+    configs = [load_config(run.source, program) for run in runs]
     check_session(runs, configs)
     path = (plan_path or runs[0].output_dir.parent / STATUS_FILE).absolute()
     write_plan(path, runs)
     world_size = configs[0].parallel.world_size
     rendezvous = _rendezvous(nnodes=1, node_rank=0, endpoint=None)
     torchrun = ("--nproc-per-node", str(world_size), "--nnodes", "1", *rendezvous)
-    argv, env = _start_program(
-        ("-m", entry, str(path)), configs[0], torchrun=torchrun, told_to=str(path), python=python
-    )
+    argv, env = _start(("-m", module, str(path)), configs[0], torchrun=torchrun, told_to=str(path), python=python)
     return LaunchPlan(argv=argv, env=env, num_processes=world_size, world_size=world_size, output_dir=path)
 
 
-def _start_program(
-    program: tuple[str, ...], config: PipelineConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
+def _start(
+    arguments: tuple[str, ...], config: RunConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command and variables that start ``program`` as ``config`` needs it: alone, or through torchrun."""
+    """Returns the command and variables that start Python as ``config`` needs it: alone, or through torchrun."""
     env = launch_environment(config.system_envs)
     if config.parallel.world_size == 1:
-        return (python, *program), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return (python, "-m", "mock_scheduler.launch.launcher", told_to, *torchrun, *program), env
+        return (python, *arguments), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return (python, "-m", "mock_scheduler.launch.launcher", told_to, *torchrun, *arguments), env
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:
@@ -170,8 +184,10 @@ def _rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None) -> tuple[s
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of the plan's process: ``environ`` without another launcher's rank variables, the plan's
-    over it; ranks of several get one OpenMP thread each where nobody chose, as torchrun would set with a warning.
+    """Returns the whole environment of the plan's process.
+
+    It is ``environ`` without another launcher's rank variables, and the plan's over it; ranks of several get one OpenMP
+    thread each where nobody chose, as torchrun would set with a warning.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     threads = {"OMP_NUM_THREADS": "1"} if plan.world_size > 1 else {}
@@ -184,22 +200,32 @@ def run_plan(
     log_path: Path | None = None,
     cwd: Path | None = None,
     watch: Callable[[], None] | None = None,
+    running: RunningProcesses | None = None,
 ) -> int:
-    """Carry the plan out and return its exit code; stdout and stderr go to ``log_path``, or where this process's go.
+    """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
-    ``watch`` is called about once a second while the run goes on, by this thread; what it raises ends the run. A run
-    that a signal ended has the code 128 + the signal's number; one that ended with Python's own 1 has 70. On Ctrl-C,
-    SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
+    ``watch`` is called about once a second while the run goes on, by this thread; an error of it ends the run.
+    ``running`` counts the process while it is waited for. A run that a signal ended has the code 128 + the signal's
+    number; one that ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is
+    terminated and waited for, then KeyboardInterrupt is raised.
     """
+    running = running or RunningProcesses()
     if log_path is None:
-        return _run(plan, log=None, cwd=cwd, watch=watch)
+        return _run(plan, log=None, cwd=cwd, watch=watch, running=running)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return _run(plan, log=log, cwd=cwd, watch=watch)
+        return _run(plan, log=log, cwd=cwd, watch=watch, running=running)
 
 
-def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, watch: Callable[[], None] | None) -> int:
-    # Signals reach the main thread alone; what other threads started it ends with ``end_running``.
+def _run(
+    plan: LaunchPlan,
+    *,
+    log: IO[bytes] | None,
+    cwd: Path | None,
+    watch: Callable[[], None] | None,
+    running: RunningProcesses,
+) -> int:
+    # Signals reach the main thread alone; it ends the processes of other threads with ``RunningProcesses.end``.
     is_main = threading.current_thread() is threading.main_thread()
     with ending_signals_as_interrupt() if is_main else nullcontext():
         process = subprocess.Popen(
@@ -210,14 +236,12 @@ def _run(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, watch: Ca
             stderr=subprocess.STDOUT if log else None,
             start_new_session=True,
         )
-        _RUNNING.add(process)
-        try:
-            code = process.wait() if watch is None else _wait_watching(process, watch)
-        except BaseException:
-            _end_group(process)
-            raise
-        finally:
-            _RUNNING.discard(process)
+        with running.holding(process):
+            try:
+                code = process.wait() if watch is None else _wait_watching(process, watch)
+            except BaseException:
+                _end_group(process)
+                raise
     if code < 0:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)
@@ -232,14 +256,8 @@ def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) 
             watch()
 
 
-def end_running() -> None:
-    """End what other threads have started and wait for; the main thread calls it when it is interrupted."""
-    for process in tuple(_RUNNING):
-        _end_group(process)
-
-
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:
-    """Write down that a signal ended the started process; returns what to say."""
+    """Writes down that a signal ended the started process; returns the lines to say."""
     is_rank = plan.world_size == 1
     subject = "rank 0" if is_rank else "torchrun, which ran this machine's ranks,"
     message = f"{subject} was ended by {describe_signal(code)}"
@@ -251,7 +269,7 @@ def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]
 def _write_error(
     told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
 ) -> list[str]:
-    """Write a signal's end to the folder of the run, or of a session's run that it ended; returns what to say."""
+    """Writes a signal's end to the folder of the run, or of a session's run that it ended; returns lines to say."""
     folder: Path | None = (cwd or Path()) / told_to
     if told_to.is_absolute() and told_to.is_file():
         folder = find_running(told_to)
@@ -307,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
-    """Say which rank a signal ended, where that is the cause; returns the exit code of the cause."""
+    """Names a rank that a signal ended, where that is the cause; returns the exit code of the cause."""
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"

@@ -1,4 +1,4 @@
-"""The files by which several runs in one process group are told and tell: the plan, and a status in each run's folder.
+"""Several runs in one process group are told by a plan, and tell by a status in each run's folder.
 
 ``PLAN.json`` is a list of objects ``{config_name, config_path, overrides, output_dir, log_path}``, one a run, in order.
 ``{output_dir}/session.json`` says when a run of a session started and how it ended; it is replaced as a whole, so it is
@@ -16,9 +16,9 @@ from typing import Any
 
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.program import RunConfig
 from mock_scheduler.support.files import load_json_object, save_json, written_aside
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import PipelineConfig
 
 #: In a run's ``output_dir``, only where it was part of a session.
 STATUS_FILE = "session.json"
@@ -36,19 +36,18 @@ class SessionRun:
     output_dir: Path
     log_path: Path
 
-    def load(self) -> PipelineConfig:
-        """The checked configuration; raises ``ConfigError``."""
-        source = ConfigSource(
-            config_name=self.config_name, config_path=self.config_path, overrides=tuple(self.overrides)
-        )
-        return source.load()
+    @property
+    def source(self) -> ConfigSource:
+        """Where its configuration comes from."""
+        return ConfigSource(config_name=self.config_name, config_path=self.config_path, overrides=tuple(self.overrides))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
     """Where a run of a session stands. ``started_s``: seconds since the epoch. The others: ``None`` while it runs.
 
-    ``elapsed_s``: from its start until another could begin. ``exit_code``: what it would have exited with alone.
+    ``elapsed_s``: from its start until another could begin. ``exit_code``: the one that it would have exited with
+    alone.
     """
 
     started_s: float
@@ -57,7 +56,7 @@ class RunStatus:
 
 
 def write_plan(path: Path, runs: Sequence[SessionRun]) -> None:
-    """Write the plan of a session, and remove what an earlier session said of these runs."""
+    """Writes the plan of a session, and removes the statuses of an earlier session of these runs."""
     content = [
         {
             "config_name": run.config_name,
@@ -76,7 +75,7 @@ def write_plan(path: Path, runs: Sequence[SessionRun]) -> None:
 
 
 def read_plan(path: Path) -> tuple[SessionRun, ...]:
-    """The runs of a plan, in order; raises ``ConfigError`` where the file is not one, or has no run."""
+    """Returns the runs of a plan, in order; raises ``ConfigError`` where the file is not one, or has no run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -103,12 +102,12 @@ def _read_run(item: object, where: str) -> SessionRun:
     )
 
 
-def check_session(runs: Sequence[SessionRun], configs: Sequence[PipelineConfig | None]) -> None:
-    """Refuse runs that cannot share processes. ``configs``: theirs, ``None`` for one that has none, which is left out.
+def check_session(runs: Sequence[SessionRun], configs: Sequence[RunConfig | None]) -> None:
+    """Refuses runs that cannot share processes. ``configs``: theirs; a run whose own is ``None`` is left out.
 
     Raises ``ConfigError`` that lists runs whose number of processes or ``system_envs`` are not the first one's (the
-    environment is read once, when libraries are imported), those whose ``output_dir`` is not their configuration's,
-    and those that share one.
+    environment is read once, when libraries are imported), runs whose ``output_dir`` is not their configuration's, and
+    runs that share one.
     """
     known = [(run, config) for run, config in zip(runs, configs, strict=True) if config is not None]
     problems = [
@@ -122,10 +121,8 @@ def check_session(runs: Sequence[SessionRun], configs: Sequence[PipelineConfig |
         raise ConfigError(f"these runs cannot share processes:{bullet_list(problems, limit=None)}\nStart them apart.")
 
 
-def _describe_other(
-    run: SessionRun, config: PipelineConfig, first_run: SessionRun, first: PipelineConfig
-) -> Iterator[str]:
-    """What keeps a run from following the first one; runs are named by their folders."""
+def _describe_other(run: SessionRun, config: RunConfig, first_run: SessionRun, first: RunConfig) -> Iterator[str]:
+    """Yields the reasons why a run cannot follow the first one; runs are named by their folders."""
     name, first_name = run.output_dir, first_run.output_dir
     if config.parallel.world_size != first.parallel.world_size:
         yield (
@@ -162,7 +159,7 @@ def load_status(output_dir: Path) -> RunStatus | None:
 
 
 def find_running(plan_path: Path) -> Path | None:
-    """The ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
+    """Returns the ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
     for run in read_plan(plan_path):
         status = load_status(run.output_dir)
         if status is not None and status.elapsed_s is None:

@@ -1,10 +1,9 @@
-"""Which layouts' orders one process cannot follow, with which models and options, and why (docs/layouts.md)."""
+"""Some layouts' orders cannot be followed by one process, with some models and options (docs/layouts.md)."""
 
 from __future__ import annotations
 
 from mock_scheduler.config.layout import ParallelConfig
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
+from mock_scheduler.megatron.described import DescribedModel, DescribedTraining
 
 
 def ranks_of_replica(layout: ParallelConfig) -> int:
@@ -12,8 +11,8 @@ def ranks_of_replica(layout: ParallelConfig) -> int:
     return layout.tensor_model_parallel_size * layout.context_parallel_size
 
 
-def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> tuple[str, ...]:
-    """Why one process cannot follow this layout's order with this model; empty where it can."""
+def limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> tuple[str, ...]:
+    """Says why one process cannot follow this layout's order with this model; empty where it can."""
     problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
     if model.transformer_impl != "local":
         problems.append(
@@ -33,8 +32,8 @@ def limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig)
     return tuple(problems)
 
 
-def _expert_limits(layout: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> list[str]:
-    """Why the order of experts cannot be followed."""
+def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> list[str]:
+    """Says why the order of experts cannot be followed."""
     problems = []
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
     if model.moe_router_impl != "layout_invariant":
@@ -64,8 +63,8 @@ def _expert_limits(layout: ParallelConfig, model: ModelConfig, training: Trainin
     return problems
 
 
-def _lane_limits(training: TrainingConfig) -> list[str]:
-    """Why replicas cannot compute together, as they must where experts see the tokens of several."""
+def _lane_limits(training: DescribedTraining) -> list[str]:
+    """Says why replicas cannot compute together, as they must where experts see the tokens of several."""
     where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
     problems = []
     if training.has_token_budget:

@@ -1,4 +1,4 @@
-"""In which order a layout adds: what one process must follow to give a candidate's values bit for bit.
+"""A plan of the order in which a layout adds; one process that follows it gives a candidate's values bit for bit.
 
 Contract: importing this imports no torch. Two configurations that differ in their layout alone and have equal plans
 compute the same bits in everything that a trace or the metrics hold. Orders are those of Megatron-core 0.16.1 with
@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.described import DescribedModel, DescribedRun, DescribedTraining
 from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from pipelines.config.schema import PipelineConfig
 
 __all__ = [
     "AccumulatorOrder",
@@ -69,10 +65,10 @@ class GemmOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionOrder:
-    """A sum over ranks. axes: which ranks, the fastest first. size: how many.
+    """A sum over ranks. ``axes``: of the ranks, the fastest first. ``size``: how many.
 
-    order: ``linear``: ((p_0 + p_1) + p_2) + ... by the rank in the group. dtype: in which is added. scale: what each
-    part is multiplied by before.
+    ``order``: ``linear``: ((p_0 + p_1) + p_2) + ... by the rank in the group. ``dtype``: of the addition. ``scale``:
+    the factor of each part before it.
     """
 
     name: ReductionName
@@ -85,10 +81,11 @@ class ReductionOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulatorOrder:
-    """Where the gradient of a class of parameters is accumulated over micro-batches, and what is then summed.
+    """The place where the gradient of a class of parameters is accumulated over micro-batches, and its later sums.
 
-    virtual_ranks: on each axis, how many ranks have an accumulator of their own for the same numbers. dtype: of the
-    accumulator. reductions: names of ``ReductionOrder``, in this order; division by the number of tokens follows.
+    ``virtual_ranks``: on each axis, how many ranks have an accumulator of their own for the same numbers. ``dtype``: of
+    the accumulator. ``reductions``: names of ``ReductionOrder``, in this order; division by the number of tokens
+    follows.
     """
 
     name: AccumulatorName
@@ -99,12 +96,12 @@ class AccumulatorOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertOrder:
-    """Whose tokens an expert multiplies in one product, and who holds it; of a model with experts.
+    """The ranks whose tokens an expert multiplies in one product, and the ranks that hold it; of a model with experts.
 
-    sources: ranks whose tokens it sees in one product, one rank's after another's, expert parallelism's degree. lanes:
-    replicas of the model that compute together for that, each its own micro-batch. groups: products of an expert while
-    as many micro-batches are computed. replicas: accumulators for it, over which its gradients are summed. is_apart:
-    whether experts have an optimizer and gradient buffers of their own.
+    ``sources``: ranks whose tokens it sees in one product, one rank's after another's, expert parallelism's degree.
+    ``lanes``: replicas of the model that compute together for that, each its own micro-batch. ``groups``: products of
+    an expert while as many micro-batches are computed. ``replicas``: accumulators for it, over which its gradients are
+    summed. ``is_apart``: whether experts have an optimizer and gradient buffers of their own.
     """
 
     sources: int
@@ -116,10 +113,10 @@ class ExpertOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormOrder:
-    """Which numbers the gradient's norm adds up in one go: those of one rank, by parameter or by a range of it.
+    """The numbers that the gradient's norm adds up in one go: one rank's, by parameter or by a range of it.
 
-    stages, chunks: the pipeline's, whose parameters are apart. parts: ranks that tp makes. shards: ranks over which the
-    distributed optimizer cuts its flat buffers; 1 where it is not used.
+    ``stages``, ``chunks``: the pipeline's, whose parameters are apart. ``parts``: ranks that tp makes. ``shards``:
+    ranks over which the distributed optimizer cuts its flat buffers; 1 where it is not used.
     """
 
     stages: int
@@ -175,16 +172,16 @@ class OrderPlan:
 
     @property
     def gradient_scale(self) -> float:
-        """What each replica's gradient is multiplied by before the sum over replicas."""
+        """The factor of each replica's gradient before the sum over replicas."""
         return next((item.scale for item in self.reductions if item.name == "data_parallel_gradients"), 1.0)
 
     def to_json(self) -> str:
-        """The plan as JSON with sorted keys, equal for equal plans."""
+        """Returns the plan as JSON with sorted keys, equal for equal plans."""
         return json.dumps(asdict(self), sort_keys=True, indent=1)
 
 
-def plan_order(config: PipelineConfig) -> OrderPlan:
-    """The plan of the layout that a run emulates, or else of the one that it has.
+def plan_order(config: DescribedRun) -> OrderPlan:
+    """Returns the plan of the layout that a run emulates, or else of the one that it has.
 
     Raises:
         ValueError: the layout cannot be planned; says every reason of ``limits``.
@@ -236,13 +233,13 @@ def _experts(layout: ParallelConfig) -> ExpertOrder:
     )
 
 
-def _main_dtype(precision: str, training: TrainingConfig) -> str:
-    """In which dtype main gradients accumulate."""
+def _main_dtype(precision: str, training: DescribedTraining) -> str:
+    """Returns the dtype in which main gradients accumulate."""
     is_widened = precision == "bfloat16" and training.accumulate_allreduce_grads_in_fp32
     return "float32" if is_widened else precision
 
 
-def _gemms(model: ModelConfig, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
+def _gemms(model: DescribedModel, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
     split: dict[GemmClass, SplitAxis] = {"qkv": "output", "proj": "input", "fc1": "output", "fc2": "input"}
     split |= {"output": "output", "embedding": "output"}
     return tuple(
@@ -258,9 +255,9 @@ def _gemms(model: ModelConfig, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
 
 
 def _reductions(
-    layout: ParallelConfig, training: TrainingConfig, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
+    layout: ParallelConfig, training: DescribedTraining, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
 ) -> tuple[ReductionOrder, ...]:
-    """Every sum over more than one rank, in the order in which a step first makes it."""
+    """Returns every sum over more than one rank, in the order in which a step first makes it."""
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
     pp = layout.pipeline_model_parallel_size
     narrow, main = dtypes

@@ -9,6 +9,7 @@ from typing import Unpack
 from pydantic import ValidationError
 
 from mock_scheduler.config.problems import raise_problems, validation_problems
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
@@ -20,7 +21,6 @@ from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording import Contract
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import RolloutMockConfig
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 

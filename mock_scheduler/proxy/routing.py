@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from mock_scheduler.config.base import RolloutMode
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.proxy.missing_steps import choose_recorded_step
 from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig, RolloutMode
 
 RequestKey: TypeAlias = tuple[str, int]
 _LIVE_MODES = frozenset({"real", "dump", "verify"})

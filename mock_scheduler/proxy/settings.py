@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording import Contract
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import RolloutMockConfig
 
 
 class BuildOptions(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""The contract: values that must be the same in the run that records and the run that replays.
+"""The contract: values that must be the same in the recording and the replaying run.
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
 every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
@@ -72,8 +72,8 @@ class Difference:
 class Contract:
     """Named fields in a fixed order.
 
-    Raises ``ContractError`` that lists every name that occurs twice and every value that is no JSON or nothing that
-    its ``match`` can compare.
+    Raises ``ContractError`` listing every name that occurs twice and every value that is no JSON or not comparable by
+    its ``match``.
     """
 
     def __init__(self, fields: Sequence[ContractField]) -> None:
@@ -99,9 +99,9 @@ class Contract:
         )
 
     def differences(self, recorded: Contract) -> list[Difference]:
-        """Every field whose rule is broken or that only differs, in the order of this contract, then the recorded.
+        """Every field with a broken rule or other values, in the order of this contract, then the recorded.
 
-        A field that one side lacks is a difference unless its rule is ``MUST_DIFFER``.
+        A field one side lacks is a difference unless its rule is ``MUST_DIFFER``.
         """
         names = dict.fromkeys([*self._by_name, *recorded._by_name])
         found = [_compare_field(self._by_name.get(name), recorded._by_name.get(name)) for name in names]
@@ -111,7 +111,7 @@ class Contract:
 def check_contract(
     recorded: Contract, current: Contract, on_mismatch: Literal["error", "warn"], *, source: str = "the recording"
 ) -> tuple[Difference, ...]:
-    """Compare the two contracts and return the differences that do not stop the run.
+    """Compare the two contracts and return the differences without consequence.
 
     Raises ``ContractError`` listing all fields that break their rule, one per line, with both values and the advice;
     with ``on_mismatch`` ``warn`` the same text is logged as a warning instead. ``source`` names the recording.
@@ -166,7 +166,7 @@ def _compare_field(current: ContractField | None, recorded: ContractField | None
 
 
 def _one_sided(current: ContractField | None, recorded: ContractField | None) -> Difference | None:
-    """A field that one side lacks: a difference, unless the two must differ anyway."""
+    """A field one side lacks: a difference, unless the two must differ anyway."""
     present = current or recorded
     if present is None or present.rule is Rule.MUST_DIFFER:
         return None

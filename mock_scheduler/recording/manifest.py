@@ -1,7 +1,7 @@
 """``recording.json``: the format version, whose recording this is, its contract and where it came from.
 
 Contract: written once, as a step file is (whole or not at all, never replaced); its ``digest`` covers everything
-else in it, and its bytes must be exactly those that writing its content gives, so that no bit can change unnoticed.
+else in it, and its bytes must be exactly those that writing its content gives, so no bit can change unnoticed.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``recording.json``; raises ``RecordingError`` where the provenance is no JSON."""
     provenance = dict(manifest.provenance)
+    # Checked here, since Python's encoder turns some values into others without a word.
     try:
         check_json(provenance, "provenance", is_exact=False)
     except ValueError as error:
@@ -130,7 +131,7 @@ def load_manifest(storage: Storage) -> Manifest:
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:
-    """Folders beside a local ``dump_dir`` that hold a recording, those of the most similar names first.
+    """Folders beside a local ``dump_dir`` holding a recording, those of the most similar names first.
 
     Spelled relative to it as the user would. Hidden folders are left out.
     """
@@ -157,7 +158,7 @@ def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
 
 
 def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
-    """The repository that a folder is in: the name of its root folder, its revision, and whether tracked files changed.
+    """The repository a folder is in: the name of its root folder, its revision, and whether tracked files changed.
 
     ``None`` without git, outside of a repository, and before its first commit.
     """

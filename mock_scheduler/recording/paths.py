@@ -73,7 +73,7 @@ def shard_stem(shard: RowShard) -> str:
 
 
 def request_name(request: RolloutRequest) -> str:
-    """``step_name`` of the step that answers this request."""
+    """``step_name`` of the step for this request."""
     return step_name(mode=request.mode, scheduler_id=request.scheduler_id, step=request.global_step)
 
 
@@ -88,7 +88,7 @@ def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool =
 
 
 def commit_name(step: str) -> str:
-    """``train/step_000000/commit.json``, whose presence is that of the sharded step."""
+    """``train/step_000000/commit.json``, the proof of a sharded step's presence."""
     return f"{step}/{COMMIT_NAME}"
 
 
@@ -102,7 +102,7 @@ def find_file(storage: Storage, step: str, *, shard: RowShard | None = None) -> 
 
 
 def find_step(storage: Storage, step: str) -> str | None:
-    """Where a step lies: the name of its file or, where it is sharded and committed, of its folder (= ``step``).
+    """Finds a step: the name of its file or, where it is sharded and committed, of its folder (= ``step``).
 
     None where it is not recorded. Raises ``RecordingError`` naming both where it lies there in two forms.
     """
@@ -112,7 +112,7 @@ def find_step(storage: Storage, step: str) -> str | None:
 
 
 def locate_steps(storage: Storage, folder: str) -> dict[int, str]:
-    """Step -> where it lies (as in ``find_step``), sorted, of one folder such as ``train``; raises as ``find_step``."""
+    """Step -> where it lies (as in ``find_step``), sorted, of one folder like ``train``; raises as ``find_step``."""
     found: dict[int, list[str]] = {}
     for name in storage.list_names(folder):
         stem = name.partition(".")[0]
@@ -155,9 +155,9 @@ def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
 
 
 def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mapping[str, Sequence[int]]]]) -> str:
-    """That none of the chosen steps is anywhere, with those that are; empty where one is, or all are chosen.
+    """Says that no chosen step is anywhere, with the present ones; empty where one is, or all are chosen.
 
-    ``present``: by the name of each place that was searched, its steps by folder.
+    ``present``: by the name of each place searched, its steps by folder.
     """
     if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
         return ""

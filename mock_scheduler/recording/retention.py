@@ -1,8 +1,8 @@
 """Decides the recorded steps that stay on the disk, and keeps the file that tells removed steps and replay starts.
 
-Contract: ``retention.json`` is written before the first removal that it tells of, and steps go in ascending order. So
+Contract: ``retention.json`` is written before the first removal it tells of, and steps go in ascending order. So
 after a crash every step from the cut on is there, some earlier ones may be, and the next checkpoint removes them. A
-step that is present counts as present, whatever the file says.
+step on the disk counts as present, whatever the file says.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.paths import RETENTION_NAME, list_folders, locate_steps, parse_folder
 from mock_scheduler.recording.sealed import SealedFile
 from mock_scheduler.recording.storage import Storage, locked
 from mock_scheduler.support.documents import Count
-from pipelines.config.schema import RetentionConfig
 
 RETENTION_FORMAT = "rollout-retention"
 RETENTION_VERSION = 1
@@ -26,8 +26,8 @@ RETENTION_VERSION = 1
 class RetentionRecord:
     """The content of ``retention.json``.
 
-    ``start_points``: steps that a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
-    were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one that is present was recorded again.
+    ``start_points``: steps a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
+    were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one present was recorded again.
     """
 
     start_points: tuple[int, ...] = (0,)
@@ -36,7 +36,7 @@ class RetentionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredRetention:
-    """A ``RetentionRecord`` as the file has it; removed steps as text such as ``0-3, 7``."""
+    """A ``RetentionRecord`` as the file has it; removed steps as text like ``0-3, 7``."""
 
     start_points: tuple[Count, ...]
     removed: dict[str, str]
@@ -71,7 +71,7 @@ def find_removable(
 ) -> dict[str, list[int]]:
     """Folder -> steps that may go: those before the latest start point that ``keep_last`` train steps follow.
 
-    ``steps``: those present, per folder. Validation steps go with the train steps beside them; pinned ones stay.
+    ``steps``: the present ones, per folder. Validation steps go with the train steps beside them; pinned ones stay.
     """
     if retention.keep_last is None:
         return {}
@@ -102,17 +102,18 @@ def note_checkpoint(storage: Storage, next_step: int, retention: RetentionConfig
             folder: StepRanges.parse([record.removed.get(folder, StepRanges(())), *removable.get(folder, [])])
             for folder in sorted({*record.removed, *removable})
         }
+        # The note first: after a crash a step may be noted and present, never removed without a note.
         save_retention(storage, RetentionRecord(start_points=start_points, removed=removed))
         for folder, found in removable.items():
-            for step in found:
+            for step in found:  # ascending, so that the present steps have no gap
                 storage.remove(located[folder][step])
     return removable
 
 
 def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -> list[int]:
-    """Steps that a saved checkpoint continues with, a train step is present after, and no removal comes after.
+    """Steps a saved checkpoint continues with, a train step is present after, and no removal comes after.
 
-    ``steps``: those present, per folder. Steps that were recorded again after their removal do not count.
+    ``steps``: the present ones, per folder. Steps recorded again after their removal do not count.
     """
     removed = [last for gone in record.removed.values() for first, last in gone.ranges if last is not None]
     latest = max((step for folder, found in steps.items() if is_train(folder) for step in found), default=-1)

@@ -1,7 +1,7 @@
 """Small JSON files of a recording, each with a digest over its content and one accepted layout.
 
 Contract: indented, sorted ASCII JSON that ends with a newline. A file is believed only where writing its content again
-gives the very same bytes, so that no bit of it can change unnoticed.
+gives the very same bytes, so no bit of it can change unnoticed.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -
     """Gives the document without ``format`` and ``version``, both checked; raises as ``SealedFile.decode``."""
     try:
         document = open_sealed(data.decode("ascii"))
+        # The digest covers the content; the layout could still have changed.
         if _encode(document) != data:
             raise ValueError("is not laid out as it was written")
     except (ValueError, RecursionError) as error:

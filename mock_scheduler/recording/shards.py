@@ -73,7 +73,7 @@ _FILE = SealedFile[_StoredCommit](_StoredCommit, format_name=COMMIT_FORMAT, vers
 
 
 def missing_shards(storage: Storage, step_name: str, count: int) -> list[int]:
-    """The indices of those of ``count`` shards that are not there; ``step_name`` as ``paths.step_name`` gives it."""
+    """The indices of the missing ones of ``count`` shards; ``step_name`` as ``paths.step_name`` gives it."""
     return [i for i in range(count) if find_file(storage, step_name, shard=RowShard(index=i, count=count)) is None]
 
 
@@ -81,7 +81,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     """Write the commit file of a step whose ``count`` shards are all there; one writer calls it, once they are.
 
     A step that is already committed over the same shards stays as it is. Raises ``RecordingError`` listing the shards
-    that are missing or every way in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
+    missing or every way in which they do not fit together, ``CorruptRecordingError`` for a damaged one,
     ``StepExistsError`` where other shards were committed.
     """
     where = storage.path(step_name)
@@ -113,6 +113,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
         num_trajectories=count_trajectories(all_keys),
         shards=tuple(entries),
     )
+    # Last of all: its presence makes the step exist.
     _publish(storage, step_name, commit)
 
 
@@ -128,7 +129,7 @@ def load_commit(storage: Storage, step_name: str) -> Commit:
 def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
     """Open shard ``index`` of a committed step.
 
-    Raises ``CorruptRecordingError`` where it is absent or not the file that was committed, and as ``StepFile.open``.
+    Raises ``CorruptRecordingError`` where it is absent or not the committed file, and as ``StepFile.open``.
     """
     entry = commit.shards[index]
     path = storage.path(f"{step_name}/{entry.name}")
@@ -138,6 +139,7 @@ def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) 
         raise CorruptRecordingError(
             f"{path}: this shard of a committed step is missing. Restore it from a copy or record the step again."
         ) from error
+    # A sound file of another run would load without a word.
     if file.digest != entry.digest:
         raise CorruptRecordingError(
             f"{path}: this is not the shard that was committed: its digest is {file.digest}, that of {COMMIT_NAME} is "
@@ -160,7 +162,7 @@ def encode_commit(commit: Commit) -> bytes:
 
 
 def decode_commit(data: bytes, *, source: str) -> Commit:
-    """Gives the commit of these bytes; raises as ``load_commit``, naming ``source``."""
+    """Gives the commit of the given bytes; raises as ``load_commit``, naming ``source``."""
     return _read_commit(_FILE.decode(data, source=source), source=source)
 
 
@@ -263,7 +265,7 @@ def _overlap_problems(files: Mapping[str, RowKeys]) -> list[str]:
 
 
 def _group_problems(keys: Iterable[RowKey], group_size: int) -> list[str]:
-    """Groups that have another number of trajectories; the first 20 of them where there are more."""
+    """Groups with another number of trajectories; the first 20 of them where there are more."""
     return _some(partial_group_problems(count_groups(key[:4] for key in sorted(keys)), group_size))
 
 

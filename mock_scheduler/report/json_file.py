@@ -31,15 +31,9 @@ from pathlib import Path
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
+from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
-from mock_scheduler.report.verdict_json import (
-    bounded,
-    bounds_to_json,
-    conflict_to_json,
-    consequence_to_json,
-    localisation_to_json,
-    verdict_to_json,
-)
+from mock_scheduler.report.verdict_json import consequence_to_json, localisation_to_json, verdict_to_json
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
@@ -98,7 +92,7 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
 
 
 def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
-    """What was found in one run as JSON values."""
+    """The findings in one run as JSON values."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(result.exit_code),

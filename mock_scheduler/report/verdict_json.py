@@ -41,15 +41,16 @@ A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
-
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
-from mock_scheduler.report.comparison.view import count_tiers
+from mock_scheduler.report.comparison_json import (
+    bounded,
+    conflict_to_json,
+    metric_to_json,
+    metrics_to_json,
+    tensor_to_json,
+    tensors_to_json,
+)
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.consequence.figures import Consequence
@@ -70,11 +71,6 @@ from mock_scheduler.verdict.wording.localisation import (
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 
-Item = TypeVar("Item")
-
-MAX_LISTED = 1000
-NUM_NEAREST = 20
-
 
 def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
     """The object that the module's docstring describes."""
@@ -91,8 +87,8 @@ def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
         "tests": [to_json(item) for item in verdict.tests],
         "limits": _limits(verdict.tensors),
         "smallest_error": _smallest_error(verdict),
-        "metrics": None if verdict.metrics is None else _metrics(verdict.metrics),
-        "tensors": None if verdict.tensors is None else _tensors(verdict.tensors),
+        "metrics": None if verdict.metrics is None else metrics_to_json(verdict.metrics),
+        "tensors": None if verdict.tensors is None else tensors_to_json(verdict.tensors),
     }
 
 
@@ -130,35 +126,6 @@ def localisation_to_json(found: Localisation | None) -> JSON:
 def consequence_to_json(found: Consequence | None) -> JSON:
     """All fields of a consequence, and its ``text``."""
     return None if found is None else {**dataclass_to_json(found), "text": describe_consequence(found)}
-
-
-def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
-    """What a comparison's bounds are and where they are from."""
-    noise = bounds.noise
-    measured: JSON = None
-    if noise is not None:
-        measured = {
-            "baseline": noise.baseline,
-            "seeds": list(noise.seeds),
-            "unit_roundoffs": noise.unit_roundoffs,
-            "num_tensors": len(noise.tensors),
-        }
-    return {
-        "source": bounds.source,
-        "description": bounds.describe(),
-        "advice": bounds.advice(),
-        "noise": measured,
-    }
-
-
-def conflict_to_json(conflict: ReplicaConflict) -> dict[str, JSON]:
-    """A disagreement of replicas: its fields, the ``axes`` on which the two ranks stand apart, and it in words."""
-    return {**dataclass_to_json(conflict), "axes": list(conflict.axes), "description": conflict.describe()}
-
-
-def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = to_json) -> dict[str, JSON]:
-    """``{name: the first MAX_LISTED, num_name: how many there are}``; only what is listed is converted."""
-    return {name: [convert(item) for item in items[:MAX_LISTED]], f"num_{name}": len(items)}
 
 
 def _tagged(value: ReplicaConflict | ProofFacts | Reason) -> dict[str, JSON]:
@@ -218,7 +185,7 @@ def _divergence(divergence: Divergence | None) -> JSON:
         "residual": to_json(divergence.residual),
         "locality": to_json(divergence.locality),
         "evidence": type(divergence.evidence).__name__,
-        "difference": None if difference is None else _tensor(difference),
+        "difference": None if difference is None else tensor_to_json(difference),
     }
 
 
@@ -247,14 +214,14 @@ def _smallest_error(verdict: Verdict) -> JSON:
     return {
         "bounds": to_json(found.bounds),
         "num_without_size": found.num_without_size,
-        "nearest_metric": None if nearest is None else _metric(nearest),
+        "nearest_metric": None if nearest is None else metric_to_json(nearest),
     }
 
 
 def _differing(item: DifferingTensor) -> JSON:
     return {
         "key": to_json(item.key),
-        "difference": None if item.difference is None else _tensor(item.difference),
+        "difference": None if item.difference is None else tensor_to_json(item.difference),
         "finding": to_json(item.finding),
         "conflict": None if item.conflict is None else conflict_to_json(item.conflict),
         "text": describe_look(item),
@@ -266,76 +233,4 @@ def _module(module: GraftedModule, found: Localisation, number: int) -> JSON:
         **dataclass_to_json(module),
         "tensor": None if module.tensor is None else _differing(module.tensor),
         "text": describe_module(module, found, is_first=number == 0),
-    }
-
-
-def _metrics(metrics: MetricComparison) -> JSON:
-    return {
-        **bounded("steps", metrics.steps),
-        **bounded("differences", metrics.differences, _metric),
-        **bounded("findings", metrics.findings),
-    }
-
-
-def _metric(difference: MetricDifference) -> JSON:
-    """All but its changes, which the two logs have."""
-    return {name: value for name, value in dataclass_to_json(difference).items() if name != "changes"}
-
-
-def _tensors(tensors: TensorComparison) -> JSON:
-    nearest = sorted((item for item in tensors.differences if not item.bit_equal), key=lambda item: item.margin)
-    return {
-        "level": tensors.level,
-        **bounded("steps", tensors.steps),
-        "num_compared": len(tensors.differences),
-        "tiers": {
-            counts.kind: {name: value for name, value in dataclass_to_json(counts).items() if name != "kind"}
-            for counts in count_tiers(tensors)
-        },
-        "groups": {kind: _group(tensors.group(kind)) for kind in tensors.kinds},
-        "per_step": _per_step(tensors),
-        "nearest": [_tensor(item) for item in nearest[:NUM_NEAREST]],
-        **bounded("exceeding", tensors.exceeding, _tensor),
-        **bounded("undecided", tensors.undecided, _tensor),
-        **bounded("findings", tensors.findings),
-        **bounded("unusable", tensors.unusable),
-        **bounded("baseline_replica_conflicts", tensors.baseline_conflicts, conflict_to_json),
-        **bounded("candidate_replica_conflicts", tensors.candidate_conflicts, conflict_to_json),
-        **bounded("not_compared", tensors.not_compared),
-        **bounded("flips", tensors.flips),
-        **bounded("ledgers", tensors.ledgers),
-        **bounded("notes", tensors.notes),
-    }
-
-
-def _per_step(tensors: TensorComparison) -> JSON:
-    by_step: dict[int, list[TensorDifference]] = {step: [] for step in tensors.steps[:MAX_LISTED]}
-    for difference in tensors.differences:
-        if difference.key.step in by_step:
-            by_step[difference.key.step].append(difference)
-    rows: list[JSON] = []
-    for step, differences in by_step.items():
-        own = replace(tensors, differences=tuple(differences))
-        rows.append({"step": step, **{kind: _group(own.group(kind)) for kind in tensors.kinds}})
-    return rows
-
-
-def _group(group: TensorGroup | None) -> JSON:
-    if group is None:
-        return None
-    return {
-        "num_compared": group.num_compared,
-        "num_bit_equal": group.num_bit_equal,
-        "worst": _tensor(group.worst),
-        "fraction_excluded": group.fraction_excluded,
-        "num_unjudged": group.num_unjudged,
-    }
-
-
-def _tensor(difference: TensorDifference) -> dict[str, JSON]:
-    return {
-        **dataclass_to_json(difference),
-        "tier": difference.tier,
-        "is_judged": difference.is_judged,
-        "margin": to_json(difference.margin),
     }

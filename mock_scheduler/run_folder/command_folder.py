@@ -1,4 +1,4 @@
-"""The folder of an alignment or of the doctor: emptied only where such a command made it.
+"""The folder of an alignment or of the doctor is emptied only where a command of that kind made it.
 
 Contract: a folder with the command's marker, or its result, in it is its own; in any other nothing is ever removed.
 """
@@ -19,7 +19,7 @@ from mock_scheduler.support.run_files import ALIGN_FILE, DOCTOR_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderMarker:
-    """What tells a command's own folder: a hidden file, or its result. ``text``: what the file says."""
+    """The marks of a command's own folder: a hidden file, or its result. ``text``: of the file."""
 
     command: str
     result_name: str
@@ -31,7 +31,7 @@ class FolderMarker:
         return f".{self.command.replace(' ', '-')}"
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the command made this folder."""
+        """Says whether the command made this folder."""
         return (folder / self.name).is_file() or (folder / self.result_name).is_file()
 
 
@@ -49,10 +49,10 @@ DOCTOR_MARKER = FolderMarker(
 
 @contextmanager
 def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
-    """Keep other commands out of ``path``, which is made, until the block has ended or the process is gone.
+    """Keeps other commands out of ``path``, which is made, until the block has ended or the process is gone.
 
-    Raises ``ConfigError`` where another one is at work there. What is no folder is left to who prepares it; where the
-    file system knows no locks, nobody is kept out.
+    Raises ``ConfigError`` where another one is at work there. A path that is no folder is left to who prepares it;
+    where the file system knows no locks, nobody is kept out.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         yield

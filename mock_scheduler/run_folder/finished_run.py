@@ -1,6 +1,6 @@
-"""What a run that ended says about itself: ``run.json`` and ``ledger.json`` where it completed, ``error.json`` else.
+"""A run that ended says in ``run.json`` and ``ledger.json`` that it completed, or else in ``error.json`` why not.
 
-Contract: reads; every file is checked, and ``AlignmentError`` names the file and lists all that is wrong in it.
+Contract: reads; every file is checked, and ``AlignmentError`` names the file and lists all of its problems.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One finished run. Seconds as the run measured them (``wall_s``, ``rollout_s``) and from the outside
-    (``elapsed_s``: with the start of its processes); ``built`` counts what it built, such as
-    engines. ``batches``: the digest of the rollouts that it trained on, by step.
+    """One finished run.
+
+    Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
+    of its processes). ``built`` counts the things that it built, such as engines. ``batches``: the digest of the
+    rollouts that it trained on, by step.
     """
 
     name: str
@@ -41,7 +43,7 @@ class RunFailure:
 
 
 def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> RunSummary:
-    """What a completed run says about itself; raises ``AlignmentError``.
+    """Reads the summary of a completed run; raises ``AlignmentError``.
 
     ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in for that.
     """
@@ -69,13 +71,13 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
 
 
 def load_batches(output_dir: Path) -> dict[int, str]:
-    """The digest of the rollouts that a completed run trained on, by step; raises ``AlignmentError``."""
+    """Returns the digest of the rollouts that a completed run trained on, by step; raises ``AlignmentError``."""
     stated = _load(output_dir / RUN_FILE, {"status": _COMPLETED, "batches": _DIGESTS})
     return {int(step): digest for step, digest in stated["batches"].items()}
 
 
 def load_failure(output_dir: Path) -> RunFailure | None:
-    """The error that a failed run wrote down, or ``None`` where it wrote none; raises ``AlignmentError``."""
+    """Returns the error that a failed run wrote down, or ``None`` where it wrote none; raises ``AlignmentError``."""
     path = output_dir / ERROR_FILE
     if not path.is_file():
         return None
@@ -85,7 +87,7 @@ def load_failure(output_dir: Path) -> RunFailure | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """What a value must be: in words, and as a test."""
+    """The kind of a value: in words, and as a test."""
 
     text: str
     is_valid: Callable[[object], bool]
@@ -114,7 +116,7 @@ _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "complete
 
 
 def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
-    """The named values of a file, each checked to be of its kind."""
+    """Returns the named values of a file, each checked to be of its kind."""
     try:
         content = load_json_object(path)
     except OSError as error:

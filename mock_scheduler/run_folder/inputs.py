@@ -1,8 +1,8 @@
-"""What ``mock-scheduler compare`` and ``replicas`` are given: a run, a trace, metrics or a recording.
+"""``mock-scheduler compare`` and ``replicas`` are given a run, a trace, metrics or a recording.
 
-Which of these a folder is, is told by what lies in it.
+The files in a folder tell its kind.
 
-Contract: reads headers and small files only; what is wrong with either side is said at once.
+Contract: reads headers and small files only; problems of both sides are said at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
@@ -35,7 +36,6 @@ from mock_scheduler.support.run_files import (
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
-from pipelines.config.schema import ToleranceConfig
 
 InputKind = Literal["run", "trace", "metrics", "recording"]
 
@@ -65,7 +65,7 @@ class OpenedInput:
 
 
 def find_kind(path: Path) -> InputKind:
-    """What lies at a path. Raises ``ConfigError`` where it is nothing that can be compared, or not there."""
+    """Finds the kind of the input at a path; raises ``ConfigError`` where it cannot be compared, or is not there."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist")
     if path.is_file():
@@ -89,7 +89,7 @@ def find_kind(path: Path) -> InputKind:
 
 
 def _describe_alignment(folder: Path) -> str:
-    """What to give in the place of the whole folder of an alignment: its finished runs, then those of its proofs."""
+    """Advises, in the place of the whole folder of an alignment, its finished runs, then those of its proofs."""
     found = sorted(path.parent for level in ("*", "*/*") for path in folder.glob(f"{level}/{RUN_FILE}"))
     runs = sorted(found, key=lambda path: (len(path.parts), path.name != BASELINE_NAME))
     what = f"{folder} is the folder of an alignment, and no run itself"
@@ -100,10 +100,10 @@ def _describe_alignment(folder: Path) -> str:
 
 
 def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
-    """Both sides, or one error with what is wrong with either; of its kind is the first.
+    """Opens both sides, or raises one error with the problems of both; its type is the first one's.
 
-    Raises ``ConfigError`` where a side is nothing that can be compared, both are the same or of different kinds;
-    ``AlignmentError`` where a run is not completed or has no trace.
+    Raises ``ConfigError`` where a side cannot be compared, both are the same or of different kinds; ``AlignmentError``
+    where a run is not completed or has no trace.
     """
     if paths[0].resolve() == paths[1].resolve():
         what = "file" if paths[0].is_file() else "folder"
@@ -124,7 +124,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
 
 
 def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> None:
-    """Raise ``ConfigError`` where none of the chosen steps is on any side, with those that are; ``None``: all are."""
+    """Raises ``ConfigError`` where neither side has any chosen step, with the steps that there are; ``None``: all."""
     if steps is None:
         return
     absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
@@ -133,7 +133,7 @@ def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> Non
 
 
 def _find_present(side: ComparedInput) -> dict[str, list[int]]:
-    """The steps of a side: of a recording by folder, of anything else all as ``steps``; none where it has none."""
+    """Lists the steps of a side: of a recording by folder, of anything else all as ``steps``; none without any."""
     if side.kind == "recording":
         return {folder: list(steps) for folder, steps in RecordingReader(str(side.path)).steps().items()}
     if side.kind == "metrics":
@@ -146,7 +146,7 @@ def _find_present(side: ComparedInput) -> dict[str, list[int]]:
 
 
 def find_trace(path: Path) -> Path:
-    """The trace folder of a run, or the path itself where it is one; raises ``ConfigError`` for anything else."""
+    """Finds the trace folder of a run, or takes the path itself where it is one; raises ``ConfigError`` otherwise."""
     kind = find_kind(path)
     if kind == "run" and (path / TRACE_FOLDER).is_dir():
         return path / TRACE_FOLDER
@@ -178,7 +178,7 @@ def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceCo
 
 
 def parse_selection(*, steps: StepRanges | None, kinds: Sequence[str] = (), patterns: Sequence[str] = ()) -> Selection:
-    """What is compared; lists may have commas. Raises ``ConfigError`` for a kind that there is not."""
+    """Reads the part to compare; lists may have commas. Raises ``ConfigError`` for an unknown kind."""
     names = [name for text in kinds for name in text.split(",") if name]
     known = (*TRACE_KINDS, *LEDGER_KINDS)
     unknown = [name for name in names if name not in known]
@@ -241,7 +241,7 @@ def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
 
 
 def _parse_number(text: str) -> float | None:
-    """A bound's value; ``None`` where it is none."""
+    """Returns a bound's value; ``None`` where it is none."""
     try:
         value = float(text)
     except ValueError:
@@ -250,6 +250,6 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_page_path(path: Path | None) -> None:
-    """Raise ``ConfigError`` for ``--html -``, which would write a file of that name."""
+    """Raises ``ConfigError`` for ``--html -``, as it would write a file of that name."""
     if path is not None and str(path) == "-":
         raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")

@@ -1,4 +1,4 @@
-"""What a comparison needs of the configuration that a finished run stored, and nothing else.
+"""A comparison reads a few keys of the configuration that a finished run stored, and nothing else.
 
 Contract: the rules by which a configuration is checked before a run do not apply to one that has run: another release
 of Megatron, or of this project, may have written it. Keys that are not needed are not looked at.
@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.schema import ToleranceConfig
 
 _Section = TypeVar("_Section", bound=ConfigSection)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig:
-    """``tolerance``: what the run states, which may be nothing. ``perturbation``: of its weights."""
+    """The needed keys. ``tolerance``: the bounds that the run states, if any. ``perturbation``: of its weights."""
 
     path: Path
     precision: str
@@ -38,7 +38,7 @@ class StoredConfig:
 
 
 def load_stored_config(path: Path) -> StoredConfig:
-    """Read a run's ``config.yaml``. Raises ``ConfigError`` where what is needed is missing or of another kind."""
+    """Reads a run's ``config.yaml``; raises ``ConfigError`` where a needed key is missing or of another kind."""
     content = read_stored_keys(path)
     problems: list[str] = []
     precision = _text(content, "precision", problems)
@@ -60,7 +60,7 @@ def load_stored_config(path: Path) -> StoredConfig:
 
 
 def read_stored_keys(path: Path) -> dict[str, Any]:
-    """The keys of a run's ``config.yaml`` as they stand. Raises ``ConfigError`` where it cannot be read or has none."""
+    """Reads the keys of a run's ``config.yaml`` as they stand; raises ``ConfigError`` where there are none."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -92,7 +92,7 @@ def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix:
 
 
 def _checked(section: type[_Section], name: str, value: object, problems: list[str]) -> _Section:
-    """A section as it stands; without keys where it is missing or wrong, which is then among the problems."""
+    """Returns a section as it stands; one without keys where it is missing or wrong, which becomes a problem."""
     try:
         return section.model_validate(value or {})
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """Runs writes one after another beside the training loop, and never loses one or its error.
 
-Contract: jobs run one at a time in the order in which they were given, in one thread that ends when nothing is left (so
+Contract: jobs run one at a time, in the order of their submission, in one thread that ends when nothing is left (so
 the process can end, and ends only after its last job). At most ``max_held`` submitted jobs are held. No job runs after
 one that failed, and every later call raises: the first call the error as it was, the others an error about it. Any
 thread may call. A forked child has a queue of its own: its parent's jobs are its parent's to do.
@@ -36,7 +36,7 @@ class QueueTexts:
 
 
 class _Worker:
-    """The thread of one process with its locks. ``slots`` bounds the jobs that are held."""
+    """The thread of one process with its locks. ``slots`` bounds the jobs held."""
 
     def __init__(self, name: str, max_held: int) -> None:
         self.state_lock, self.run_lock = threading.Lock(), threading.Lock()
@@ -52,9 +52,9 @@ class JobQueue:
     Args:
         name: of the thread.
         texts: the words of errors.
-        error: what calls raise after ``close``, and after a failure was raised.
+        error: raised by calls after ``close``, and after a failure was raised.
         logger: tells at once of a failure, since the next call may be far away or never come.
-        max_held: jobs that are held at most, the running one included.
+        max_held: jobs held at most, the running one included.
         is_background: False runs each job at once, in the thread that gives it.
     """
 
@@ -80,8 +80,8 @@ class JobQueue:
     def submit(self, make_job: Callable[[], Callable[[], object]]) -> None:
         """Waits until fewer than ``max_held`` jobs are held, makes one and queues it.
 
-        ``make_job`` is called here, so that what it copies is as it is now. Raises the error of an earlier job, and
-        the queue's own error where that was raised before or the queue is closed.
+        ``make_job`` is called here, so it copies everything as it is now. Raises the error of an earlier job, and
+        the queue's own error where it was raised before or the queue is closed.
         """
         self.check_open()
         worker = self._worker.get()
@@ -101,7 +101,7 @@ class JobQueue:
         self._raise_failure()
 
     def compute(self, function: Callable[[], T]) -> Future[T]:
-        """Queues a small computation and gives its future, which holds its error too; it takes no place of a job."""
+        """Queues a small computation and gives its future, with its error if it has one; it takes no place of a job."""
         self.check_open()
         return self._worker.get().executor.submit(function)
 
@@ -116,7 +116,7 @@ class JobQueue:
             return job()
 
     def flush(self) -> None:
-        """Returns when every job that was given is done; raises where one has failed, every time."""
+        """Returns when every job given is done; raises where one has failed, every time."""
         worker = self._worker.get()
         with worker.state_lock:
             last = worker.last

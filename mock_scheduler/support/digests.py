@@ -1,8 +1,8 @@
-"""Canonical JSON and what counts as JSON, digests over it and over tensors, and documents that carry their own digest.
+"""Canonical JSON, digests over it and over tensors, and documents that carry their own digest.
 
 Contract: the recording's files and the trace are written with these, so a change here changes their bytes. A *sealed*
-document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. What enters a recording
-is checked with ``check_json``, since Python's encoder turns values that JSON lacks into others without a word.
+document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. A recording's values
+are checked with ``check_json``, since Python's encoder turns values that JSON lacks into others without a word.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_json(value: object, what: str, *, is_exact: bool = True) -> None:
 
     Objects have text keys only, numbers are finite, and nothing lies deeper than ``MAX_JSON_DEPTH``. ``is_exact`` False
     is for values that are only compared: tuples count as lists there, and subclasses (an enum's texts, NumPy's float64)
-    as what they derive from. The message lists every part that is wrong: ``meta 'a'.b[2] is nan; …``.
+    as their base types. The message lists every part that is wrong: ``meta 'a'.b[2] is nan; …``.
     """
     problems = list(_json_problems(value, what, is_exact=is_exact))
     if problems:
@@ -51,7 +51,7 @@ def check_json(value: object, what: str, *, is_exact: bool = True) -> None:
 
 
 def _json_problems(value: object, what: str, *, is_exact: bool) -> Iterator[str]:
-    """Walks without recursion, since what is too deep must be told and not overflow the stack."""
+    """Walks without recursion, since too deep a value must be told and not overflow the stack."""
     stack: list[tuple[object, str, int]] = [(value, what, 0)]
     while stack:
         item, where, depth = stack.pop()
@@ -66,7 +66,7 @@ def _json_problems(value: object, what: str, *, is_exact: bool) -> Iterator[str]
 
 
 def _look_at(item: object, *, is_exact: bool) -> tuple[Iterable[tuple[str, object]], str]:
-    """What lies directly in a value, each with the end of its name, and what is wrong with the value itself, as text
+    """The values directly in a value, each with the end of its name, and the problem of the value itself, as text
     that goes on from its name."""
     kind = type(item) if is_exact else next((base for base in _JSON_TYPES if isinstance(item, base)), type(item))
     if kind is float:
@@ -128,7 +128,7 @@ def seal(document: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def open_sealed(text: str | bytes) -> dict[str, Any]:
-    """The document that was sealed, without its ``digest``, from its JSON in any layout.
+    """The sealed document, without its ``digest``, from its JSON in any layout.
 
     Raises ``ValueError`` that goes on from the document's name: ``is not JSON: …``, ``is of type list, expected an
     object``, ``does not match its digest``.

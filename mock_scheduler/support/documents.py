@@ -1,11 +1,11 @@
 """Stored documents: the one codec between typed values and the JSON of a file.
 
 A data class is the description of its document: its fields are the keys, its annotations the checks. ``AsRow`` stores
-one as a short list instead, in files that hold it thousands of times. A field of type ``JSON`` holds any JSON value.
+one as a short list instead, in files holding it thousands of times. A field of type ``JSON`` holds any JSON value.
 
 Contract: ``load`` is the inverse of ``dump``. Reading is strict: ``"3"``, ``true`` and ``3.0`` are no whole numbers.
-Keys that a class does not have are passed over, so that a file of a later release opens; a missing key without a
-default, or a value of another type, is an error that names the field, the value found and the value expected. The
+Keys a class does not have are passed over, so a file of a later release opens; a missing key without a
+default, or a value of another type, is an error naming the field, the value found and the value expected. The
 caller adds the name of the file.
 """
 
@@ -68,14 +68,14 @@ class Document(Generic[T]):
         return self._adapter.dump_python(value, mode="json")
 
     def load(self, content: Any, *, at: str = "") -> T:  # noqa: ANN401 - JSON that was parsed
-        """Gives the value that was stored. A data class takes its own keys out of an object that may hold more.
+        """Gives the stored value. A data class takes its own keys out of an object that may hold more.
 
         Args:
-            content: JSON that was parsed.
-            at: the key under which the content stands in its file, for messages.
+            content: parsed JSON.
+            at: the key of the content in its file, for messages.
 
         Raises:
-            ValueError: the content is another; the message lists problems such as ``rows.lengths[2] is -1: expected at
+            ValueError: the content is another; the message lists problems like ``rows.lengths[2] is -1: expected at
                 least 0``.
         """
         if self._names is not None and isinstance(content, dict):

@@ -2,7 +2,7 @@
 
 Contract: standard library only. A file is written aside, in the same folder under a hidden name of its own, fsynced,
 and only then given its name; then the folder is fsynced. So its presence is its completeness, and of several writers
-one wins as a whole. A crash leaves at most a hidden ``.*.tmp`` file, which nothing reads.
+one wins as a whole. A crash leaves at most a hidden ``.*.tmp`` file that nothing reads.
 All functions that write make the folder where it is missing, and raise ``OSError``.
 """
 
@@ -41,7 +41,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
     """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken.
 
-    ``data``: bytes, or pieces that follow each other, which are not joined in memory.
+    ``data``: bytes, or pieces in their order, not joined in memory.
     """
     pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     with _temporary(path) as aside:
@@ -58,7 +58,7 @@ def save_json(path: Path, content: Mapping[str, object], *, sort_keys: bool = Tr
 
 
 def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> bytes:
-    """The bytes that ``save_json`` writes: strict JSON in ASCII, which every text can be written in."""
+    """Gives the bytes that ``save_json`` writes: strict JSON in ASCII, sufficient for every text."""
     return (json.dumps(content, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode("ascii")
 
 
@@ -78,7 +78,7 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 
 def rename_away(path: Path) -> Path:
-    """Give a file or folder a hidden name, as an unfinished file has, so that it is gone at once and as a whole.
+    """Give a file or folder a hidden name, as an unfinished file has, so it is gone at once and as a whole.
 
     Returns that name, to be removed. Raises ``FileNotFoundError`` where it is absent.
     """
@@ -89,7 +89,7 @@ def rename_away(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed writers left in a folder; only for a process that alone writes there."""
+    """Remove the leftovers of crashed writers in a folder; only for a process that alone writes there."""
     for path in folder.glob(".*.tmp"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)  # what cannot be removed stays hidden

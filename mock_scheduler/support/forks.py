@@ -1,4 +1,4 @@
-"""Values that belong to one process: a forked child makes its own.
+"""Values belonging to one process: a forked child makes its own.
 
 Threads, the connections of clients and locks of files do not live on in a forked child, though the objects that stand
 for them do. Whoever holds such an object holds it here, and nothing else need know of forks.

@@ -27,7 +27,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_package_version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed; ``None`` where none is."""
+    """The version of the first installed one of these distributions; ``None`` where none is."""
     for name in distributions:
         try:
             return metadata.version(name)

@@ -1,6 +1,6 @@
-"""How a run's processes end: with the one that started them, on which signals, and with which exit code.
+"""The end of a run's processes: with the one that started them, on signals, and with an exit code.
 
-Contract: standard library only, so that every process of a run can import it first.
+Contract: standard library only, so every process of a run can import it first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _is_alive(process_id: int) -> bool:
 def ending_signals_as_interrupt() -> Iterator[None]:
     """SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does.
 
-    A signal that is ignored stays so: ``nohup`` asks for that. In the main thread only.
+    An ignored signal stays so: ``nohup`` asks for that. In the main thread only.
     """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -84,7 +84,7 @@ def ending_signals_as_interrupt() -> Iterator[None]:
 
 
 def meant_exit_code(code: int) -> int:
-    """What a process's end means to a caller: 128 + its number for a signal, as shells have it; 70 for Python's own 1.
+    """The meaning of a process's end to a caller: 128 + its number for a signal, as in shells; 70 for Python's own 1.
 
     No run exits with 1 on purpose, and to a caller 1 means ``diverged``.
     """
@@ -94,7 +94,7 @@ def meant_exit_code(code: int) -> int:
 
 
 def find_culprit(failures: Sequence[RankExit]) -> RankExit:
-    """The rank whose end explains the others; ``failures`` in the order in which torchrun noticed them.
+    """The rank whose end explains the others; ``failures`` in torchrun's order of notice.
 
     An error of ours (2 to 5) first. Then a signal: torchrun ends the others by signals too, but those come after
     another failure (SIGTERM) or long after it (SIGKILL); and an abort may be a library's answer to a lost peer.
@@ -126,7 +126,7 @@ def describe_signal(code: int) -> str:
 
 
 def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank: int | None) -> str | None:
-    """State in ``error.json`` that a signal ended the run, in place of what a surviving peer made of it.
+    """State in ``error.json`` that a signal ended the run, in place of a surviving peer's explanation.
 
     ``global_rank``: ``None`` for the process that started the ranks. Returns why it could not be written, or ``None``.
     """

@@ -1,4 +1,4 @@
-"""Names of what a run, an alignment and the doctor leave in their ``output_dir``.
+"""Names of the files in the ``output_dir`` of a run, an alignment and the doctor.
 
 Contract: imports nothing; whoever writes or reads one of these takes its name from here.
 """

@@ -1,7 +1,7 @@
 """A tensor's bytes, the tensor of such bytes, and the names of dtypes: the one place where either is told.
 
-Contract: bit for bit, for every dtype of torch; nothing is converted. What has no bytes of its own is for the callers
-to refuse, by ``has_plain_bytes``.
+Contract: bit for bit, for every dtype of torch; nothing is converted. Callers refuse tensors without bytes of their
+own, by ``has_plain_bytes``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of these bytes, which it shares; the inverse of ``as_bytes``."""
+    """The tensor that shares these bytes; the inverse of ``as_bytes``."""
     if len(content) == 0:  # which torch cannot view as another dtype
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(content).view(dtype).reshape(tuple(shape))

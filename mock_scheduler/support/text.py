@@ -33,7 +33,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """A command line for a POSIX shell, as ``shlex.join`` gives it, but with the quotes that a person reads best.
+    """A command line for a POSIX shell, as ``shlex.join`` gives it, but with the quotes a person reads best.
 
     A word with single quotes in it stands in double ones where nothing in it means anything there.
     """
@@ -54,8 +54,8 @@ def list_some(items: Collection[str], limit: int, separator: str = "; ") -> str:
 def bullet_list(problems: Collection[str], limit: int | None = 20) -> str:
     """The first ``limit`` problems, each on an indented line after a line break, and how many more there are.
 
-    To be appended to the line that says what is wrong; empty where there is no problem. ``limit``: ``None`` lists all,
-    for what is bounded by itself.
+    To be appended to the line naming the fault; empty where there is no problem. ``limit``: ``None`` lists all,
+    for lists bounded by themselves.
     """
     rest = 0 if limit is None else len(problems) - limit
     listed = [*islice(problems, limit), *([f"and {rest:,} more"] if rest > 0 else [])]

@@ -1,1 +1,1 @@
-"""Training internals: how a rank's piece lies in the whole tensor, and the files that hold the pieces."""
+"""Training internals: how a rank's piece lies in the whole tensor, and the files holding the pieces."""

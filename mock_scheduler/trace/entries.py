@@ -46,12 +46,12 @@ class TraceKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceEntry:
-    """One piece of one tensor that a rank writes; a tensor of several micro-batches has a piece of each.
+    """One piece of one tensor a rank writes; a tensor of several micro-batches has a piece of each.
 
     ``tensor`` has ``spec.local_shape``, or is flat with just the elements of ``spec.flat_range``. It may be on any
     device; a sink copies its part before ``add`` returns.
     ``dims``: the name of each dimension; empty where nobody said.
-    ``is_masked``: a token tensor that is defined at some tokens only (response tokens): those in no piece are masked
+    ``is_masked``: a token tensor defined at some tokens only (response tokens): tokens in no piece are masked
     out, where otherwise they would be missing.
     """
 
@@ -98,7 +98,7 @@ class RowTable:
         return sum(self.lengths)
 
     def find(self, token: int) -> tuple[int, int]:
-        """Row and position within it of a token index; raises ``IndexError`` where there is no such token."""
+        """Row and position within it of a token index; raises ``IndexError`` where the token is missing."""
         position = token
         for row, length in enumerate(self.lengths):
             if position < length:
@@ -109,7 +109,7 @@ class RowTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unobserved:
-    """A tensor that this model does not show, such as the output of a norm that is fused into a linear layer."""
+    """A tensor this model does not show, like the output of a norm fused into a linear layer."""
 
     kind: TraceKind
     name: str
@@ -134,9 +134,9 @@ class LedgerCall:
 class StepFooter:
     """A rank's statements about a whole step, made when it has written all of it.
 
-    rows: of the step's batch. update_rows: by update, the rows that it trains on. ranks: the global ranks that
-    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that the selection asks
-    for and the model does not show. ledgers: calls in order, of the kinds that were selected.
+    rows: of the step's batch. update_rows: by update, the rows it trains on. ranks: the global ranks that
+    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that are
+    selected and not shown by the model. ledgers: calls in order, of the selected kinds.
     """
 
     rows: RowTable = RowTable()
@@ -150,7 +150,7 @@ class StepFooter:
 
 
 class TraceSink(Protocol):
-    """Where a rank's entries of one step go: whole tensors to files, or into sketches."""
+    """Takes a rank's entries of one step: writes whole tensors to files, or sketches."""
 
     def add(self, entry: TraceEntry) -> None:
         """Take one piece; raises ``TraceError`` for a tensor that does not have its spec's shape, or given twice."""
@@ -158,7 +158,7 @@ class TraceSink(Protocol):
     def close(self, footer: StepFooter) -> None:
         """End the step. Errors of earlier background writes surface here or at the next call, never later.
 
-        Where it raises, nothing of the step is left that this sink wrote.
+        Where it raises, nothing that this sink wrote of the step is left.
         """
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Tells the elements of a whole tensor that a shard holds, and how several shards cover the whole.
+"""Tells the elements of a whole tensor a shard holds, and how several shards cover the whole.
 
 Two forms serve two uses. As *indices* by dimension a shard's elements are gathered and scattered one by one; as
 *rectangles* they are counted, joined and matched without touching an element, however large the tensor is.
@@ -79,7 +79,7 @@ def holds_element(spec: ShardSpec, index: Sequence[int]) -> bool:
 
 
 def canonical_mask(spec: ShardSpec) -> torch.Tensor | None:
-    """Marks the stored elements that belong to the whole tensor: bool of the stored shape; ``None`` where all do."""
+    """Marks the stored elements belonging to the whole tensor: bool of the stored shape; ``None`` where all do."""
     mask: torch.Tensor | None = None
     for split in spec.splits:
         line = torch.zeros(spec.local_shape[split.dim], dtype=torch.bool)
@@ -125,7 +125,7 @@ _Part = tuple[Rectangle, torch.Tensor]
 
 
 def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
-    """Yields every rectangle of the whole tensor that a piece holds, and its values as a view of the piece.
+    """Yields every rectangle of the whole tensor a piece holds, and its values as a view of the piece.
 
     Raises:
         TraceError: the piece has neither ``spec.local_shape`` nor just the elements of its ``flat_range``.
@@ -148,7 +148,7 @@ def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
 
 
 def join(rectangles: Iterable[Rectangle]) -> ElementSet:
-    """Joins neighbouring rectangles, so that one set has one form however it was cut."""
+    """Joins neighbouring rectangles, so one set has one form however it was cut."""
     joined = sorted(rectangles)
     for dim in reversed(range(len(joined[0].origin) if joined else 0)):
         joined = _join_along(joined, dim)
@@ -166,7 +166,7 @@ def _regions(spec: ShardSpec) -> Iterator[tuple[Rectangle, Rectangle]]:
 
 
 def _local_boxes(tensor: torch.Tensor, spec: ShardSpec) -> list[_Part]:
-    """Cuts a piece into boxes of the local tensor: one, or those that make up its flat range."""
+    """Cuts a piece into boxes of the local tensor: one box, or the boxes of its flat range."""
     start, stop = spec.flat_range or (0, 0)
     choices = [spec.local_shape, *([(stop - start,)] if spec.flat_range else [])]
     if tuple(tensor.shape) not in choices:
@@ -209,7 +209,7 @@ def _intersect(first: Rectangle, second: Rectangle) -> Rectangle | None:
 
 
 def _join_along(rectangles: list[Rectangle], dim: int) -> list[Rectangle]:
-    """Joins rectangles that lie end to end along one dimension and agree in all others."""
+    """Joins rectangles lying end to end along one dimension and alike in all others."""
 
     def others(item: Rectangle) -> tuple[tuple[int, ...], ...]:
         return tuple(values[:dim] + values[dim + 1 :] for values in (item.origin, item.sizes))
@@ -253,7 +253,7 @@ class Coverage:
         return bool((self.counts > 0).all())
 
     def present(self) -> torch.Tensor:
-        """Marks the elements that are held: bool of the whole tensor's shape."""
+        """Marks the elements held: bool of the whole tensor's shape."""
         held: npt.NDArray[np.bool_] = self.counts > 0
         for dim, edges in enumerate(self.edges):
             held = np.repeat(held, np.diff(edges), axis=dim)
@@ -261,7 +261,7 @@ class Coverage:
 
 
 def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
-    """Counts the shards that hold each cell; every shard counts with its whole local tensor, without flat ranges."""
+    """Counts the shards holding each cell; every shard counts with its whole local tensor, without flat ranges."""
     spans = [[_spans(spec, dim) for dim in range(len(shape))] for spec in specs]
     edges = tuple(
         np.unique(np.concatenate([[0, size], *(array for by_dim in spans for array in by_dim[dim])]).astype(np.int64))
@@ -311,9 +311,9 @@ def count_union(rectangles: Sequence[Rectangle]) -> int:
 
 
 def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...] | None:
-    """Finds disjoint sets that hold ``num_elements`` together; ``None`` where there are none.
+    """Finds disjoint sets holding ``num_elements`` together; ``None`` where there are none.
 
-    The least element that is not yet covered is the first element of the set that covers it. So there is a choice only
+    The least element that is not yet covered is the first element of the set covering it. So there is a choice only
     between sets that begin at one element, and the set listed first is preferred.
     """
     order = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))
@@ -349,7 +349,7 @@ _Bounds = tuple[_Integers, _Integers]
 
 
 def _spans(spec: ShardSpec, dim: int) -> _Bounds:
-    """Where a shard's blocks along one dimension begin and end in the whole tensor, ``[blocks]`` each."""
+    """Gives the starts and stops of a shard's blocks along one dimension of the whole tensor, ``[blocks]`` each."""
     blocks = blocks_along(spec, dim)
     starts = np.array([block.global_start for block in blocks], dtype=np.int64)
     return starts, starts + np.array([block.length for block in blocks], dtype=np.int64)
@@ -364,7 +364,7 @@ def _held_cells(starts: _Integers, stops: _Integers, edges: _Integers) -> _Integ
 
 
 def _bounds_of(rectangles: Sequence[Rectangle]) -> _Bounds:
-    """Where each rectangle begins and ends along each dimension, ``[rectangles, dims]`` both."""
+    """Gives the starts and stops of rectangles along each dimension, ``[rectangles, dims]`` both."""
     starts = np.array([item.origin for item in rectangles], dtype=np.int64).reshape(len(rectangles), -1)
     return starts, starts + np.array([item.sizes for item in rectangles], dtype=np.int64).reshape(starts.shape)
 

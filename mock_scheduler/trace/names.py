@@ -1,7 +1,7 @@
 """Canonical names of parameters and modules: the same for every layout and for both layer implementations.
 
 A canonical name is the one that Megatron's local layer implementation gives in one process. Pipeline stages number
-their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer that follows it,
+their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer following it,
 and a tied output layer is the embedding under another name: all of these are undone here.
 Names read from megatron-core 0.16.1 and 0.19.2 and TransformerEngine 2.20.2.
 """
@@ -28,10 +28,10 @@ _FUSED_NORMS = (
 def canonical_parameter_name(
     name: str, *, layer_offset: int = 0, expert_offset: int = 0, tied_output: bool = False
 ) -> str:
-    """The layout-independent name of the parameter that a rank calls ``name``.
+    """The layout-independent name of the parameter a rank calls ``name``.
 
     ``layer_offset``: global index of the first layer of the rank's chunk. ``expert_offset``: global index of the rank's
-    first expert. ``tied_output``: the model shares its embedding with its output layer, so that the output layer's
+    first expert. ``tied_output``: the model shares its embedding with its output layer, so the output layer's
     weight on the last stage is a second holder of the embedding.
     """
     name = _WRAPPER.sub("", name)
@@ -50,10 +50,10 @@ def canonical_parameter_name(
 
 
 def canonical_module_name(name: str, *, layer_offset: int = 0) -> str:
-    """The layout-independent name of the module that a rank calls ``name``; ``decoder.layers.3`` is a whole layer.
+    """The layout-independent name of the module a rank calls ``name``; ``decoder.layers.3`` is a whole layer.
 
     ``layer_offset``: global index of the first layer of the rank's chunk. Both implementations name alike the modules
-    whose outputs can be seen; a norm that TransformerEngine has fused into a linear layer is none.
+    whose outputs can be seen; a norm TransformerEngine has fused into a linear layer is none.
     """
     name = _WRAPPER.sub("", name)
     layer = _LAYER_OR_MODULE.match(name)

@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same elements of one tensor must hold the same bits; who does not, and by how much.
+"""Replicas: ranks holding the same elements of one tensor must hold the same bits; who does not, and by how much.
 
 Contract: bits are compared, never values: -0.0 is not 0.0, and a NaN equals a NaN of the same bits alone. The lowest
 rank is the first of a conflict, and its value counts. Readers of whole tensors and of sketches report conflicts alike.
@@ -31,7 +31,7 @@ _PLURALS: Mapping[TraceKind, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConflict:
-    """Two ranks that hold different bits for the same elements of one tensor.
+    """Two ranks holding different bits for the same elements of one tensor.
 
     max_abs: the largest absolute difference; 0 where only the sign of a zero differs, nan or inf where one value is.
     """
@@ -63,7 +63,7 @@ class ReplicaConflict:
 class SketchConflict:
     """Ranks whose sketches of the same elements of one tensor have different fingerprints.
 
-    first, second: the lowest rank on either side. first_ranks, second_ranks: all ranks that hold these elements
+    first, second: the lowest rank on either side. first_ranks, second_ranks: all ranks holding these elements
     together, one each where a single rank holds them. relative: about how far the two are apart.
     """
 
@@ -120,7 +120,7 @@ class ConflictTally:
             self.add(ranks, (mine[differs], other[differs]))
 
     def add(self, ranks: tuple[RankPlace, RankPlace], values: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Adds elements that differ, at least one: the values of the first rank and those of the second."""
+        """Adds elements that differ, at least one: the values of the first rank and of the second."""
         first, second = ranks
         mine, other = (_widest(side) for side in values)
         num_elements, max_abs = mine.numel(), float((mine - other).abs().max())

@@ -1,7 +1,7 @@
 """Selects the tensors of a training step to trace: by kind, by globs of canonical names, and by rank.
 
 A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
-ranks, so one rank cannot know that a glob selects nothing; each remembers the globs that selected something, and
+ranks, so one rank cannot know that a glob selects nothing; each remembers its successful globs, and
 whoever has that of all ranks asks ``describe_unmatched``.
 """
 
@@ -20,9 +20,9 @@ _NEAREST_CUTOFF = 0.3
 
 
 class TraceSelection:
-    """The tensors that a configuration asks for; nothing at level ``off``.
+    """The tensors a configuration asks for; nothing at level ``off``.
 
-    ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a kind that is selected.
+    ``patterns``: the globs. ``names``: every name that ``wants`` was asked for with a selected kind.
     ``matched``: the globs that selected at least one of them.
     """
 
@@ -39,7 +39,7 @@ class TraceSelection:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name that was asked for with a kind that is selected."""
+        """Every name asked for with a selected kind."""
         return frozenset(self._answers)
 
     def wants(self, kind: TraceKind, name: str) -> bool:
@@ -71,7 +71,7 @@ class TraceSelection:
 
 
 def describe_unmatched(patterns: Sequence[str], names: Collection[str], *, matched: Collection[str]) -> str:
-    """The error for those of ``patterns`` that are not in ``matched``, with the nearest names; empty where all are.
+    """The error for ``patterns`` outside of ``matched``, with the nearest names; empty where there are none.
 
     ``names``, ``matched``: of all ranks together, as ``TraceSelection`` has them of one.
     """

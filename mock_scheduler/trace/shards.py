@@ -1,9 +1,9 @@
 """How a rank's piece of a tensor lies in the whole one.
 
-A shard is described by blocks along every dimension that is split, so that plain splits, gated MLPs (gate and up halves
+A shard is described by blocks along every dimension that is split, so plain splits, gated MLPs (gate and up halves
 are split separately, then concatenated), padded vocabularies, context parallelism's zigzag and micro-batches need no
 cases of their own: the first dimension of a token tensor is the batch's tokens in canonical order, and a rank's blocks
-there are the pieces of rows that it computed. A rank of the distributed optimizer holds only a flat range of its
+there are the pieces of rows it computed. A rank of the distributed optimizer holds only a flat range of its
 local shard, given by ``flat_range``.
 Cutting and merging are exact inverses: no arithmetic touches a value.
 """
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The indices of one dimension that this rank holds."""
+    """The indices of one dimension this rank holds."""
 
     dim: int
     blocks: tuple[Block, ...]
@@ -40,7 +40,7 @@ class ShardSpec:
 
     ``splits``: ascending by dimension; a dimension without one is held whole. ``local_shape`` may be larger than the
     blocks cover (vocabulary padding): the rest belongs to no canonical element. ``flat_range`` are the elements of the
-    flattened local tensor that this rank owns; ``None`` means all.
+    flattened local tensor this rank owns; ``None`` means all.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ShardSpec:
 
 
 def whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
-    """The spec of a tensor that this rank holds entirely."""
+    """The spec of a tensor this rank holds entirely."""
     return ShardSpec(name=name, global_shape=shape, local_shape=shape)
 
 
@@ -93,12 +93,13 @@ def blocks_of_indices(indices: Sequence[int]) -> tuple[Block, ...]:
 
 
 def cut_shard(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """This rank's local tensor out of the whole one; positions that belong to no canonical element are 0.
+    """This rank's local tensor out of the whole one; positions belonging to no canonical element are 0.
 
     ``flat_range`` is ignored: the result always has ``spec.local_shape``.
     """
     if not spec.splits:
         return tensor.clone()
+    # Zeros for positions in no block, as a padded vocabulary has them.
     local = tensor.new_zeros(spec.local_shape)
     for mine, theirs in _regions(spec):
         local[mine] = tensor[theirs]
@@ -115,7 +116,7 @@ def place_shard(whole_tensor: torch.Tensor, local: torch.Tensor, spec: ShardSpec
 
 
 def owned_mask(spec: ShardSpec) -> torch.Tensor:
-    """bool ``[*local_shape]``: True on the elements that this rank owns."""
+    """bool ``[*local_shape]``: True on the elements this rank owns."""
     if spec.flat_range is None:
         return torch.ones(spec.local_shape, dtype=torch.bool)
     mask = torch.zeros(spec.local_shape, dtype=torch.bool)
@@ -125,7 +126,7 @@ def owned_mask(spec: ShardSpec) -> torch.Tensor:
 
 
 def blocks_along(spec: ShardSpec, dim: int) -> tuple[Block, ...]:
-    """The blocks of one dimension; a dimension that is not split is one block."""
+    """The blocks of one dimension; an unsplit dimension is one block."""
     for split in spec.splits:
         if split.dim == dim:
             return split.blocks

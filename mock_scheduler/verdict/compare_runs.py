@@ -40,7 +40,7 @@ def judge_runs(
     has_metrics: bool = True,
     on_key: OnKey | None = None,
 ) -> Verdict:
-    """The verdict on two finished runs, which must have trained on the same rollouts.
+    """The verdict on two finished runs; both must have trained on the same rollouts.
 
     Args:
         is_deterministic: Whether both ran under ``DETERMINISTIC_MODE=1``: a difference proves something only where
@@ -77,7 +77,7 @@ def compare_runs(
 ) -> Verdict:
     """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
 
-    Unless kinds or names are chosen, gradients and parameters must be among what was compared.
+    Unless kinds or names are chosen, gradients and parameters must be among the compared kinds.
 
     Args:
         has_metrics: Whether metrics are compared.
@@ -102,7 +102,7 @@ def compare_runs(
 
 
 def judge_recordings(differences: RecordingDifferences) -> Verdict:
-    """The verdict on two recordings: bits that differ are a divergence, whatever their size."""
+    """The verdict on two recordings: one differing bit is a divergence, whatever its size."""
     divergences = _find_divergences(differences)
     first = divergences[0] if divergences else None
     num_equal = sum(count_steps(ranges) for ranges in differences.identical.values())
@@ -119,7 +119,7 @@ def count_steps(ranges: StepRanges) -> int:
 
 
 def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRollouts | None:
-    """Where two runs trained on different batches; ``None`` where every step that both made has the same one."""
+    """Where two runs trained on different batches; ``None`` where all shared steps have equal ones."""
     shared = sorted(baseline.batches.keys() & candidate.batches.keys(), key=int)
     different = [step for step in shared if baseline.batches[step] != candidate.batches[step]]
     if not different:
@@ -128,7 +128,7 @@ def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRo
 
 
 def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
-    """What the contracts do not allow, then steps of one side and steps that differ, in their order."""
+    """Forbidden differences of the contracts, then steps of one side and differing steps, in their order."""
     found = sorted(_list_evidence(differences), key=lambda item: item[0])
     return [
         Divergence(step=max(step, 0), update=None, kind="recording", name=name, evidence=evidence)
@@ -137,7 +137,7 @@ def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
 
 
 def _list_evidence(differences: RecordingDifferences) -> Iterator[tuple[tuple[int, int, str], Evidence]]:
-    """Each difference with the place by which it is sorted."""
+    """Each difference with its sort key."""
     for field in differences.contract:
         if field.must_match:
             yield (-1, 0, field.name), field

@@ -1,6 +1,6 @@
-"""Which bounds ``mock-scheduler compare`` holds a candidate to: stated, measured, or else those of theory.
+"""Chooses the bounds of ``mock-scheduler compare``: stated, measured, or else derived from theory.
 
-Contract: noise is that of this very baseline, or an error; a file of it that lies beside the baseline is taken by
+Contract: noise must belong to this very baseline, or it is an error; a file of it beside the baseline is taken by
 itself, and of another baseline it is passed over.
 """
 
@@ -47,7 +47,7 @@ def resolve_bounds(
 
 
 def _find_measured(baseline: OpenedInput, noise: Sequence[Path]) -> NoiseBounds | None:
-    """What was named, or what lies beside the baseline; ``None`` where there is neither."""
+    """The noise that was named, or lies beside the baseline; ``None`` where there is neither."""
     run_dir = _run_of(baseline)
     if run_dir is None:
         if noise:
@@ -110,7 +110,7 @@ def _perturbation_of(path: Path, baseline: OpenedInput) -> PerturbationConfig:
 
 
 def _theory(opened: tuple[OpenedInput, OpenedInput]) -> Bounds:
-    """Of the two traces; of metrics alone nothing is known that would bound them."""
+    """Bounds of theory for the two traces; theory says nothing of metrics alone."""
     if opened[0].side.kind == "metrics":
         return TheoryBounds(num_layers=0, epsilon=torch.finfo(torch.float32).eps, distances={})
     baseline, candidate = (find_trace(item.side.path) for item in opened)

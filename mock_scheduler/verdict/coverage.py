@@ -1,6 +1,6 @@
 """How far a verdict reaches: the tensor nearest to its bound, the smallest error it would find, its limits and causes.
 
-Contract: pure; facts of a comparison, from which ``wording`` makes sentences and reports make JSON.
+Contract: pure; facts of a comparison, ``wording`` makes sentences of them, and reports make JSON.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallestError:
-    """The smallest errors that a verdict of equality would have called a divergence.
+    """The smallest errors in the sight of a verdict of equality: anything larger would be a divergence.
 
     Args:
         bounds: The largest relative bound of each kind of tensor.
-        num_without_size: Tensors that are 0 in the baseline: no error could be relative to them.
+        num_without_size: Tensors of zeros in the baseline: no error could be relative to them.
         nearest_metric: The metric nearest to its bound; ``None`` where no judged metric differs.
     """
 
@@ -45,7 +45,7 @@ class SmallestError:
 
 
 def find_smallest_error(metrics: MetricComparison | None, tensors: TensorComparison | None) -> SmallestError:
-    """The smallest errors that would have been found, by kind; metrics have bounds of their own at every step."""
+    """The smallest detectable errors, by kind; metrics have bounds of their own at every step."""
     bounds: dict[TraceKind, float] = {}
     num_without_size = 0
     for kind in tensors.kinds if tensors is not None else ():
@@ -64,7 +64,7 @@ def find_smallest_error(metrics: MetricComparison | None, tensors: TensorCompari
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnedDecisions:
-    """Elements of updates that rounding turned up or down, of ``num_decisions``; ``first``: where."""
+    """How many elements of updates rounding turned up or down, of ``num_decisions``; ``first``: where."""
 
     num_turned: int
     num_decisions: int
@@ -73,7 +73,7 @@ class TurnedDecisions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Everything that limits a verdict which passes; ``hidden_from_step``: noise hides all from there on."""
+    """The limits of a verdict; ``hidden_from_step``: noise hides all from there on."""
 
     num_not_compared: int
     num_flipped_tokens: int
@@ -83,7 +83,7 @@ class Limits:
 
 
 def find_limits(tensors: TensorComparison) -> Limits:
-    """What a comparison of tensors could not show."""
+    """The limits of a comparison of tensors."""
     return Limits(
         num_not_compared=len(tensors.not_compared),
         num_flipped_tokens=sum(item.num_flipped for item in tensors.flips),
@@ -95,13 +95,13 @@ def find_limits(tensors: TensorComparison) -> Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Causes:
-    """What may have led to a divergence, or makes it less than it seems.
+    """Possible causes of a divergence, and reasons to think less of it.
 
     Args:
         conflict: Replicas of the candidate disagree.
-        has_grown: It grew over the updates before, as rounding does that training amplifies.
-        turned: Decisions that rounding turned before, so that no bound was measured behind them.
-        flips: Tokens for which rounding chose other experts before.
+        has_grown: It grew over the updates before, as rounding grows when training amplifies it.
+        turned: Earlier decisions that rounding turned; no bound was measured behind them.
+        flips: Earlier tokens with other experts, by rounding.
     """
 
     conflict: ReplicaConflict | None
@@ -111,7 +111,7 @@ class Causes:
 
 
 def find_causes(first: Divergence, tensors: TensorComparison) -> Causes:
-    """The causes of a first divergence that its comparison shows."""
+    """The causes of a first divergence, out of its comparison."""
     conflicts = tensors.candidate_conflicts
     turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]
     place = first.step, first.update or 0

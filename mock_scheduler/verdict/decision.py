@@ -51,9 +51,9 @@ def decide(
     Args:
         metrics: ``None`` where they were not asked for.
         tensors: ``None`` likewise.
-        bounds: The bounds that both comparisons were made with.
-        required: Kinds of which a tensor must have been compared, or the rest proves nothing.
-        selection: The choice that was compared.
+        bounds: The bounds of both comparisons.
+        required: Kinds that must have a compared tensor each, or the rest proves nothing.
+        selection: The compared choice.
     """
     divergences = find_divergences(metrics, tensors)
     noise = bounds.noise
@@ -109,7 +109,7 @@ def quote_text(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Evidence:
-    """Everything that a verdict rests on."""
+    """The input of a verdict."""
 
     metrics: MetricComparison | None
     tensors: TensorComparison | None
@@ -119,7 +119,7 @@ class _Evidence:
     selection: Selection
 
     def judge(self, first: Divergence | None, divergences: Sequence[Divergence]) -> tuple[VerdictKind, Reason]:
-        """The verdict and its reason; ``first``: of the divergences that no choice of what to trace explains."""
+        """The verdict and its reason; ``first``: the first divergence beside mere choices of the traces."""
         unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
         # A tensor that is broken in both runs hides whatever comes with it or behind it.
         if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):

@@ -36,7 +36,7 @@ _FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsOfOneSide:
-    """Steps of one folder that one of two recordings has alone; ``side``: its name."""
+    """Steps of one folder in one of two recordings alone; ``side``: its name."""
 
     side: str
     folder: str
@@ -58,7 +58,7 @@ Evidence = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """The tensors that were compared before a divergence: how many, how many equal, how many no larger than noise."""
+    """The compared tensors before a divergence: how many, how many equal, how many no larger than noise."""
 
     num_compared: int
     num_equal: int
@@ -71,11 +71,11 @@ class Divergence:
 
     Args:
         update: ``None`` for metrics, calls and recordings.
-        evidence: The comparison that shows it.
+        evidence: The comparison behind it.
         value: The largest difference, relative for tensors and metrics; ``None`` where there is no number (missing,
             another shape, NaN).
         bound: The bound of ``value``; 0 for replicas; ``None`` where there is no number, and for metrics.
-        own_residual: What the difference of disagreeing replicas looks like beside the baseline.
+        own_residual: The look of a difference beside the baseline, where replicas disagree.
         is_selection: As in a ``Finding``.
         is_estimate: Its bound was extrapolated, or rounding turned a decision in an update before.
         before: The tensors before it; ``None`` where they were not counted.
@@ -100,7 +100,7 @@ class Divergence:
 
     @property
     def difference(self) -> TensorDifference | None:
-        """The figures of a tensor that both runs have."""
+        """The figures of a shared tensor."""
         return self.evidence if isinstance(self.evidence, TensorDifference) else None
 
     @property
@@ -111,7 +111,7 @@ class Divergence:
 
     @property
     def residual(self) -> Residual | None:
-        """What the difference looks like."""
+        """The look of the difference."""
         return self.own_residual if self.difference is None else self.difference.residual
 
     @property
@@ -128,7 +128,7 @@ class Divergence:
 
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
-    """Everything beyond its bound, in the order of computation that the module's docstring explains."""
+    """Everything beyond its bound, in the order of computation (see the module's docstring)."""
     found: list[Divergence] = []
     last_update: dict[int, int] = {}
     if tensors is not None:
@@ -160,7 +160,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
 
 
 def count_before(first: Divergence, tensors: TensorComparison | None) -> Divergence:
-    """The divergence with the count of the tensors that were compared before it; unchanged where it is no tensor."""
+    """The divergence with the count of tensors before it; unchanged where it is no tensor."""
     if first.kind not in TRACE_KINDS or tensors is None:
         return first
     own = _certain_key(first)
@@ -201,7 +201,7 @@ def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
 
 
 def _is_amount(item: Divergence) -> bool:
-    """Whether a size is beyond a bound, which an estimate may excuse, and no contradiction within one of the runs."""
+    """Whether a size is beyond a bound: an estimate may excuse it, but no contradiction within one run."""
     return item.value is not None and (item.kind == "metric" or item.difference is not None)
 
 

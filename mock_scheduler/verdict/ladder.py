@@ -1,8 +1,8 @@
-"""From the comparisons of a candidate to one verdict, and the proofs that it rests on, strongest first.
+"""From the comparisons of a candidate to one verdict and its proofs, strongest first.
 
 Contract: pure; the comparisons are there already.
 
-- *replicas*: copies within the candidate's own run that are not equal refute it, whatever else holds.
+- *replicas*: unequal copies within the candidate's own run refute it, whatever else holds.
 - *bit-equality* with the baseline proves it. Where its order of sums is the baseline's and nothing else may round, a
   difference refutes it: no measure of noise excuses it.
 - *emulation*: bit-equality with a reference that adds in the candidate's order proves it, if the reference itself is
@@ -60,15 +60,15 @@ class Evidence:
     """The runs and comparisons of a candidate whose run completed.
 
     Args:
-        direct: Compared with the baseline, by noise or what bounds there are.
+        direct: Compared with the baseline, by noise or other bounds.
         num_processes: Of its run.
         changes: Everything that may move a bit.
         is_same_order: Its order of sums is the baseline's.
         must_be_exact: Nothing but the order of its sums may be another.
         emulated: Compared with the reference that adds in its order, to the last bit where ``must_be_exact``;
             ``None`` where there is none, and ``not_emulated`` says why.
-        layout: The layout that is emulated.
-        wide: Both sides in float64, by what rounding would be there; ``None`` where they were not run, and
+        layout: The emulated layout.
+        wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
     """
@@ -106,7 +106,7 @@ def is_settled(direct: Verdict) -> bool:
 
 
 def complete_ladder(verdict: Verdict) -> tuple[Proof, ...]:
-    """All proofs, strongest first, with the reason for each that the verdict does not have."""
+    """All proofs, strongest first, with a reason for each missing one."""
     cause = {
         VerdictKind.INCOMPARABLE: NotTriedCause.NOTHING_COMPARED,
         VerdictKind.UNVERIFIED: NotTriedCause.NOT_DETERMINISTIC,
@@ -153,7 +153,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
 
 
 def _graver(evidence: Evidence) -> Verdict | None:
-    """The comparison with the reference in the candidate's order, where it shows what the direct one does not."""
+    """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
     direct, emulated = evidence.direct, evidence.emulated
     if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
         return None
@@ -164,7 +164,7 @@ def _graver(evidence: Evidence) -> Verdict | None:
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:
-    """Diverged, with the first divergence of the comparison that shows it."""
+    """Diverged, with the first divergence of ``shown_by``."""
     return replace(direct, kind=VerdictKind.DIVERGED, why=why, first=shown_by.first or direct.first)
 
 
@@ -247,6 +247,6 @@ def _proof(name: ProofName, outcome: Outcome, compared: Verdict, facts: ProofFac
 
 
 def _worst(tensors: TensorComparison | None) -> float:
-    """The largest relative difference of what is judged."""
+    """The largest relative difference of the judged tensors."""
     differences = () if tensors is None else tensors.differences
     return max((item.relative for item in differences if item.is_judged), default=0.0)

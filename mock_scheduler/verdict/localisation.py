@@ -32,17 +32,17 @@ _CHOICE = ".chosen_experts"
 
 
 def pass_of(key: TraceKey) -> PassName:
-    """The part of a step that computes a tensor."""
+    """The part of a step in which a tensor is computed."""
     return _PASSES[PHASES[key.kind]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferingTensor:
-    """One tensor that differs.
+    """One differing tensor.
 
     Args:
         difference: The measured figures; ``None`` where nothing could be measured.
-        finding: Then what is wrong.
+        finding: Then the reason.
         conflict: How copies within the candidate disagree, where they do.
     """
 
@@ -63,7 +63,7 @@ class DifferingTensor:
 
     @property
     def can_be_grafted(self) -> bool:
-        """Whether a module shows it, in both runs, in a form that can be put in."""
+        """Whether a module shows it, in both runs, in one form."""
         key = self.key
         is_shown = key.kind in ("activation", "router", "logits", "activation_gradient")
         has_one_form = self.difference is not None and self.difference.dtypes is None
@@ -83,7 +83,7 @@ class GraftEndCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraftEnd:
-    """The end of the grafts at the tensor ``key``; ``num_runs``: that were made; ``error``: of the run that failed."""
+    """The end of the grafts at the tensor ``key``, after ``num_runs`` runs; ``error``: of a failed run."""
 
     cause: GraftEndCause
     key: TraceKey
@@ -100,10 +100,10 @@ class GraftedModule:
         is_cause: With its tensor replaced by the reference's, what follows is as the reference has it, up to the next
             cause. Else it only passes on the difference of ``cause``.
         relative: ||a - b|| / ||a|| without a graft; ``None`` where there is no number.
-        tensor: Of a cause, all that was found of its tensor.
-        num_healed: Of a cause, the tensors behind it that its graft mends.
+        tensor: Of a cause, its tensor.
+        num_healed: Of a cause, the number of mended tensors behind it.
         cause: Of any other, the name of the cause before it.
-        growth: Of any other, its relative difference by that of the cause; ``None`` where either has no number.
+        growth: Of any other, its relative difference / the cause's; ``None`` where either has no number.
     """
 
     name: str
@@ -121,22 +121,22 @@ class Localisation:
     """The beginning of a divergence, as narrowed down by further runs.
 
     Args:
-        step, update, name: Of the first tensor that differs, in execution order.
+        step, update, name: Of the first differing tensor, in execution order.
         phase: The part of the step: ``forward``, ``backward``, ``update``, ...
-        origin: All that was found of that tensor.
+        origin: Its figures.
         is_exact: Whether equal means equal bits; else within the bounds.
-        made_by: Of a gradient at a module's output, the module whose backward pass comes before it (``loss``: that of
+        made_by: Of a gradient at a module's output, the module whose backward pass comes before it (``loss``: of
             the loss); else empty.
-        causes: Modules whose graft heals what follows, in order.
-        amplifiers: Modules that only pass it on or enlarge it, in order.
-        num_before: Tensors of the step that were compared before the origin.
-        num_others: Tensors of the pass that differed beside the causes.
-        remaining: Names of tensors of the pass that still differ with all grafts.
+        causes: Modules whose graft heals the rest, in order.
+        amplifiers: Modules behind a cause; they only pass it on or enlarge it. In order.
+        num_before: Compared tensors of the step before the origin.
+        num_others: Differing tensors of the pass beside the causes.
+        remaining: Names of tensors of the pass, still differing with all grafts.
         end: Why no further graft was made; ``None`` where none was needed.
-        reductions: Main gradients that differ by themselves, behind the grafts.
-        also: Without grafts, the other tensors of the same pass that differ.
-        num_equal: Without grafts, the equal tensors up to the end of that pass.
-        num_later: Without grafts, the tensors that differ behind that pass.
+        reductions: Main gradients with a difference of their own, behind the grafts.
+        also: Without grafts, the other differing tensors of the same pass.
+        num_equal: Without grafts, the equal tensors up to the end of the pass.
+        num_later: Without grafts, the differing tensors behind the pass.
         trace_dirs: Reference and candidate, kept on disk.
         seconds: All its runs and comparisons.
     """
@@ -163,5 +163,5 @@ class Localisation:
 
     @property
     def kind(self) -> TraceKind:
-        """The kind of the first tensor that differs."""
+        """The kind of the first differing tensor."""
         return self.origin.key.kind

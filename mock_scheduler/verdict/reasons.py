@@ -103,7 +103,7 @@ class NotExplainedByNoise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeyondBounds:
-    """Something is beyond its bound or missing; ``is_estimated``: every bound that is exceeded was extrapolated."""
+    """Something is beyond its bound or missing; ``is_estimated``: every exceeded bound was extrapolated."""
 
     is_estimated: bool = False
 

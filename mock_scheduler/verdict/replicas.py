@@ -1,6 +1,6 @@
-"""What must agree within one run, without a second one: every copy of what several ranks hold, and their collectives.
+"""Checks one run against itself: all copies of a tensor on several ranks must agree, and so must their collectives.
 
-Copies are counted by the axes on which their ranks stand apart, so that a run in which nothing is held twice is not
+Copies are counted by the axes on which their ranks stand apart, so that a run without any copy is not
 said to agree.
 """
 
@@ -28,7 +28,7 @@ def check_replicas(
 ) -> ReplicaResult:
     """Compare all copies of every selected tensor bit for bit, and the collectives of each group of ranks.
 
-    ``path``: what is checked, for the report. Raises ``TraceError`` where a file is damaged or incomplete.
+    ``path``: of the run, for the report. Raises ``TraceError`` where a file is damaged or incomplete.
     """
     steps = tuple(step for step in reader.steps if selection.has_step(step))
     keys = [

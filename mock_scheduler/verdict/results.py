@@ -25,15 +25,15 @@ class CandidateResult:
     Args:
         overrides: Its own overrides of the baseline's configuration.
         layout: As planned.
-        log_path: Its terminal output; ``None`` where that was not kept.
+        log_path: Its terminal output; ``None`` where it was not kept.
         run: ``None`` where it failed.
         verdict: Compared with the baseline, with its proofs.
-        entry: The module that runs in the pipeline's place; empty where it is the baseline's.
-        changes: The keys that may move a bit.
-        emulated: The comparison with the reference that adds in its order.
+        entry: Its own module in the pipeline's place; empty where it is the baseline's.
+        changes: Keys with values of its own; they may move a bit.
+        emulated: The comparison with the reference in its order of sums.
         localisation: Where its divergence begins.
-        consequence: What its difference does to the training.
-        versions: Packages that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
+        consequence: The effect of its difference on the training.
+        versions: Packages of other versions than the baseline's, as ``torch 2.13.0 instead of 2.14.1``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class CandidateResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentTimes:
-    """Where the seconds of an alignment went: runs, comparisons, and what proofs cost beyond them."""
+    """Where the seconds of an alignment went: runs, comparisons, and the proofs beyond them."""
 
     baseline_s: float
     candidates_s: float
@@ -100,7 +100,7 @@ class AlignmentResult:
 class ComparisonResult:
     """The result of ``mock-scheduler compare`` on runs, traces, metrics or recordings, the same on both sides.
 
-    ``recordings``: all that differs between two recordings, of which ``verdict`` has the first.
+    ``recordings``: all differences of two recordings; ``verdict`` has the first.
     """
 
     baseline: ComparedInput

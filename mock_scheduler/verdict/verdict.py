@@ -1,7 +1,7 @@
-"""The verdict on one candidate and the proofs that it rests on, as facts; ``wording`` says them.
+"""The verdict on one candidate and its proofs, as facts; ``wording`` says them.
 
 ``identical``: everything compared is bit-equal, and so are all replicas. ``identical (emulated)``: the candidate is
-bit-equal to a reference that adds in its order. ``rounding``: nothing is beyond its bound. ``suspect``: nothing is, but
+bit-equal to a reference in its order of sums. ``rounding``: nothing is beyond its bound. ``suspect``: nothing is, but
 a test found a slope, a place or a drift that noise does not make; or only estimated bounds are exceeded; or sketches
 cannot tell on which side of its bound a tensor is. ``diverged``: something is beyond its bound, or missing on one side,
 or replicas disagree. ``incomparable``: the required kinds were not compared, the two runs were told to trace different
@@ -31,7 +31,7 @@ from mock_scheduler.verdict.reasons import NotTried, ProofName, Reason
 
 
 class VerdictKind(StrEnum):
-    """What a candidate is to its baseline."""
+    """The relation of a candidate to its baseline."""
 
     IDENTICAL = "identical"
     EMULATED = "identical (emulated)"
@@ -43,7 +43,7 @@ class VerdictKind(StrEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """What a command that ends with this verdict exits with."""
+        """The exit code of a command with this verdict."""
         return _EXIT_CODES[self]
 
     @property
@@ -82,11 +82,11 @@ Outcome = Literal["proved", "refuted", "open", "not tried"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnChanges:
-    """Everything of a candidate that may move a bit.
+    """All changes of a candidate with a chance to move a bit.
 
     Args:
         keys: Configuration keys with values of its own.
-        entry: The module that its processes run; empty where it is the baseline's.
+        entry: The module of its processes; empty where it is the baseline's.
         versions: Packages of other versions, as ``torch 2.13.0 instead of 2.14.1``.
     """
 
@@ -133,11 +133,11 @@ class Proof:
     """The finding of one proof.
 
     Args:
-        facts: Its own figures; the conflict of replicas that disagree; why it was not tried.
-        compared: The comparison that it judges; ``None`` where there is none.
-        num_compared: Tensors of that comparison.
-        num_equal: Tensors that are equal to the last bit.
-        seconds: Runs and comparisons for it alone. ``AlignmentTimes`` has runs that several candidates share.
+        facts: Its own figures; the conflict of replicas; why it was not tried.
+        compared: The judged comparison; ``None`` where there is none.
+        num_compared: Tensors of the comparison.
+        num_equal: Tensors with equal bits.
+        seconds: Runs and comparisons for it alone. ``AlignmentTimes`` has the shared runs.
     """
 
     name: ProofName
@@ -154,14 +154,14 @@ class Verdict:
     """The verdict on one candidate.
 
     Args:
-        kind: What the candidate is to its baseline.
+        kind: The relation of the candidate to its baseline.
         why: The reason, as facts.
         first: The earliest divergence in the order of computation; ``None`` where nothing diverged.
         metrics: Compared metrics; ``None`` where a run failed or they were not asked for.
         tensors: Compared tensors; ``None`` likewise.
         bounds: The bounds of both; ``None`` where nothing was compared with bounds.
         suspicions: Systematic differences within their bounds, in the order of computation.
-        tests: What each test for such differences looked at; empty where no noise was measured.
+        tests: The extent of each test for them; empty where no noise was measured.
         full_dump: After a comparison of sketches, the overrides of the full trace to take next; else empty.
         proofs: Strongest first; empty outside of an alignment, and where nothing could be compared.
     """
@@ -188,7 +188,7 @@ class Verdict:
         return self.kind.passes
 
     def proof(self, name: ProofName) -> Proof | None:
-        """The proof of that name; ``None`` where the verdict has none."""
+        """The proof of this name; ``None`` where the verdict has none."""
         return next((proof for proof in self.proofs if proof.name == name), None)
 
     def __str__(self) -> str:

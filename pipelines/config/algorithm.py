@@ -101,7 +101,7 @@ def policy_loss_problems(
     has_dual_clip: bool,
     is_bypass: bool,
 ) -> list[str]:
-    """What keeps this loss from being computed; GMPO needs every sequence as one whole line of one rank."""
+    """Lists obstacles to computing this loss; GMPO needs every sequence as one whole line of one rank."""
     problems = []
     if loss_agg_mode != "token-mean" and not is_per_token:
         problems.append(

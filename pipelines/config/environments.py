@@ -47,7 +47,7 @@ class ActorInferConfig(ConfigSection):
 def weights_precision_problem(
     engine: ActorInferConfig, *, precision: str, worker_type: str, modes_in_use: frozenset[str]
 ) -> str:
-    """Why ``weights_precision`` would have no effect; empty where it has one, and where everything is replayed.
+    """Says why ``weights_precision`` would have no effect; empty where it has one, and where everything is replayed.
 
     A replay must have the key as its recording has it, whatever precision it trains in itself.
     """
@@ -68,7 +68,7 @@ def weights_precision_problem(
 
 
 class EnvManagerConfig(ConfigSection):
-    """Which environments play: ``num_env_groups`` groups of ``group_size`` that share their seeds.
+    """The environments that play: ``num_env_groups`` groups of ``group_size`` that share their seeds.
 
     ``num_env_workers``: processes in which a replica's environments are stepped; 0 steps them in its own.
     """
@@ -155,7 +155,7 @@ class SokobanEnvConfig(ConfigSection):
 
 
 def _changed(section: ConfigSection, names: Sequence[str]) -> str:
-    """Those of the keys that differ from their defaults, as ``size 3, p 0.9``."""
+    """Lists the keys that differ from their defaults, as ``size 3, p 0.9``."""
     values = {name: getattr(section, name) for name in names}
     fields = type(section).model_fields
     return ", ".join(f"{name} {value}" for name, value in values.items() if value != fields[name].default)

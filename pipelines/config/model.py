@@ -79,7 +79,7 @@ class ModelConfig(ConfigSection):
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has experts."""
+        """True for each layer that has experts."""
         if self.num_moe_experts is None:
             return (False,) * self.num_layers
         if isinstance(self.moe_layer_freq, int):

@@ -15,7 +15,6 @@ from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfi
 from mock_scheduler.config.align import (
     AlignConfig,
     CandidateConfig,
-    CheckpointConfig,
     ToleranceConfig,
 )
 from mock_scheduler.config.base import (
@@ -29,11 +28,12 @@ from mock_scheduler.config.base import (
     RolloutMode,
 )
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
-from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.layout import ParallelConfig, Workload, describe_layout_problems, layout_problems
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
+from mock_scheduler.megatron.layout import Workload, describe_layout_problems, layout_problems
 from mock_scheduler.megatron.order_plan import limits as emulation_limits
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
@@ -59,7 +59,7 @@ from pipelines.config.environments import (
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig, check_batch_sizes
+from pipelines.config.training import LOSS_VALUES, CheckpointConfig, TrainingConfig, check_batch_sizes
 from pipelines.config.training_service import TrainingServiceConfig
 
 __all__ = [
@@ -169,7 +169,7 @@ class PipelineConfig(ConfigSection):
         return sorted({*self.train_env_manager.tags, *self.val_env_manager.tags})
 
     def env_manager(self, mode: Mode) -> EnvManagerConfig:
-        """The environments of training or of validation."""
+        """Returns the environments of training or of validation."""
         return self.train_env_manager if mode == "train" else self.val_env_manager
 
     def batch_size(self, mode: Mode) -> int:
@@ -347,7 +347,7 @@ class PipelineConfig(ConfigSection):
         return self
 
     def _workload(self) -> Workload:
-        """What a layout's rules look at."""
+        """The facts that a layout's rules look at."""
         training = self.training
         together = training.recompute_num_layers if training.recompute_granularity == "full" else None
         is_uniform = training.recompute_method == "uniform"
@@ -365,7 +365,7 @@ class PipelineConfig(ConfigSection):
         problems = layout_problems(self.parallel, self._workload())
         if problems:
             raise ValueError(describe_layout_problems(self.parallel, problems))
-        values = layout_values(self.parallel, self.model, self.training)
+        values = layout_values(self.parallel, self.model, self.training, loss_values=LOSS_VALUES)
         check_known_wrong(self.parallel, values, version=installed_megatron())
         return self
 
@@ -391,7 +391,7 @@ class PipelineConfig(ConfigSection):
 
 
 def service_client_problems(config: PipelineConfig) -> list[str]:
-    """Every key that asks a client of a training service for what only the service has; empty where none does."""
+    """Lists keys that ask a client of a training service for things that only the service has."""
     asked = {
         "save_steps": (config.save_steps, 0),
         "eval_steps": (config.eval_steps, 0) if config.rollout_mock.modes_in_use != {"mock"} else (0, 0),
@@ -414,10 +414,10 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
 
 
 def sampling_problems(config: PipelineConfig) -> list[str]:
-    """Every key by which training would sample from another policy than the one it trains; empty where none does.
+    """Lists keys by which training would sample from another policy than the one it trains.
 
-    With one, the recorded log-probabilities and the trainer's own would be those of two distributions, and the ratio
-    of new to old policy would not be that of the policy which sampled.
+    With one, the recorded log-probabilities and the trainer's own would belong to two distributions, and the ratio of
+    new to old policy would not be that of the sampling policy.
     """
     common, own = config.actor_infer.generating_args, config.train_env_manager.generating_args
     problems = []

@@ -1,4 +1,4 @@
-"""The ``training`` section: micro-batches, computation options, optimizer and schedule, as Megatron names them."""
+"""``training``: micro-batches, computation options, optimizer and schedule by Megatron's names; and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+#: The policy's loss function returns a sum, its number of tokens and metrics (``pipelines.megatron.trainer``).
+LOSS_VALUES = 3
 
 
 class TrainingConfig(ConfigSection):
@@ -49,7 +52,7 @@ class TrainingConfig(ConfigSection):
 
     @property
     def has_token_budget(self) -> bool:
-        """Whether micro-batches are made by number of tokens, and so follow from the data."""
+        """Says whether micro-batches are made by number of tokens, and so follow from the data."""
         return self.batching == "dynamic" or self.sequence_packing
 
     @property
@@ -88,6 +91,14 @@ class TrainingConfig(ConfigSection):
                 "recompute_granularity=full, which alone takes whole layers, or leave them out"
             )
         return self
+
+
+class CheckpointConfig(ConfigSection):
+    """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
+
+    decides: ClassVar = Decides.LABEL
+
+    output_dir: str | None = None
 
 
 def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequence_length: int) -> None:

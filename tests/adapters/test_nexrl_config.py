@@ -9,8 +9,9 @@ import pytest
 
 from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfig, TrainerDump, read_trainer_dump
 from mock_scheduler.adapters.nexrl.names import DUMP_KINDS
-from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 
 ROOT = Path(__file__).parents[2]

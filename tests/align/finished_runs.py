@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
+from pipelines.config.loading import load_config
+from pipelines.program import PROGRAM
 
 CONFIG = "exp_name: lake\nmax_steps: 2\n"
 RECORD, REPLAY = "dump", "mock"
@@ -34,6 +35,7 @@ def plan_run(
         *(f"output_dir={folder}/{name}", f"exp_name=lake-{name}", *overrides),
     )
     return PlannedRun(
+        program=PROGRAM,
         name=name,
         entry=entry,
         own_overrides=overrides,

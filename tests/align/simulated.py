@@ -26,6 +26,7 @@ from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from pipelines.config.schema import PipelineConfig
+from pipelines.program import PROGRAM
 
 HIDDEN, TOKENS, NUM_LAYERS = 16, 12, 2
 ROWS = RowTable(identities=("train/0/a", "train/0/b"), lengths=(5, 7))
@@ -51,6 +52,7 @@ class Fault:
 def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:  # noqa: ANN401
     """A run of one process, as an alignment plans it."""
     return PlannedRun(
+        program=PROGRAM,
         name=name,
         entry="pipelines.agentic",
         own_overrides=(),

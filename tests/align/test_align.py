@@ -16,7 +16,6 @@ from mock_scheduler.align.plan.plan import PlannedRun, quote_override
 from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.commands import align as command
 from mock_scheduler.commands.align import AlignOptions, run_align
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView
@@ -24,6 +23,7 @@ from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.results import AlignmentResult
+from pipelines.config.loading import load_config
 
 CONFIG = """
 exp_name: lake
@@ -402,6 +402,6 @@ def test_a_module_that_does_not_run_the_pipeline_is_told_what_to_call(bench: Ben
     (mine,) = json.loads((bench.root / "align.json").read_text())["candidates"]
     assert (mine["verdict"], mine["reason"]) == (
         "incomparable",
-        "the module tests.align.output_scaled_on_one_rank ended without running the pipeline (no run.json); "
+        "the module tests.align.output_scaled_on_one_rank ended without running the program (no run.json); "
         "it must call pipelines.agentic.main, as docs/align.md says",
     )

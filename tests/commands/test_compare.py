@@ -15,10 +15,12 @@ from mock_scheduler.align.plan.plan import PlannedRun
 from mock_scheduler.commands.compare import CompareOptions, run_compare
 from mock_scheduler.commands.replicas import run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
-from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.run_folder.inputs import parse_selection
+from pipelines.config.loading import load_config
+from pipelines.program import PROGRAM
 from tests.align.test_align import CONFIG, NORM, write_results
 
 
@@ -39,7 +41,13 @@ class Runs:
         ]
         config = load_config("lake", config_path=self.folder, overrides=chosen)
         run = PlannedRun(
-            name=name, entry="", own_overrides=(), overrides=(), config=config, output_dir=self.folder / name
+            program=PROGRAM,
+            name=name,
+            entry="",
+            own_overrides=(),
+            overrides=(),
+            config=config,
+            output_dir=self.folder / name,
         )
         run.output_dir.mkdir()
         write_results(run, gradient=gradient, batches=batches)

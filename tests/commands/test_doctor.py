@@ -15,10 +15,10 @@ from rich.console import Console
 from mock_scheduler.align.plan.plan import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.commands.doctor import run_doctor
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
 from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, StepNotFoundError, TraceError
+from pipelines.config.loading import load_config
 from tests.recording.recordings import record
 
 CONFIG = """

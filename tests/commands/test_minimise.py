@@ -12,13 +12,16 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.align.minimise.trials import only_candidate, remember
-from mock_scheduler.align.plan.plan import ConfigLoader, build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions
 from mock_scheduler.commands.minimise import MinimiseOptions, align_once, run_minimise
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.verdict import VerdictKind
+from pipelines.config.loading import build_loader
 from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.program import PROGRAM
 
 CONFIG = """
 exp_name: lake
@@ -153,7 +156,9 @@ def test_the_command_that_is_given_shows_the_reduced_case(reduced: Bench) -> Non
     words = shlex.split(reduced.result["command"])
     assert words[:3] == ["mock-scheduler", "align", "lake"]
     assert words[-4:-1] == ["--config-path", str(reduced.folder), "--output-dir"]
-    plan = plan_alignment(build_loader("lake", reduced.folder), overrides=words[3:-4], output_dir=Path(words[-1]))
+    plan = plan_alignment(
+        build_loader("lake", reduced.folder), program=PROGRAM, overrides=words[3:-4], output_dir=Path(words[-1])
+    )
     (candidate,) = plan.candidates
     case = Case(baseline=plan.baseline.config, candidate=candidate.config, num_candidates=1, folder=plan.output_dir)
     assert has_planted_fault(case) is VerdictKind.DIVERGED

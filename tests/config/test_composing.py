@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.config import composing
-from mock_scheduler.config.loading import ConfigLoader, build_loader, load_config
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.program import ConfigLoader
+from pipelines.config.loading import build_loader, load_config
 
 FILES = {
     "base.yaml": "exp_name: base\nseed: 7\nmodel: {num_layers: 4, num_attention_heads: 4}\nmax_steps: 3\n",

@@ -11,10 +11,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.config.dialects.dialects import VerlNames, from_areal, from_verl, resolve_dialects
+from mock_scheduler.config.dialects.dialects import VerlNames, from_areal, from_verl
 from mock_scheduler.config.dialects.verl_keys import NOT_READ
-from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import DIALECTS, load_config
 from pipelines.config.schema import PipelineConfig, RolloutMockConfig
 
 NAMES = VerlNames(experiment="e", project="p", train_batch_size=8, gen_batch_size=4, n=2)
@@ -547,6 +548,6 @@ def test_a_resolved_configuration_loads_back_equal_from_its_dump(tmp_path: Path)
 def test_resolving_changes_nothing_it_was_given() -> None:
     values = {**BASE, "debug": {"dump_rollout_data": True}, "rollout_mock": {"on_mismatch": "warn"}}
     before = copy.deepcopy(values)
-    assert "debug" not in resolve_dialects(values).values
+    assert "debug" not in DIALECTS.resolve(values).values
     assert values == before
-    assert resolve_dialects(BASE).values == BASE
+    assert DIALECTS.resolve(BASE).values == BASE

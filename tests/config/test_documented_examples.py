@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import load_config
+from pipelines.config.loading import load_config
 from pipelines.config.schema import RetentionConfig, RolloutMockConfig
 
 ROOT = Path(__file__).parents[2]

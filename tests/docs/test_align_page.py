@@ -12,11 +12,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, plan_alignment
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME
 from mock_scheduler.cli import app
 from mock_scheduler.config.layout import LAYOUT_AXES
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
+from pipelines.config.loading import build_loader
+from pipelines.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
@@ -29,7 +31,7 @@ def planned_names(block: str, folder: Path) -> dict[str, bool]:
     for path in (ROOT / "configs").glob("*.yaml"):
         shutil.copy(path, folder)
     (folder / "page.yaml").write_text(f"defaults: [quickstart, _self_]\nexp_name: page\n{block}")
-    plan = plan_alignment(build_loader("page", folder), overrides=[], output_dir=folder / "out")
+    plan = plan_alignment(build_loader("page", folder), program=PROGRAM, overrides=[], output_dir=folder / "out")
     return {run.name: run.must_be_exact for run in plan.candidates}
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
 from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
@@ -20,6 +19,7 @@ from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.config.verl_keys import DIVERGENCE_OPTIONS, RATIO_OPTIONS
 from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, bucket_names
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 
 ROOT = Path(__file__).parents[2]

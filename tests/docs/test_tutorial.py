@@ -11,11 +11,13 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from mock_scheduler.align.plan.plan import build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import plan_alignment
 from mock_scheduler.cli import app
 from mock_scheduler.config.align import AlignConfig, MatrixConfig, ProofsConfig
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.errors import ExitCode
+from pipelines.config.loading import build_loader
+from pipelines.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -46,7 +48,9 @@ def test_the_configuration_is_planned_as_the_text_says(tmp_path: Path) -> None:
     for path in (ROOT / "configs").glob("*.yaml"):
         shutil.copy(path, tmp_path)
     (tmp_path / "my_change.yaml").write_text(block, encoding="utf-8")
-    plan = plan_alignment(build_loader("my_change", tmp_path), overrides=[], output_dir=tmp_path / "out")
+    plan = plan_alignment(
+        build_loader("my_change", tmp_path), program=PROGRAM, overrides=[], output_dir=tmp_path / "out"
+    )
     assert plan.baseline.config.max_steps == 2
     assert plan.baseline.config.output_dir.endswith("/baseline")
     assert [(run.name, run.config.parallel.describe(), run.must_be_exact) for run in plan.candidates] == [

@@ -29,9 +29,7 @@ def build_plan(
 ) -> LaunchPlan:
     return plan_launch(
         config,
-        config_name="run",
-        config_path="configs",
-        overrides=["seed=1"],
+        ("-m", "pipelines.agentic", *SOURCE),
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=endpoint,
@@ -60,7 +58,7 @@ def run_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -
     """The exit code and the log of two ranks that run ``entry`` under torchrun."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "entry.py").write_text(entry, encoding="utf-8")
-    plan = plan_launch(build_config(tp=2), config_name="run", config_path="configs", overrides=[], entry="entry")
+    plan = plan_launch(build_config(tp=2), ("-m", "entry"))
     code = run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path)
     return code, (tmp_path / "log").read_text(encoding="utf-8")
 

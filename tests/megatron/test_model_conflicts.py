@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.megatron.rules import Effect, check_conflicts, find_conflicts
+from pipelines.config.loading import load_config
 from pipelines.megatron.model import build_transformer_config
 from pipelines.megatron.process.conflicts import megatron_values, read_setup
 

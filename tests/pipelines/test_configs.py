@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.align.plan.plan import plan_alignment
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.environment import check_settings
+from pipelines.config.loading import load_config
 from pipelines.environments.registry import build_tokenizer
+from pipelines.program import PROGRAM
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -31,6 +32,7 @@ def test_every_shipped_alignment_can_be_planned(name: str, tmp_path: Path) -> No
     """Each candidate's overrides load, and its entry is a module that exists."""
     plan = plan_alignment(
         lambda overrides: load_config(name, config_path=CONFIGS, overrides=overrides),
+        program=PROGRAM,
         overrides=[],
         output_dir=tmp_path,
     )
@@ -44,7 +46,7 @@ def test_every_planted_fault_of_the_configurations_can_be_planted() -> None:
         candidate.entry
         for name in NAMES
         for candidate in load_config(name, config_path=CONFIGS).align.candidates
-        if candidate.entry.startswith("tests.faults.")
+        if candidate.entry is not None and candidate.entry.startswith("tests.faults.")
     }
     assert len(entries) >= 4
     code = (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.contract import Contract, Match, Rule, check_contract
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from pipelines.contract import build_contract
 from pipelines.environments.registry import build_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import load_config
+from pipelines.config.loading import load_config
 from tests.pipelines.tiny_runs import ROOT, read_json, run_command
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(1500)]

@@ -25,6 +25,8 @@ from mock_scheduler.launch.sessions import (
     write_plan,
     write_status,
 )
+from pipelines.config.loading import load_source
+from pipelines.program import PROGRAM
 from tests.pipelines.tiny_runs import ROOT, read_json, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for four starts
@@ -71,7 +73,7 @@ def session_run(configs: Path, root: Path, name: str, kind: Sequence[str]) -> Se
 
 
 def alone(run: SessionRun) -> LaunchPlan:
-    return plan_launch(run.load(), config_name=run.config_name, config_path=run.config_path, overrides=run.overrides)
+    return plan_launch(load_source(run.source), PROGRAM.arguments("pipelines.agentic", run.source))
 
 
 def make_runs(root: Path, names: Sequence[str], *, layout: Sequence[str] = ()) -> Runs:
@@ -83,7 +85,7 @@ def make_runs(root: Path, names: Sequence[str], *, layout: Sequence[str] = ()) -
         run = session_run(configs, single, name, kinds(single, layout=layout)[name])
         codes[name] = run_plan(alone(run), log_path=run.log_path, cwd=ROOT)
     runs = [session_run(configs, session, name, kind) for name, kind in kinds(session, layout=layout).items()]
-    code = run_plan(plan_session(runs), log_path=root / "session.log", cwd=ROOT)
+    code = run_plan(plan_session(runs, program=PROGRAM), log_path=root / "session.log", cwd=ROOT)
     return Runs(session=session, alone=single, codes=codes, session_code=code)
 
 
@@ -216,7 +218,7 @@ def test_runs_of_other_processes_or_environments_are_refused(tmp_path: Path) -> 
     }
     runs = [session_run(configs, tmp_path, name, kind) for name, kind in other.items()]
     with pytest.raises(ConfigError) as caught:
-        plan_session([*runs, runs[0]])
+        plan_session([*runs, runs[0]], program=PROGRAM)
     assert str(caught.value) == (
         "these runs cannot share processes:\n"
         f"  - {tmp_path}/one is the output_dir of 2 runs\n"
@@ -233,7 +235,7 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     run = session_run(configs, tmp_path, "one", ("exp_name='a b'",))
     write_status(run.output_dir, RunStatus(started_s=1.0, elapsed_s=2.5, exit_code=0))
     assert load_status(run.output_dir) == RunStatus(started_s=1.0, elapsed_s=2.5, exit_code=0)
-    plan = plan_session([run], python="python")
+    plan = plan_session([run], program=PROGRAM, python="python")
     path = tmp_path / "session.json"
     assert read_plan(path) == (run,)
     assert load_status(run.output_dir) is None  # of an earlier session
@@ -245,7 +247,7 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_several_processes_of_a_session_go_through_torchrun(tmp_path: Path) -> None:
     configs = write_tiny_config(tmp_path)
     run = session_run(configs, tmp_path, "one", ("parallel.data_parallel_size=2",))
-    plan = plan_session([run], plan_path=tmp_path / "other" / "plan.json", python="python")
+    plan = plan_session([run], program=PROGRAM, plan_path=tmp_path / "other" / "plan.json", python="python")
     path = str(tmp_path / "other" / "plan.json")
     assert plan.argv[:8] == (
         "python",
@@ -264,7 +266,7 @@ def test_a_signal_is_written_down_for_the_run_that_it_ended(tmp_path: Path) -> N
     """The first run had ended, the second one was going, the third had not begun."""
     configs = write_tiny_config(tmp_path)
     runs = [session_run(configs, tmp_path, name, ()) for name in ("one", "two", "three")]
-    plan = plan_session(runs)
+    plan = plan_session(runs, program=PROGRAM)
     write_status(runs[0].output_dir, RunStatus(started_s=1.0, elapsed_s=1.0, exit_code=0))
     write_status(runs[1].output_dir, RunStatus(started_s=2.0))
     killed = LaunchPlan(
@@ -323,7 +325,7 @@ def test_a_rank_that_fails_alone_ends_the_session(tmp_path: Path) -> None:
     configs = write_tiny_config(tmp_path)
     layout = ("parallel.data_parallel_size=2",)
     runs = [session_run(configs, tmp_path, name, layout) for name in ("one", "two")]
-    plan = plan_session(runs, entry="tests.pipelines.lone_failure")
+    plan = plan_session(runs, program=PROGRAM, entry="tests.pipelines.lone_failure")
     assert run_plan(plan, log_path=tmp_path / "session.log", cwd=ROOT) == 70
     error = read_json(tmp_path / "one" / "error.json")
     assert (error["message"], error["global_rank"], error["exit_code"]) == ("only rank 1 fails", 1, 70)
@@ -340,7 +342,7 @@ def test_ordered_reductions_end_with_their_run(tmp_path: Path) -> None:
     layout = ("parallel.data_parallel_size=4", "training.micro_batch_size=2", "max_steps=1")
     kinds = {"own": (), "ordered": ("order.ordered_reductions=true",), "again": ()}
     runs = [session_run(configs, tmp_path, name, (*layout, *kind)) for name, kind in kinds.items()]
-    assert run_plan(plan_session(runs), log_path=tmp_path / "session.log", cwd=ROOT) == 0
+    assert run_plan(plan_session(runs, program=PROGRAM), log_path=tmp_path / "session.log", cwd=ROOT) == 0
     own, ordered, again = (content_of(tmp_path / name) for name in kinds)
     first = "trace/step_000000/rank_00000.part_000.safetensors"
     assert own == again

@@ -26,7 +26,7 @@ EVIL = """</script></style></title><img src=x onerror="seen.hacked=1">"'`javascr
 #: Fields that hold one of the library's own words, never a text of a run.
 OWN_WORDS = {
     *("anchor", "axis", "dim", "format", "kind", "level", "outcome", "rule", "severity", "shade", "side", "tag"),
-    *("tier", "tone", "verdict", "warn"),
+    *("tier", "tone"),
 }
 
 _Value = TypeVar("_Value")

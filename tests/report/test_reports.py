@@ -245,9 +245,9 @@ def test_the_json_has_all_that_the_page_says_once_the_alignment_has_ended(tmp_pa
     assert found["report"]["headline"].startswith("3 of 7 candidates pass")
     assert "candidates" not in found["report"]
     diverged = found["candidates"][1]
-    assert diverged["report"]["headline"] == diverged["localisation"]["sentence"] == alignments.SENTENCE
+    assert diverged["report"]["verdict"]["headline"] == diverged["localisation"]["sentence"] == alignments.SENTENCE
     assert diverged["report"]["sample"]["max_difference"] == 0.25
-    assert diverged["report"]["curves"][0]["differences"] == [0.0, 0.25]
+    assert diverged["report"]["metrics"]["curves"][0]["differences"] == [0.0, 0.25]
     assert diverged["report"]["environment"]["config"][0]["candidate"] == "2"
     assert [proof["name"] for proof in diverged["proofs"]] == ["replicas", "noise"]
     assert [len(item["report"]["proofs"]) for item in found["candidates"]] == [5] * 7

@@ -66,7 +66,7 @@ def save_content(
 
 
 def load_content(path: Path, *, dump_format: DumpFormat | None = None) -> Content:
-    """What a file holds, tensors on the CPU; ``dump_format``: by default that of the file's name.
+    """Reads a file's content, tensors on the CPU; ``dump_format``: by default that of the file's name.
 
     Raises ``TraceError`` where the file cannot be read, would run code, or holds something else.
     """
@@ -108,7 +108,7 @@ def _read_pt(path: Path) -> object:
 
 
 def _check_bytes(path: Path) -> None:
-    """Raise ``TraceError`` where a tensor's bytes are not those that were written: torch.load (2.13) does not look."""
+    """Raise ``TraceError`` where a tensor's bytes are not those written: torch.load (2.13) does not look."""
     if not zipfile.is_zipfile(path):
         return  # of torch before 1.6, without checksums, or nothing that torch wrote
     try:
@@ -121,7 +121,7 @@ def _check_bytes(path: Path) -> None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """What torch found in the file, without its advice, the first of which is to load it unsafely (torch 2.13)."""
+    """Torch's finding in the file, without its advice, first of all to load it unsafely (torch 2.13)."""
     advice = ("Weights only load failed", "Please file an issue", "Check the documentation", "(1)", "(2)")
     lines = [line.strip() for line in str(error).splitlines()]
     found = " ".join(line.split(" Please use ")[0] for line in lines if line and not line.startswith(advice))
@@ -157,7 +157,7 @@ def _decode_line(line: str, where: str) -> object:
 def _join_lines(lines: Mapping[int, object], path: Path) -> object:
     """Several lines by their numbers, each with some of a step's trajectories, or each one trajectory, as one file.
 
-    What else lines with several trajectories say, as the step, must be the same in each.
+    All other keys of lines with several trajectories, as the step, must be the same in each.
     """
     trajectories: list[object] = []
     head: Content = {}
@@ -183,7 +183,7 @@ def _check_whole(line: Content, where: str) -> None:
 
 
 def _as_plain(value: object, where: str) -> Any:  # noqa: ANN401 - of the same kind as what comes in
-    """The value with tensors that stand alone on the CPU; raises ``TraceError`` for what no file can hold."""
+    """The value with tensors that stand alone on the CPU; raises ``TraceError`` for a value that no file can hold."""
     if isinstance(value, torch.Tensor):
         # A copy: torch.save writes the whole memory that a view is of.
         return value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
@@ -249,7 +249,7 @@ def _tensor_from_json(value: dict[str, Any]) -> torch.Tensor:
 
 
 def as_number(value: object) -> float | None:
-    """A number of a file as float: one of Python's, a tensor of one element, or a text such as ``NaN``; else None."""
+    """A number of a file as float: one of Python's, a tensor of one element, or a text like ``NaN``; else None."""
     if isinstance(value, torch.Tensor):
         return float(value.double().item()) if value.numel() == 1 else None
     if isinstance(value, str):

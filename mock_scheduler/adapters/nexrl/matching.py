@@ -1,6 +1,6 @@
-"""Which dumped trajectory is which of those that a step asks for.
+"""Matches dumped trajectories with the trajectories a step asks for, and makes rows of a batch of them.
 
-Contract: a one-to-one match or an error that lists all that is left over on either side; nothing is made up, repeated
+Contract: a one-to-one match, or an error listing everything left over on either side; nothing is made up, repeated
 or dropped.
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, group_id_of
-from mock_scheduler.batch import SampleIdentity
+import torch
+
+from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, extra_from_plain, float_list, group_id_of
+from mock_scheduler.batch import SampleIdentity, Termination, Trajectory
 from mock_scheduler.errors import BatchError
+from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.text import bullet_list, list_some
 
 _Ids = tuple[str, int]
@@ -22,7 +25,7 @@ _MAX_LISTED = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTrajectory:
-    """A trajectory that a step asks for: its identity, with turn 0, and the tag of its environment."""
+    """A trajectory a step asks for: its identity, with turn 0, and the tag of its environment."""
 
     identity: SampleIdentity
     tag: str
@@ -38,7 +41,7 @@ def match_trajectories(
     """Every dumped trajectory with the one that it stands for; rows of several turns share one.
 
     ``ids``: the ids are those that this project writes, or numbers of groups with numbers of their members.
-    ``order``: the k-th group is the k-th that is asked for, and so are its members; ids count by their size where all
+    ``order``: the k-th group is the k-th asked for, and so are its members; ids count by their size where all
     are numbers, else in the order of the file. Raises ``BatchError``.
     """
     _check_duplicates(dumped, where)
@@ -62,7 +65,7 @@ def _check_duplicates(dumped: Sequence[DumpedTrajectory], where: str) -> None:
 
 
 def _by_ids(planned: Sequence[PlannedTrajectory]) -> Mapping[_Ids, PlannedTrajectory]:
-    """By the ids of our own files; where a group plays one episode, by its number and its member's number too."""
+    """Keys trajectories by our own files' ids; where a group plays one episode, by its and its member's number too."""
     table = {(group_id_of(plan.identity), plan.identity.env_id): plan for plan in planned}
     episodes = {(plan.identity.group_id, plan.identity.episode_id) for plan in planned}
     if len(episodes) != len({group_id for group_id, _ in episodes}):
@@ -122,3 +125,74 @@ def _describe(
         "Load the dump of this step, of a run with the same train_env_manager and rollout_batch_size; for ids of "
         "another system set rollout_worker.match=order."
     )
+
+
+def build_row(dumped: DumpedTrajectory, planned: PlannedTrajectory, request: RolloutRequest) -> Trajectory:
+    """Makes the row; a file of NexRL's own leaves out: one reward at the last turn, this policy, terminated."""
+    extra, mask = dumped.extra, dumped.mask
+    if mask.shape != dumped.tokens.shape:
+        raise BatchError(f"loss_mask has {len(mask)} entries for {len(dumped.tokens)} tokens")
+    if bool(mask[:1].any()):
+        raise BatchError("loss_mask begins with 1, and no token predicts the first one; give the row a prompt")
+    turn_rewards = _turn_rewards(dumped)
+    versions = extra.get("policy_versions") or [request.policy_version] * len(turn_rewards)
+    responses = torch.nonzero(mask).flatten().tolist()
+    return Trajectory(
+        identity=_row_identity(dumped, planned),
+        tokens=dumped.tokens,
+        response_mask=mask,
+        rollout_logprobs=_logprobs(extra.get("logprobs"), mask),
+        turn_rewards=turn_rewards,
+        policy_versions=torch.tensor(versions, dtype=torch.int32),
+        termination=_termination(extra.get("termination")),
+        prompt_length=int(extra.get("prompt_length", responses[0] if responses else len(mask))),
+        tag=str(extra.get("tag", planned.tag)),
+        reward=dumped.reward,
+        extras={name: _extra(name, value) for name, value in (extra.get("extras") or {}).items()},
+    )
+
+
+def _row_identity(dumped: DumpedTrajectory, planned: PlannedTrajectory) -> SampleIdentity:
+    own, asked = dumped.identity, planned.identity
+    if own is None:
+        return asked
+    if own.trajectory_key != asked.trajectory_key:
+        raise BatchError(f"is {own}, and the step asks for {asked} in its place; set rollout_worker.match=ids")
+    return own
+
+
+def _turn_rewards(dumped: DumpedTrajectory) -> torch.Tensor:
+    stored = dumped.extra.get("turn_rewards")
+    if stored is not None:
+        return float_list(stored, "turn_rewards").float()
+    mask = dumped.mask.int()
+    num_turns = int((mask.diff(prepend=mask.new_zeros(1)) == 1).sum())
+    rewards = torch.zeros(num_turns, dtype=torch.float32)
+    rewards[-1:] = dumped.reward
+    return rewards
+
+
+def _logprobs(values: object, mask: torch.Tensor) -> torch.Tensor:
+    """float32, one per response token."""
+    if values is None:
+        return torch.zeros(int(mask.sum()), dtype=torch.float32)
+    numbers = float_list(values, "logprobs")
+    if len(numbers) != len(mask):
+        raise BatchError(f"logprobs has {len(numbers)} entries for {len(mask)} tokens")
+    return numbers[mask].float()
+
+
+def _termination(value: object) -> Termination:
+    if value is None:
+        return Termination.TERMINATED
+    known = {item.name.lower(): item for item in Termination}
+    if value not in known:
+        raise BatchError(f"termination is {value!r}; known: {', '.join(known)}")
+    return known[str(value)]
+
+
+def _extra(name: str, value: Any) -> Any:  # noqa: ANN401 - a RowValue, which torch's types make Any
+    try:
+        return extra_from_plain(value)
+    except BatchError as error:
+        raise BatchError(f"extra {name!r} {error}") from error

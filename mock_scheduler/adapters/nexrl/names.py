@@ -1,7 +1,7 @@
-"""Where a debug dump's files lie: a folder for each kind, and in it a file for each step, rank and micro-batch.
+"""Names a debug dump's files: a folder for each kind, and in it a file for each step, rank and micro-batch.
 
-Contract: the names are NexRL's (``nexrl/utils/data_dumper.py``). What NexRL would overwrite, the further optimizer
-updates of a step, has a name of its own beside the documented one, which is that of the first update:
+Contract: the names are NexRL's (``nexrl/utils/data_dumper.py``). NexRL would overwrite the further optimizer
+updates of a step; they have names of their own beside the documented one of the first update:
 ``step_000000_rank0_micro0.pt``, ``step_000000_rank0_micro0_update1.pt``.
 """
 
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step_(\d{6,})(?:_rank(\d+))?(?:_micro(\d+))?(?:_update(\d+)
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class FileKey:
-    """What a file is of. ``global_rank``, ``micro``: None where a file is of all of them. ``update``: in the step."""
+    """Identifies a file. ``global_rank``, ``micro``: None where a file covers all of them. ``update``: in the step."""
 
     step: int
     global_rank: int | None = None
@@ -57,7 +57,7 @@ class FileKey:
 
 
 def parse_key(path: Path) -> FileKey | None:
-    """What a file is of, by its name; None for a name that is no dump's."""
+    """The key of a file by its name; None for a name that is no dump's."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return None
@@ -71,7 +71,7 @@ def parse_key(path: Path) -> FileKey | None:
 
 
 def find_files(dump_dir: Path, kind: DumpKind) -> dict[FileKey, Path]:
-    """All files of a kind by what they are of, in order; empty where there is no such folder.
+    """All files of a kind by key, in order; empty where the folder is missing.
 
     Raises ``TraceError`` where something is there twice, as .pt and as .jsonl.
     """
@@ -79,7 +79,7 @@ def find_files(dump_dir: Path, kind: DumpKind) -> dict[FileKey, Path]:
 
 
 def find_files_in(folder: Path) -> dict[FileKey, Path]:
-    """As ``find_files``, of a folder by its own path."""
+    """Finds as ``find_files`` in a folder by its own path."""
     found: dict[FileKey, Path] = {}
     for path in sorted(folder.glob("step_*")):
         key = parse_key(path)
@@ -92,7 +92,7 @@ def find_files_in(folder: Path) -> dict[FileKey, Path]:
 
 
 def find_steps(dump_dir: Path) -> list[int]:
-    """The steps of which there is any file, ascending."""
+    """The steps with any file, ascending."""
     return sorted({key.step for kind in DUMP_KINDS for key in find_files(dump_dir, kind)})
 
 
@@ -105,7 +105,7 @@ def remove_steps_from(dump_dir: Path, first_step: int, kinds: Iterable[str]) -> 
 
 
 def check_step(step: int, present: Iterable[int], where: str) -> None:
-    """Raise ``StepNotFoundError`` that lists the steps which are there, unless ``step`` is one of them."""
+    """Raise ``StepNotFoundError`` with the steps present, unless ``step`` is one of them."""
     steps = sorted(present)
     if step in steps:
         return

@@ -1,7 +1,7 @@
-"""Megatron's parameters under the names that Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
+"""Megatron's parameters under the names Hugging Face gives them in models like LLaMA, Qwen2, Qwen3 and Qwen3-MoE.
 
 Contract: a Hugging Face tensor is a choice of rows of one of Megatron's whole tensors (canonical name and shape), never
-a computation, so that it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
+a computation, so it can be cut from a rank's shard just as well. Layouts: ``linear_qkv`` has for each query group
 its query heads, then its key and its value head (Megatron-core 0.16.1, ``transformer/attention.py``); ``linear_fc1`` of
 a gated MLP has all gate rows, then all up rows (``transformer/mlp.py``).
 """
@@ -38,7 +38,7 @@ _IN_LAYER = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLayout:
-    """What decides how Megatron's fused tensors are cut: query heads, query groups, and whether MLPs are gated."""
+    """Decides how Megatron's fused tensors are cut: query heads, query groups, and whether MLPs are gated."""
 
     num_heads: int
     num_query_groups: int
@@ -54,9 +54,9 @@ class NamedRows:
 
 
 def hugging_face_rows(name: str, num_rows: int, layout: ModelLayout) -> list[NamedRows]:
-    """The Hugging Face tensors that a canonical Megatron parameter holds; empty where it has no such name.
+    """The Hugging Face tensors a canonical Megatron parameter holds; empty where it has no such name.
 
-    num_rows: of its whole tensor. A prefix such as ``critic.`` is kept.
+    num_rows: of its whole tensor. A prefix like ``critic.`` is kept.
     """
     prefix = "critic." if name.startswith("critic.") else ""
     own = name.removeprefix(prefix)
@@ -108,7 +108,7 @@ def _mlp_rows(parent: str, linear: str, num_rows: int, layout: ModelLayout) -> I
 
 
 def matching_tensors(name: str, num_rows: int, pattern: str, layout: ModelLayout) -> list[NamedRows]:
-    """Of a canonical parameter, the tensors whose names the pattern is found in: its own, and Hugging Face's."""
+    """Chooses the tensors of a canonical parameter by a pattern found in its own name or Hugging Face's."""
     named = [NamedRows(name=name), *hugging_face_rows(name, num_rows, layout)]
     return [item for item in named if re.search(pattern, item.name)]
 

@@ -1,4 +1,4 @@
-"""What a rank's dump holds of a parameter: its part of a whole tensor, and the whole one out of all ranks' parts."""
+"""A rank's part of a parameter as its dump holds it, and the whole parameter out of all ranks' parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mock_scheduler.trace.shards import ShardSpec, owned_mask
 class Piece:
     """A rank's part of a named tensor.
 
-    tensor: ``[n, ...]``, only what the rank holds. indices: of each dimension, int64 where its entries lie in the whole
+    tensor: ``[n, ...]``, the rank's entries only. indices: of each dimension, int64 where its entries lie in the whole
     tensor; None: it is held whole, in order. owned: bool of the tensor's shape, True where this rank's value counts;
     None: everywhere.
     """
@@ -32,7 +32,7 @@ class Piece:
 
 
 def cut_piece(named: NamedRows, spec: ShardSpec, local: torch.Tensor) -> Piece | None:
-    """The part of a named tensor that a shard holds; None where that is nothing.
+    """The part of a named tensor a shard holds; None where that is nothing.
 
     local: ``[*spec.local_shape]``, or flat with just the elements of ``spec.flat_range``.
     """
@@ -74,7 +74,7 @@ def _unflatten(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 def _choose_rows(
     rows: torch.Tensor | None, local_places: torch.Tensor, global_places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the rows that a shard holds, those chosen: where they are in it, and which of the chosen ones they are."""
+    """Chooses rows among those of a shard: their local places, and their numbers among the chosen rows."""
     if rows is None:
         return local_places, global_places
     local_of = {place: local for local, place in zip(local_places.tolist(), global_places.tolist(), strict=True)}
@@ -85,7 +85,7 @@ def _choose_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MergedPieces:
-    """The whole tensor; absent: bool of its shape, True where no piece has a value. num_conflicts: elements that a
+    """The whole tensor; absent: bool of its shape, True where no piece has a value. num_conflicts: elements a
     further rank holds with another value than the first, whose value counts."""
 
     tensor: torch.Tensor
@@ -96,7 +96,7 @@ class MergedPieces:
 def merge_pieces(pieces: Sequence[Piece], *, where: str) -> MergedPieces:
     """The whole tensor out of all ranks' pieces of one name, at least one.
 
-    Raises ``TraceError``, which begins with ``where``, for pieces of several shapes or dtypes.
+    Raises ``TraceError`` (its message begins with ``where``) for pieces of several shapes or dtypes.
     """
     forms = {(piece.global_shape, piece.tensor.dtype) for piece in pieces}
     if len(forms) > 1:
@@ -111,8 +111,10 @@ def merge_pieces(pieces: Sequence[Piece], *, where: str) -> MergedPieces:
         grid = torch.meshgrid(*places, indexing="ij")
         is_owned = torch.ones(piece.tensor.shape, dtype=torch.bool) if piece.owned is None else piece.owned
         there, was_absent = merged[grid], absent[grid]
+        # NaN equals NaN here, as in the whole comparison of dumps.
         are_nan = there.isnan() & piece.tensor.isnan()
         num_conflicts += int((is_owned & ~was_absent & (there != piece.tensor) & ~are_nan).sum())
+        # The first rank's value counts.
         merged[grid] = torch.where(is_owned & was_absent, piece.tensor, there)
         absent[grid] = was_absent & ~is_owned
     return MergedPieces(tensor=merged, absent=absent, num_conflicts=num_conflicts)

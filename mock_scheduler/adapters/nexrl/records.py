@@ -1,7 +1,7 @@
 """A rollout batch as the content of a debug dump's trajectory file, and such a file's trajectories one by one.
 
 Contract: the layout is NexRL's: ``{step, num_trajectories, trajectories: [{tokens, loss_mask, reward, is_val,
-extra_fields}]}``. What NexRL leaves out is in ``extra_fields`` too, so that a file of ours gives the same batch back to
+extra_fields}]}``. What NexRL leaves out is in ``extra_fields`` too, so a file of ours gives the same batch back to
 the bit; one of NexRL's own lacks it.
 """
 
@@ -27,7 +27,7 @@ _NO_VALUES: Mapping[str, torch.Tensor] = {}
 
 
 def group_id_of(identity: SampleIdentity) -> str:
-    """What NexRL calls the group of a row: ``default/3/12``, of scheduler, group and episode."""
+    """NexRL's name of a row's group: ``default/3/12``, of scheduler, group and episode."""
     return "/".join(map(str, identity.group_key))
 
 
@@ -118,7 +118,7 @@ def extra_from_plain(value: object) -> RowValue:
 class DumpedTrajectory:
     """One trajectory of a file. tokens: int32 ``[T]``; mask: bool ``[T]``; extra: all of its ``extra_fields``.
 
-    ``number``: its place in the file, from 0. ``identity``: of a row that this project wrote, else None.
+    ``number``: its place in the file, from 0. ``identity``: of a row this project wrote, else None.
     """
 
     number: int
@@ -138,7 +138,7 @@ class DumpedTrajectory:
 
 
 def read_trajectories(content: Content, where: str) -> list[DumpedTrajectory]:
-    """The trajectories of a file; raises ``BatchError`` listing every field that is missing or cannot be used."""
+    """The trajectories of a file; raises ``BatchError`` listing every missing or unusable field."""
     listed = content.get("trajectories")
     if not isinstance(listed, list):
         raise BatchError(
@@ -156,7 +156,7 @@ def read_trajectories(content: Content, where: str) -> list[DumpedTrajectory]:
 
 
 def _parse(number: int, record: object, problems: list[str]) -> DumpedTrajectory | None:
-    """One trajectory, or None where something is wrong with it, which is then in ``problems``."""
+    """One trajectory, or None where something is wrong with it and told in ``problems``."""
     if not isinstance(record, dict):
         problems.append(f"trajectory {number}: is of type {type(record).__name__}; expected a dict")
         return None

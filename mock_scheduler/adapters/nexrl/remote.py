@@ -1,4 +1,4 @@
-"""What a run that trains on a remote service dumps: what it prepared, what it sent, and what it was answered.
+"""The dump of a run that trains on a remote service: its prepared batch, the datums it sent, and the answer.
 
 Contract: each method writes one file of the step, where ``debug`` asks for it, and else does nothing; call them on one
 rank.
@@ -15,13 +15,13 @@ import torch
 from mock_scheduler.adapters.nexrl.config import DebugConfig
 from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
-from mock_scheduler.adapters.nexrl.records import group_id_of, trajectory_content
+from mock_scheduler.adapters.nexrl.records import group_id_of, spread, trajectory_content
 from mock_scheduler.batch import RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteDump:
-    """The files of one step. ``replace``: write over those of an earlier run, which a resumed one goes on from."""
+    """The files of one step. ``replace``: write over the files of an earlier run a resumed one goes on from."""
 
     config: DebugConfig
     step: int
@@ -34,7 +34,7 @@ class RemoteDump:
             self._save("prepared_trajectories", content)
 
     def save_datums(self, datums: Sequence[Content]) -> None:
-        """datums: what is sent, as ``build_datums`` makes them, or with other ``loss_fn_inputs``."""
+        """datums: as sent, made by ``build_datums``, or with other ``loss_fn_inputs``."""
         if self._is_due("datums"):
             self._save("datums", {"step": self.step, "num_datums": len(datums), "datums": list(datums)})
 
@@ -59,7 +59,7 @@ class RemoteDump:
 
 
 def build_datums(batch: RolloutBatch, advantages: torch.Tensor) -> list[Content]:
-    """Each row of a batch as a datum: the tokens that a model reads, and for each of them what is known of the next.
+    """Makes a datum of each row of a batch: the tokens a model reads, and for each the facts about the next one.
 
     advantages: floating ``[R]``, one per response token of the batch. ``loss_fn_inputs`` has ``target_tokens``,
     ``logprobs`` (the rollout's), ``advantages`` and ``mask`` of T - 1 entries each, 0 where the target is no response
@@ -69,17 +69,13 @@ def build_datums(batch: RolloutBatch, advantages: torch.Tensor) -> list[Content]
     datums: list[Content] = []
     for index, row in enumerate(batch.rows()):
         mask = row.response_mask
-        spread = torch.zeros(len(mask), dtype=torch.float64)
-        spread[mask] = advantages[offsets[index] : offsets[index + 1]].detach().cpu().double()
-        logprobs = torch.zeros(len(mask), dtype=torch.float32)
-        logprobs[mask] = row.rollout_logprobs
         datums.append(
             {
                 "model_input": {"tokens": row.tokens[:-1].tolist()},
                 "loss_fn_inputs": {
                     "target_tokens": row.tokens[1:].tolist(),
-                    "logprobs": logprobs[1:].tolist(),
-                    "advantages": spread[1:].tolist(),
+                    "logprobs": spread(mask, row.rollout_logprobs)[1:],
+                    "advantages": spread(mask, advantages[offsets[index] : offsets[index + 1]])[1:],
                     "mask": mask[1:].int().tolist(),
                 },
                 "sample_id": str(row.identity),

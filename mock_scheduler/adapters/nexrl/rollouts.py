@@ -13,10 +13,9 @@ from pathlib import Path
 
 from mock_scheduler.adapters.nexrl.config import DumpFormat, RolloutWorkerConfig
 from mock_scheduler.adapters.nexrl.files import Content, as_number, load_content
-from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory, match_trajectories
+from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory, build_row, match_trajectories
 from mock_scheduler.adapters.nexrl.names import check_step, find_files_in, parse_key
 from mock_scheduler.adapters.nexrl.records import DumpedTrajectory, read_trajectories
-from mock_scheduler.adapters.nexrl.rows import build_row
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.errors import BatchError, RecordingError, StepNotFoundError
 from mock_scheduler.scheduler import RolloutRequest
@@ -29,7 +28,7 @@ PlanFunction = Callable[[RolloutRequest], Sequence[PlannedTrajectory]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutLimits:
-    """What a batch must keep to be trained on. ``sampling``: of a mode's requests, by mode.
+    """The conditions for a batch to be trained on. ``sampling``: of a mode's requests, by mode.
 
     vocab_size: token ids are below it. max_row_tokens: the longest row.
     """
@@ -40,7 +39,7 @@ class RolloutLimits:
 
 
 class DumpFiles:
-    """The files of ``trajectory_load_path`` by step, which is one file or a folder of them."""
+    """The files of ``trajectory_load_path`` by step: one file or a folder of them."""
 
     def __init__(self, path: Path, dump_format: DumpFormat | None) -> None:
         self.path = path
@@ -49,11 +48,11 @@ class DumpFiles:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are there, ascending."""
+        """The steps present, ascending."""
         return sorted(self._by_step)
 
     def load(self, step: int) -> tuple[Content, str]:
-        """What was dumped for a step, and where; raises ``StepNotFoundError`` or ``TraceError``."""
+        """Loads the dump of a step, with its path; raises ``StepNotFoundError`` or ``TraceError``."""
         if step not in self._by_step and self.path.is_file():
             raise StepNotFoundError(
                 f"rollout_worker.trajectory_load_path {self.path} holds step {self.steps[0]}, and the run asks for "
@@ -88,7 +87,7 @@ def _list_files(path: Path, dump_format: DumpFormat | None) -> dict[int, Path]:
 
 
 def _stored_step(path: Path, dump_format: DumpFormat | None) -> int:
-    """The step that a file says it is of; 0 where neither it nor its name says."""
+    """The step a file says it is of; 0 where neither it nor its name says."""
     step = load_content(path, dump_format=dump_format).get("step", 0)
     if type(step) is not int or step < 0:
         raise RecordingError(f"{path}: step is {step!r}; expected a whole number of at least 0")
@@ -96,7 +95,7 @@ def _stored_step(path: Path, dump_format: DumpFormat | None) -> int:
 
 
 class DumpedRollouts:
-    """Gives the pipeline what a debug dump holds; every rank has one, and all give the same batch."""
+    """Gives the pipeline the rollouts of a debug dump; every rank has one, and all give the same batch."""
 
     def __init__(self, config: RolloutWorkerConfig, plan: PlanFunction, limits: RolloutLimits) -> None:
         self._config = config
@@ -114,7 +113,7 @@ class DumpedRollouts:
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """The trajectories dumped for the step.
 
-        Raises ``StepNotFoundError`` for a step that is not there, ``TraceError`` for a file that cannot be read,
+        Raises ``StepNotFoundError`` for an absent step, ``TraceError`` for a file that cannot be read,
         ``BatchError`` listing all trajectories that do not match the request or lack a field.
         """
         content, where = self._files.load(request.global_step)
@@ -155,7 +154,7 @@ class DumpedRollouts:
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
-        """Nothing to keep: which step comes next follows from the request."""
+        """Nothing to keep: the next step follows from the request."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
@@ -217,7 +216,7 @@ def _check_logprobs(rows: Sequence[DumpedTrajectory], config: RolloutWorkerConfi
 def _sampling(
     content: Content, rows: Sequence[DumpedTrajectory], configured: SamplingParams, where: str
 ) -> SamplingParams:
-    """How the tokens were sampled, as far as the file says; what it does not say is as configured."""
+    """How the tokens were sampled, as far as the file says; all else is as configured."""
     stored = content.get("sampling")
     if isinstance(stored, dict):
         try:

@@ -2,15 +2,15 @@
 
 Contract: ``decode(encode(native))`` is ``native``: every tensor with its dtype, shape, rows' order and every bit (NaN
 payloads, -0.0, garbage in the padding), on the CPU; every other field with its types. Decoding part of a batch's rows
-gives those rows. What the core fields of the batch do not say is kept beside them, row by row, so that batches of equal
+gives those rows. Values beyond the core fields of the batch are kept beside them, row by row, so batches of equal
 fields can be joined and cut:
 
 - ``padded.program``: int32, the widths of the frames, the row's start and split, then the rules of each framed tensor
   (``segments``), in the order of their names, left of the row, in it, right of it;
 - ``padded.values``: uint8, the bytes of the values that these rules need, in the same order;
 - ``identity/row``: the row's number in the framework's batch;
-- ``native/{field}`` for each other field, ``identity/native/{field}`` where it says which row it is: a tensor, or JSON
-  per row (of a field that says which row it is, int64 where all values are such numbers);
+- ``native/{field}`` for each other field, ``identity/native/{field}`` where it identifies the row: a tensor, or JSON
+  per row (of an identifying field, int64 where all values are such numbers);
 - ``meta["padded"]``: how each field is kept. The entries of the framework's meta are beside it.
 """
 
@@ -28,15 +28,15 @@ from mock_scheduler.adapters.padded.core import CoreReader
 from mock_scheduler.adapters.padded.fields import Native, NativeFields, raise_problems, sort_fields
 from mock_scheduler.adapters.padded.identity import IdentifyRow, identify_rows, read_tags
 from mock_scheduler.adapters.padded.layout import PaddedLayout
-from mock_scheduler.adapters.padded.other import (
+from mock_scheduler.adapters.padded.values import (
     describe_rows,
+    from_json,
     read_column,
     write_dense,
     write_identity,
     write_meta,
     write_rows,
 )
-from mock_scheduler.adapters.padded.values import from_json
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
 from mock_scheduler.errors import BatchError
@@ -52,9 +52,9 @@ class PaddedCodec:
     """A ``BatchCodec`` for one framework's padded batches.
 
     ``layout``: ``ROLL_AGENTIC``, ``ROLL_RLVR``, ``VERL``, ``AREAL`` or one of your own. ``sampling``: how the tokens
-    were sampled, which padded batches do not say. ``group_ids``: the field whose equal values make a group, or a
+    were sampled; padded batches do not say. ``group_ids``: the field whose equal values make a group, or a
     function from the framework's batch and a row number to a ``SampleIdentity``; ``None``: the layout's field, or,
-    where the batch has none, the row number divided by ``group_size``. ``group_size``: trajectories that every group
+    where the batch has none, the row number divided by ``group_size``. ``group_size``: trajectories every group
     must have; ``None``: as the request says.
 
     A framework's batch is one mapping of all its fields; of a ``DataProto``, for example,
@@ -76,7 +76,7 @@ class PaddedCodec:
         self._sampling, self._scheduler_id, self._group_size = sampling, scheduler_id, group_size
 
     def encode(self, native: object, request: RolloutRequest) -> RolloutBatch:
-        """The batch of a framework's mapping of fields, which stays as it was and is not shared.
+        """The batch of a framework's mapping of fields; the mapping stays as it was and is not shared.
 
         Raises ``BatchError`` where a field is missing or cannot be kept, where tokens, logprobs on response tokens or
         rewards are no possible values, and as ``RolloutBatch`` does.
@@ -112,6 +112,7 @@ class PaddedCodec:
 
         Raises ``BatchError`` where the batch was not made by this class, or joins rows of different widths.
         """
+        # Columns of this codec can only be read as they were written.
         about = batch.meta.get(META_KEY)
         if not isinstance(about, Mapping) or about.get("version") != _VERSION:
             found = about.get("version") if isinstance(about, Mapping) else None

@@ -1,6 +1,6 @@
 """Framed tensors as columns of a batch, and back: of each, per row, a stretch left of the row, in it and right of it.
 
-Contract: see ``padded`` for the columns and ``segments`` for what they hold. What is written for a row depends
+Contract: see ``padded`` for the columns and ``segments`` for their content. The bytes written for a row depend
 on the row alone.
 """
 
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.adapters.padded.fields import LANE_DTYPES, FramedShape, NativeFields, as_lanes
-from mock_scheduler.adapters.padded.layout import Frame
-from mock_scheduler.adapters.padded.rows import RowSpans
+from mock_scheduler.adapters.padded.layout import Frame, RowSpans
 from mock_scheduler.adapters.padded.segments import SegmentReader, TokenFields, write_segment
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, TensorColumn
@@ -29,7 +28,7 @@ _HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
 
 
 def describe_tensor(tensor: torch.Tensor, frame: Frame, width: int) -> dict[str, JSON]:
-    """What a reader must know of a framed tensor, beside its columns; ``width``: that of its frame."""
+    """Describes a framed tensor for its reader, beside its columns; ``width``: that of its frame."""
     shape = FramedShape.of(tensor, width)
     about: dict[str, JSON] = {"kind": "framed", "dtype": dtype_name(tensor.dtype), "frame": frame.value}
     return {**about, "shape": list(shape.tail), **({"leading": list(shape.leading)} if shape.leading else {})}
@@ -115,7 +114,7 @@ class PaddedWriter:
 class PaddedReader:
     """Reads the framed tensors of a batch; ``order``: its row numbers in the order of the framework's rows.
 
-    ``kinds``: what ``describe_tensor`` said of each, by field. ``widths``: by frame, for a batch of no rows.
+    ``kinds``: the description by ``describe_tensor`` of each, by field. ``widths``: by frame, for a batch of no rows.
     """
 
     def __init__(

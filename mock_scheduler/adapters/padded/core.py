@@ -1,6 +1,6 @@
 """The core fields of a batch out of a framework's padded tensors.
 
-Contract: the rows are taken in the order given. What a framework does not say is 0 (logprobs, rewards), the request's
+Contract: the rows are taken in the order given. A value a framework lacks is 0 (logprobs, rewards), the request's
 policy version, or ``TERMINATED``. A turn is a run of response tokens; a reward per token belongs to the last turn that
 has begun, else to the first one. Where the tokens of a turn have several policy versions, the turn's is the oldest.
 """
@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
-from mock_scheduler.adapters.padded.layout import PaddedLayout
-from mock_scheduler.adapters.padded.rows import RowSpans, find_spans, gather, gather_by_token
+from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.rows import compute_prompt_digests
 
@@ -125,7 +124,7 @@ class CoreReader:
         raise_problems(problems, self._layout, remedy)
 
     def _find_turn_starts(self) -> _Integers:
-        """The positions among all tokens at which turns start."""
+        """The first position of each turn among all tokens."""
         before = np.concatenate([[False], self._mask[:-1]])[: len(self._mask)]
         before[self._offsets[:-1]] = False
         return np.flatnonzero(self._mask & ~before)
@@ -169,7 +168,7 @@ class CoreReader:
             raise_problems(problems, self._layout, remedy)
 
     def _replace_turn_rewards(self, by_turn: _Floats, turn_offsets: _Integers) -> _Floats:
-        """The rewards that the framework lists per turn, in rows where it lists one finite number for each."""
+        """The rewards the framework lists per turn, in rows where it lists one finite number for each."""
         name = self._layout.turn_rewards
         if name is None or name not in self._fields.rows:
             return by_turn
@@ -199,7 +198,7 @@ class CoreReader:
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor as a NumPy array of the same values; floats that NumPy lacks become float32, which holds them."""
+    """The tensor as a NumPy array of the same values; floats that NumPy lacks become float32, a wider type."""
     if tensor.is_floating_point() and tensor.dtype != torch.float64:
         tensor = tensor.float()
     return tensor.numpy()

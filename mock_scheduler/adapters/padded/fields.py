@@ -31,7 +31,7 @@ class NativeFields:
 
     ``framed``: tensors ``[B, width of their frame, …]``, or ``[B, …, width]`` where their second dimension is no
     frame's (position ids of several axes, ``[B, 3, width]``); ``dense``: other tensors ``[B, …]``; ``rows``: fields
-    with one Python value per row; ``meta``: what is said of the whole batch, ``None`` where the field is absent.
+    with one Python value per row; ``meta``: said of the whole batch, ``None`` where the field is absent.
     ``arrays``: the tensors that are NumPy arrays in the framework's batch.
     """
 
@@ -82,21 +82,21 @@ def sort_fields(native: Native, layout: PaddedLayout) -> NativeFields:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramedShape:
-    """The dimensions of a framed tensor ``[B, *leading, width, *tail]``, of which ``leading`` or ``tail`` is empty."""
+    """The dimensions of a framed tensor ``[B, *leading, width, *tail]``, with ``leading`` or ``tail`` empty."""
 
     leading: tuple[int, ...]
     tail: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor, width: int) -> FramedShape:
-        """That of a tensor whose frame has this width."""
+        """The shape of a tensor whose frame has this width."""
         if tensor.shape[1] == width:
             return cls(leading=(), tail=tuple(tensor.shape[2:]))
         return cls(leading=tuple(tensor.shape[1:-1]), tail=())
 
     @property
     def num_lines(self) -> int:
-        """Stretches of ``width`` columns that one row has."""
+        """Stretches of ``width`` columns one row has."""
         return math.prod(self.leading)
 
     def lanes_per_column(self, dtype: torch.dtype) -> int:
@@ -153,7 +153,7 @@ def _measure_widths(tensors: Mapping[str, torch.Tensor], layout: PaddedLayout) -
 def _find_frame(name: str, tensor: torch.Tensor, layout: PaddedLayout, widths: Mapping[Frame, int]) -> Frame | None:
     """The frame of a tensor of two dimensions or more; ``None`` where it is kept as it is.
 
-    A field that plays a role, and a known one of two dimensions, has its frame whatever its size, which is then told.
+    A field with a role, and a known one of two dimensions, has its frame whatever its size; a wrong size is then told.
     """
     known = layout.frames.get(name)
     if known is not None and (name in layout.roles or tensor.dim() == 2):
@@ -184,7 +184,7 @@ def _rows_problems(name: str, value: object, num_rows: int, layout: PaddedLayout
 
 
 def raise_problems(problems: list[str], layout: PaddedLayout, remedy: str = "") -> None:
-    """Raise one ``BatchError`` that lists the problems, the first 20 where there are more, and says what to do."""
+    """Raise one ``BatchError`` listing the problems, the first 20 where there are more, with the remedy."""
     if problems:
         lines = [f"\n  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
         if len(problems) > MAX_LISTED_PROBLEMS:

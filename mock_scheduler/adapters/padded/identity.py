@@ -1,7 +1,7 @@
-"""The identities and tags of a framework's rows, from the fields that its layout names.
+"""The identities and tags of a framework's rows, from the fields its layout names.
 
-Contract: without such fields a row is its number, with ``group_size`` rows in a row to a group. Groups that a framework
-names otherwise than by numbers are numbered in the order in which they appear.
+Contract: without such fields a row is its number, with ``group_size`` rows in a row to a group. Groups a framework
+names otherwise than by numbers are numbered in the order of their first appearance.
 """
 
 from __future__ import annotations

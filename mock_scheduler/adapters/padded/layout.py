@@ -1,7 +1,9 @@
-"""How a framework lays out its padded tensors: which plays which role, and which columns are which tokens.
+"""How a framework lays out its padded tensors: the role of each tensor, and the columns of each row's tokens.
 
-Contract: data only. A layout decides what the core fields of a batch are made of, and how compactly the tensors are
-kept; that every tensor comes back bit for bit does not depend on it.
+Contract: a layout is data. It chooses the tensors that make the core fields of a batch, and how compactly tensors
+are kept; every tensor comes back bit for bit under any layout. A row's tokens are the columns from the first to the
+last the attention mask marks; where it marks none, the first column alone, since every row has a token. Unmarked
+columns between them are kept like any other value.
 
 Sources of the ready-made layouts: ROLL ``env_manager/traj_env_manager.py`` and ``utils/functionals.py``
 (``postprocess_generate``), verl ``trainer/ppo/ray_trainer.py`` and its agent loop, AReaL ``workflow/rlvr.py``; all of
@@ -13,10 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 class Frame(Enum):
-    """Which token a tensor's column stands for, in a row whose tokens fill columns ``start`` to ``stop`` of ``tokens``.
+    """The token of a tensor's column, in a row whose tokens fill columns ``start`` to ``stop`` of ``tokens``.
 
     ``FULL``: column c as in ``tokens``; ``SHIFTED``: one column fewer, column c is token column c + 1 (as for the
     logprobs of next tokens); ``PROMPT``: the last column is the last prompt token (padded on the left); ``RESPONSE``:
@@ -33,14 +39,14 @@ class Frame(Enum):
 class PaddedLayout:
     """The fields of a framework's batch by role; ``None`` or an absent field: the framework does not say.
 
-    ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens that the policy
+    ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens the policy
     sampled) are tensors ``[B, width]`` that must be there. ``rollout_logprobs`` and ``policy_versions``: one value per
     token; ``rewards``: one per token or one per row; ``turn_rewards``: per row a list of numbers, one per turn, where a
     turn is a run of response tokens. ``frames``: the frame of each known tensor; any other has the frame whose width is
     its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
-    the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that say which row it is and not what
-    is in it. ``meta``: the field that holds a dict about the whole batch.
+    the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that identify the row and are no part
+    of its content. ``meta``: the field holding a dict about the whole batch.
     """
 
     name: str
@@ -63,7 +69,7 @@ class PaddedLayout:
 
     @property
     def required(self) -> tuple[str, str, str]:
-        """The tensors that every batch of this layout has."""
+        """The tensors every batch of this layout has."""
         return self.tokens, self.attention_mask, self.response_mask
 
     @property
@@ -73,7 +79,7 @@ class PaddedLayout:
 
     @property
     def optional(self) -> dict[str, str]:
-        """The fields of the roles that the layout names and a batch may lack, by role."""
+        """The fields of the roles the layout names and a batch may lack, by role."""
         roles = {
             "rollout_logprobs": self.rollout_logprobs,
             "rewards": self.rewards,
@@ -84,7 +90,7 @@ class PaddedLayout:
 
     @property
     def all_identity_fields(self) -> frozenset[str]:
-        """The fields that say which row it is."""
+        """The fields that identify the row."""
         named = (self.group_ids, self.env_ids, self.trajectory_groups, self.turn_ids, *self.identity_fields)
         return frozenset(name for name in named if name is not None)
 
@@ -167,3 +173,54 @@ AREAL = PaddedLayout(
         "versions": Frame.FULL,
     },
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSpans:
+    """Per row, int64 ``[B]``: ``starts``, the column of the first token in full tensors; ``lengths``, tokens;
+    ``splits``, the token the first column of response tensors stands for. ``widths``: columns of each frame."""
+
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    splits: npt.NDArray[np.int64]
+    widths: Mapping[Frame, int]
+
+    def columns(self, frame: Frame) -> list[tuple[int, int, int]]:
+        """Per row ``(first, stop, token)``: the tensor's columns of the row's tokens, and the token of the first."""
+        width = self.widths[frame]
+        if frame is Frame.FULL or frame is Frame.SHIFTED:
+            offsets = (1 if frame is Frame.SHIFTED else 0) - self.starts
+        else:
+            offsets = self.splits - width if frame is Frame.PROMPT else self.splits
+        first = np.clip(-offsets, 0, width)
+        stop = np.maximum(np.clip(self.lengths - offsets, 0, width), first)
+        return list(zip(first.tolist(), stop.tolist(), (first + offsets).tolist(), strict=True))
+
+
+def find_spans(attention: npt.NDArray[np.bool_], layout: PaddedLayout, widths: Mapping[Frame, int]) -> RowSpans:
+    """The spans of rows whose tokens ``attention`` ``[B, columns]`` marks; ``splits`` are 0 if padded on the right."""
+    num_rows, width = attention.shape
+    starts = attention.argmax(axis=1) if width else np.zeros(num_rows, dtype=np.int64)
+    stops = width - attention[:, ::-1].argmax(axis=1) if width else np.zeros(num_rows, dtype=np.int64)
+    stops = np.where(attention.any(axis=1), stops, np.minimum(starts + 1, width))
+    splits = widths[Frame.PROMPT] - starts if layout.is_left_padded else np.zeros(num_rows, dtype=np.int64)
+    return RowSpans(starts=starts, lengths=stops - starts, splits=splits, widths=widths)
+
+
+def gather(values: npt.NDArray[Any], columns: list[tuple[int, int, int]], rows: list[int]) -> npt.NDArray[Any]:
+    """The values of the given rows' columns, one row after another."""
+    pieces = [values[row, columns[row][0] : columns[row][1]] for row in rows]
+    return np.concatenate([values[:0].reshape(0), *pieces])
+
+
+def gather_by_token(
+    values: npt.NDArray[Any], columns: list[tuple[int, int, int]], rows: list[int], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[Any]:
+    """One value per token of the given rows, one row after another; 0 for tokens that have no column."""
+    out = np.zeros(int(lengths[rows].sum()) if rows else 0, dtype=values.dtype)
+    position = 0
+    for row in rows:
+        first, stop, token = columns[row]
+        out[position + token : position + token + stop - first] = values[row, first:stop]
+        position += int(lengths[row])
+    return out

@@ -1,6 +1,6 @@
 """Lossless short forms of a stretch of a padded tensor: a rule, its parameters, and the places where it is wrong.
 
-Contract: the rule of a stretch depends on nothing but the stretch and the row's own fields, so that equal rows are
+Contract: the rule of a stretch depends on nothing but the stretch and the row's own fields, so equal rows are
 written alike whatever batch they are in. Values are compared and kept as bit patterns (unsigned integers of the
 tensor's item size, here *lanes*), so NaN, -0.0 and garbage are values like any other.
 
@@ -41,7 +41,7 @@ _POSITION_SIZE = 4  # bytes of one integer of a program
 
 
 class Rule(IntEnum):
-    """What stands for a stretch of values; see the module's table."""
+    """The rule of a stretch of values; see the module's table."""
 
     CONSTANT = 1
     COUNTING = 2
@@ -87,8 +87,8 @@ def write_segment(lanes: Lanes, fields: TokenFields | None = None, start: int = 
 
 
 def _write_inexact(lanes: Lanes, tried: list[tuple[_Candidate, int]]) -> tuple[list[int], Lanes]:
-    """``write_segment`` of a stretch for which no rule is right everywhere; ``tried``: each with how often it is
-    wrong, in the order in which they are preferred."""
+    """``write_segment`` of a stretch without a rule that is right everywhere; ``tried``: each with its number of
+    errors, the preferred first."""
     last = lanes[-1]
     common = last if lanes[len(lanes) // 2] == last else lanes[0]
     tried.insert(0, (_Candidate(Rule.CONSTANT, [common], common), int(np.count_nonzero(lanes != common))))
@@ -119,7 +119,7 @@ def _is_constant(lanes: Lanes) -> bool:
 
 
 def _candidates(lanes: Lanes, fields: TokenFields | None, start: int) -> Iterator[_Candidate]:
-    """The rules that may be right for a stretch which is not constant, in the order in which they are tried."""
+    """The rules that may be right for a stretch that is not constant, in the order of trial."""
     first, last = lanes[0], lanes[-1]
     if int(lanes[1]) - int(first) == 1 or int(last) - int(lanes[-2]) == 1:
         yield _Candidate(Rule.COUNTING, [first], _count_from(first, len(lanes)))
@@ -145,7 +145,7 @@ def _count_from(first: Any, length: int) -> Lanes:  # noqa: ANN401 - a NumPy sca
 
 
 class SegmentReader:
-    """Reads the stretches of one row, of all its tensors, in the order in which they were written.
+    """Reads the stretches of one row, of all its tensors, in the order of writing.
 
     ``values``: the bytes of the values of all stretches, uint8, one after another.
     """
@@ -158,7 +158,7 @@ class SegmentReader:
         """Where the program goes on."""
 
     def read_into(self, out: Lanes, fields: TokenFields | None = None, start: int = 0) -> None:
-        """Fill ``out``, the stretch of the tensor, which holds zeros; ``fields`` and ``start`` as for
+        """Fill ``out``, the stretch of the tensor, full of zeros; ``fields`` and ``start`` as for
         ``write_segment``."""
         if len(out) == 0:
             return

@@ -1,7 +1,7 @@
-"""The files of a candidate's entry module that are the user's own: the module, and what it imports of theirs.
+"""The user's own files behind a candidate's entry module: the module, and the user's modules that it imports.
 
-Contract: imports are read from the source, in functions too; nothing is run. What is found by other means (a name put
-together at run time, a data file) is not found here. A package that is installed, the standard library and this
+Contract: imports are read from the source, in functions too; nothing is run. Files that are found by other means (a
+name put together at run time, a data file) are not found here. Installed packages, the standard library and the
 project's own packages are left where they are, and said.
 """
 
@@ -11,7 +11,7 @@ import ast
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import resolve_name
 from pathlib import Path
@@ -19,7 +19,6 @@ from pathlib import Path
 from mock_scheduler.align.plan.overrides import find_module
 from mock_scheduler.errors import ConfigError
 
-_OWN_PACKAGES = frozenset({"mock_scheduler", "pipelines"})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -27,12 +26,14 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 class EntryFiles:
     """root: the folder on the Python path that the names are below; paths: relative to it, sorted.
 
-    ``left``: why there are none, in words; empty where there are.
+    ``left``: why there are none, in words; empty where there are. ``is_own``: whether that is since the module is part
+    of the project.
     """
 
     root: Path
     paths: tuple[Path, ...]
     left: str = ""
+    is_own: bool = False
 
     def copy_to(self, folder: Path) -> None:
         """Copy all files below ``folder``, under the same names."""
@@ -41,8 +42,11 @@ class EntryFiles:
             shutil.copyfile(self.root / path, folder / path)
 
 
-def find_entry_files(entry: str) -> EntryFiles:
-    """The user's files behind ``python -m entry``; raises ``ConfigError`` where there is no such module."""
+def find_entry_files(entry: str, own_packages: Collection[str]) -> EntryFiles:
+    """Finds the user's files behind ``python -m entry``; raises ``ConfigError`` where there is no such module.
+
+    ``own_packages``: packages of the project, whose files are not the user's.
+    """
     found = find_module(entry)
     if found is None:
         raise ConfigError(
@@ -51,17 +55,17 @@ def find_entry_files(entry: str) -> EntryFiles:
         )
     depth = len(entry.split(".")) + (found.name == "__main__.py")
     root = found.parents[depth - 1]
-    if entry.partition(".")[0] in _OWN_PACKAGES:
-        return EntryFiles(root=root, paths=(), left=f"{entry} is part of this project")
+    if entry.partition(".")[0] in own_packages:
+        return EntryFiles(root=root, paths=(), left=f"{entry} is part of this project", is_own=True)
     if _is_installed(found):
         return EntryFiles(root=root, paths=(), left=f"{entry} is of an installed package")
     paths: set[Path] = set()
-    _follow(root, found, paths)
+    _follow(root, found, paths, own_packages)
     return EntryFiles(root=root, paths=tuple(sorted(path.relative_to(root) for path in paths)))
 
 
-def _follow(root: Path, path: Path, paths: set[Path]) -> None:
-    """Add a file, the packages that it is in, and what it imports below the root."""
+def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[str]) -> None:
+    """Adds a file, the packages around it, and its imports below the root."""
     if path in paths:
         return
     paths.add(path)
@@ -69,15 +73,16 @@ def _follow(root: Path, path: Path, paths: set[Path]) -> None:
         if parent == root:
             break
         if (parent / "__init__.py").is_file():
-            _follow(root, parent / "__init__.py", paths)
+            _follow(root, parent / "__init__.py", paths, own_packages)
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is no Python source: {error}") from error
     for name in _imported(tree, package=".".join(path.relative_to(root).parts[:-1])):
-        found = _find_below(root, name)
+        top = name.partition(".")[0]
+        found = None if top in own_packages else _find_below(root, name)
         if found is not None:
-            _follow(root, found, paths)
+            _follow(root, found, paths, own_packages)
 
 
 def _imported(tree: ast.AST, *, package: str) -> Iterator[str]:
@@ -98,9 +103,9 @@ def _imported(tree: ast.AST, *, package: str) -> Iterator[str]:
 
 
 def _find_below(root: Path, name: str) -> Path | None:
-    """The user's file of a module below the root; ``None`` for anything else."""
+    """Returns the user's file of a module below the root; ``None`` for anything else."""
     top = name.partition(".")[0]
-    if not name or top in _OWN_PACKAGES or top in sys.stdlib_module_names:
+    if not name or top in sys.stdlib_module_names:
         return None
     relative = root.joinpath(*name.split("."))
     places = (relative.with_name(f"{relative.name}.py"), relative / "__init__.py")

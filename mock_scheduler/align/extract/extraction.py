@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def is_diverged(self) -> bool:
-        """Whether it shows the divergence."""
+        """Says whether it shows the divergence."""
         return self.verdict == VerdictKind.DIVERGED.value
 
 

@@ -5,40 +5,32 @@ Contract: everything in it is named relative to it, so it can be moved; nothing 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.extract.batch import Reduction, apply_values
+from mock_scheduler.align.extract.batch import apply_values
 from mock_scheduler.align.extract.entry import EntryFiles
 from mock_scheduler.align.extract.source import DivergedCandidate
-from mock_scheduler.align.plan.plan import BASELINE_NAME, build_loader
+from mock_scheduler.align.plan.overrides import format_override
+from mock_scheduler.align.plan.plan import BASELINE_NAME
 from mock_scheduler.batch.trajectory import GroupKey
-from mock_scheduler.config.align import MatrixConfig
-from mock_scheduler.config.loading import dump_config
+from mock_scheduler.config.align import CandidateConfig, MatrixConfig
+from mock_scheduler.config.loading import ConfigSource, dump_config
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
 from mock_scheduler.recording.writing.subset import write_subset
-from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
-from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"
 SCRIPT_FILE = "reproduce.sh"
 OUTPUT_FOLDER = "output"
 
-# Of the checkpoints of ``pipelines``: its last file, and the keys in it that the size of a batch enters.
-_RUN_STATE_FILE = "run_state.json"
-_BATCH_KEYS = ("rollout_batch_size", "train_env_manager.num_env_groups")
-#: What a checkpoint's tensors follow from: where a candidate differs in these, it cannot begin from the baseline's.
-_STATE_KEYS = ("seed", "precision", "rollout_form", "adv_estimator", "model")
-
 _SCRIPT = """\
 #!/usr/bin/env bash
 # Shows the divergence: exit code 1 and the verdict "diverged". Start it from the root of a checkout that has
-# mock_scheduler and pipelines, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter, else the checkout's
+# {packages}, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter, else the checkout's
 # .venv, else python3. What follows the script goes to mock-scheduler align.
 set -euo pipefail
 fail() {{  # 1 is a verdict's
@@ -57,7 +49,7 @@ export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
 code=0
 "$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
   --output-dir {output} --overwrite "$@" || code=$?
-if [[ "$code" == 1 ]] && ! "$python" -c "import torch, mock_scheduler.cli, pipelines" 2>/dev/null; then
+if [[ "$code" == 1 ]] && ! "$python" -c "import {imports}" 2>/dev/null; then
   fail "$python could not run it; start this from the root of a checkout with its .venv, or set PYTHON"
 fi
 exit "$code"
@@ -66,9 +58,10 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What a reproduction begins with: ``checkpoint``, or where it is ``None`` the seed's initial weights.
+    """The weights with which a reproduction begins: ``checkpoint``, or where it is ``None`` the seed's initial ones.
 
-    first_step, last_step: the steps that are then trained, the first divergence's among them. text: in words.
+    ``first_step``, ``last_step``: the steps that are then trained, the first divergence's among them. ``text``: in
+    words.
     """
 
     checkpoint: Path | None
@@ -78,19 +71,20 @@ class Weights:
 
 
 def choose_weights(source: DivergedCandidate) -> Weights:
-    """The shortest way to the weights with which the divergent step began; raises ``ConfigError`` for a broken one."""
-    step, resumed = source.step, source.baseline.resume_from_checkpoint
-    last_step = max(step, source.baseline.first_policy_step, source.candidate.first_policy_step)
-    start = 0 if resumed is None else _next_step(Path(resumed))
-    at_step = source.baseline_dir / CHECKPOINTS_FOLDER / f"step_{step:06d}"
-    if step > start and _is_checkpoint(at_step, step) and _begins_alike(source):
+    """Chooses the shortest way to the weights of the divergent step; raises ``ConfigError`` for a broken checkpoint."""
+    step, resumed, reductions = source.step, source.baseline.resume_from_checkpoint, source.reductions
+    last_step = max(step, *(reductions.first_trained_step(config) for config in (source.baseline, source.candidate)))
+    start = 0 if resumed is None else _find_start(source, Path(resumed))
+    at_step = source.baseline_dir / CHECKPOINTS_FOLDER / reductions.checkpoint_name(step)
+    is_there = step > start and reductions.next_step(at_step) == step
+    if is_there and reductions.begins_alike(source.baseline, source.candidate):
         text = f"the baseline's checkpoint of step {step}, from which both sides begin"
         return Weights(checkpoint=at_step, first_step=step, last_step=last_step, text=text)
-    text = f"seed {source.baseline.seed}, from which the initial weights follow"
+    text = reductions.describe_seed(source.baseline)
     if resumed is not None:
         text = f"the checkpoint of step {start} from which the baseline began"
     if step > start:
-        why = "has none that the candidate could begin from" if _is_checkpoint(at_step, step) else "left none"
+        why = "has none that the candidate could begin from" if is_there else "left none"
         text += (
             f"; the {step - start} steps before step {step} are kept, with as many groups, since the baseline {why} at "
             f"step {step}"
@@ -103,41 +97,51 @@ def write_reproduction(
     source: DivergedCandidate,
     folder: Path,
     *,
-    reduction: Reduction,
+    reduction: ReducedBatch,
     groups: Mapping[int, Sequence[GroupKey]],
     weights: Weights,
     entry: EntryFiles,
-) -> PipelineConfig:
-    """Write everything but the README to an empty folder, and return the configuration.
+) -> RunConfig:
+    """Writes everything but the README to an empty folder, and returns the configuration.
 
-    groups: by step, those that are kept. Raises ``RecordingError`` where a recorded step cannot be read.
+    ``groups``: the kept ones by step. Raises ``RecordingError`` where a recorded step cannot be read.
     """
-    checkpoint = None if weights.checkpoint is None else f"{CHECKPOINT_FOLDER}/step_{weights.first_step:06d}"
+    checkpoint = None
+    if weights.checkpoint is not None:
+        checkpoint = f"{CHECKPOINT_FOLDER}/{source.reductions.checkpoint_name(weights.first_step)}"
     config = _build_config(source, reduction, checkpoint=checkpoint)
     contract = {name: value for name, value in reduction.values.items() if name in _contract_names(source)}
     write_subset(source.reader, str(folder / RECORDING_FOLDER), groups, contract=contract)
     if weights.checkpoint is not None and checkpoint is not None:
-        _copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction)
+        source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction)
     entry.copy_to(folder)
     (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
     script = folder / SCRIPT_FILE
     script.write_text(
-        _SCRIPT.format(config=Path(CONFIG_FILE).stem, recording=RECORDING_FOLDER, output=OUTPUT_FOLDER),
+        _SCRIPT.format(
+            config=Path(CONFIG_FILE).stem,
+            recording=RECORDING_FOLDER,
+            output=OUTPUT_FOLDER,
+            packages=" and ".join(source.own_packages),
+            imports=", ".join(("torch", "mock_scheduler.cli", *source.program.packages)),
+        ),
         encoding="utf-8",
     )
     script.chmod(0o755)
     # As it will be loaded: what cannot be is said now, and not by the reproduction.
-    build_loader(Path(CONFIG_FILE).stem, folder)(config.align.candidates[0].overrides)
+    overrides = tuple(config.align.candidates[0].overrides)
+    loaded = ConfigSource(config_name=Path(CONFIG_FILE).stem, config_path=str(folder), overrides=overrides)
+    load_config(loaded, source.program)
     return config
 
 
-def _build_config(source: DivergedCandidate, reduction: Reduction, *, checkpoint: str | None) -> PipelineConfig:
+def _build_config(source: DivergedCandidate, reduction: ReducedBatch, *, checkpoint: str | None) -> RunConfig:
     suffix = f"-{BASELINE_NAME}"
-    values: dict[str, JSON] = {
+    values: dict[str, Plain] = {
         **reduction.values,
         "exp_name": f"{source.baseline.exp_name.removesuffix(suffix)}-reproduction",
         "output_dir": OUTPUT_FOLDER,
-        "checkpoint_config.output_dir": None,
+        **source.program.folder_keys,
         "resume_from_checkpoint": checkpoint,
         "rollout_mock.enable": True,
         "rollout_mock.mode": "mock",
@@ -149,44 +153,21 @@ def _build_config(source: DivergedCandidate, reduction: Reduction, *, checkpoint
     return config.model_copy(update={"align": config.align.model_copy(update=own)})
 
 
-def _candidate(source: DivergedCandidate, reduction: Reduction) -> CandidateConfig:
-    """The candidate; where it makes another number of updates, its rate decays over those of its own whole run."""
-    key = "training.lr_decay_iters"
-    if key not in reduction.values or key in source.own_keys:
+def _candidate(source: DivergedCandidate, reduction: ReducedBatch) -> CandidateConfig:
+    """Returns the candidate, with the keys that it needs beside the batch's."""
+    further = source.reductions.follow_batch(source.candidate, reduction)
+    added = [format_override(key, value) for key, value in further.items() if key not in source.own_keys]
+    if not added:
         return source.change
-    own = source.candidate.lr_decay_updates(first_step=source.candidate.first_policy_step)
-    if own == reduction.values[key]:
-        return source.change
-    return source.change.model_copy(update={"overrides": [*source.change.overrides, f"{key}={own}"]})
+    return source.change.model_copy(update={"overrides": [*source.change.overrides, *added]})
 
 
 def _contract_names(source: DivergedCandidate) -> frozenset[str]:
     return frozenset(field.name for field in source.reader.manifest.contract.fields)
 
 
-def _copy_checkpoint(origin: Path, target: Path, reduction: Reduction) -> None:
-    """A copy that a run with other batches may go on from: their size is in no tensor."""
-    shutil.copytree(origin, target)
-    state = load_json_object(target / _RUN_STATE_FILE)
-    state["fixed"] |= {key: reduction.values[key] for key in _BATCH_KEYS if key in reduction.values}
-    save_json(target / _RUN_STATE_FILE, state)
-
-
-def _is_checkpoint(folder: Path, step: int) -> bool:
-    return (folder / _RUN_STATE_FILE).is_file() and _next_step(folder) == step
-
-
-def _next_step(folder: Path) -> int:
-    path = folder / _RUN_STATE_FILE
-    try:
-        step = load_json_object(path).get("next_step")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the checkpoint {folder} cannot be used: {path.name} {error}") from error
-    if not isinstance(step, int):
-        raise ConfigError(f"the checkpoint {folder} cannot be used: {path.name} has no next_step")
+def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:
+    step = source.reductions.next_step(checkpoint)
+    if step is None:
+        raise ConfigError(f"the checkpoint {checkpoint} cannot be used: there is none any more")
     return step
-
-
-def _begins_alike(source: DivergedCandidate) -> bool:
-    ours, theirs = (config.model_dump(include=set(_STATE_KEYS)) for config in (source.baseline, source.candidate))
-    return ours == theirs

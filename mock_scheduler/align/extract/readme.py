@@ -1,4 +1,4 @@
-"""The README of a reproduction: what it shows, how to run it, what it was cut from and what it leaves open."""
+"""The README of a reproduction says how to run it, where it was cut from, and how it may differ from that."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mock_scheduler.align.extract.batch import Reduction
 from mock_scheduler.align.extract.entry import EntryFiles
 from mock_scheduler.align.extract.folder import CHECKPOINT_FOLDER, RECORDING_FOLDER, SCRIPT_FILE, Weights
 from mock_scheduler.align.extract.source import DivergedCandidate
 from mock_scheduler.batch.trajectory import GroupKey
+from mock_scheduler.program import ReducedBatch, RunConfig
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.run_files import CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some
-from pipelines.config.schema import PipelineConfig
 
 README_FILE = "README.md"
 
@@ -25,16 +24,16 @@ _NUM_GROUPS_NAMED = 8
 def write_readme(
     folder: Path,
     source: DivergedCandidate,
-    config: PipelineConfig,
+    config: RunConfig,
     *,
-    reduction: Reduction,
+    reduction: ReducedBatch,
     groups: Mapping[int, Sequence[GroupKey]],
     num_all: int,
     weights: Weights,
     entry: EntryFiles,
     remarks: Sequence[str],
 ) -> None:
-    """Write ``README.md``. remarks: what the check of the reproduction found, in sentences."""
+    """Writes ``README.md``. ``remarks``: the findings of the reproduction's check, in sentences."""
     change = config.align.candidates[0]
     sections = [
         f"# {change.name} diverges from its baseline",
@@ -53,12 +52,12 @@ def write_readme(
     (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
 
 
-def _describe_change(config: PipelineConfig, entry: EntryFiles) -> str:
+def _describe_change(config: RunConfig, entry: EntryFiles) -> str:
     change = config.align.candidates[0]
     lines = [f"- `{override}`" for override in change.overrides]
     if entry.paths:
         lines.append(f"- it runs as `python -m {change.entry}`, whose files are copied here")
-    elif change.entry.partition(".")[0] != "pipelines":
+    elif not entry.is_own:
         lines.append(f"- it runs as `python -m {change.entry}`, which must be installed: {entry.left}")
     if change.python is not None:
         lines.append(f"- it runs with another interpreter, `{change.python}`, which is not here: see versions")
@@ -67,7 +66,7 @@ def _describe_change(config: PipelineConfig, entry: EntryFiles) -> str:
 
 def _describe_files(
     source: DivergedCandidate,
-    reduction: Reduction,
+    reduction: ReducedBatch,
     groups: Mapping[int, Sequence[GroupKey]],
     *,
     num_all: int,
@@ -94,7 +93,7 @@ def _describe_files(
 
 
 def _describe_versions(source: DivergedCandidate) -> str:
-    """Of what recorded the rollouts, and of what cut them."""
+    """Returns a table of the versions that recorded the rollouts, and of those that cut them."""
     provenance = source.reader.manifest.provenance
     recorded = provenance.get("packages")
     packages = recorded if isinstance(recorded, Mapping) else {}

@@ -1,7 +1,7 @@
-"""What ``mock-scheduler extract`` starts from: a finished alignment, and the one of its candidates that diverged.
+"""``mock-scheduler extract`` starts from a finished alignment, and from one of its candidates that diverged.
 
 Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the keys that are
-needed are looked at, and what is missing or of another kind is an error that names the file and the key.
+needed are looked at; a missing or wrong one is an error with the names of file and key.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
-from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, build_loader
+from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME
+from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError, StepNotFoundError
+from mock_scheduler.program import Program, Reductions, RunConfig, find_program, load_config
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
-from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 _DIVERGED = "diverged"
 
@@ -28,15 +31,18 @@ _DIVERGED = "diverged"
 class DivergedCandidate:
     """A diverged candidate of a finished alignment.
 
-    baseline, candidate: the runs' own configurations. change: what makes the candidate one, with its entry.
-    sentence: the first divergence in words. step: where it is, or the step that was asked for; ``sample``: the row with
-    the largest difference, as recordings name it, where it is in one.
+    ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
+    own configurations. ``change``: the candidate as it was configured, with its entry. ``sentence``: the first
+    divergence in words. ``step``: where it is, or the step that was asked for; ``sample``: the row with the largest
+    difference, as recordings name it, where one row has it.
     """
 
     align_dir: Path
+    program: Program
+    reductions: Reductions
     change: CandidateConfig
-    baseline: PipelineConfig
-    candidate: PipelineConfig
+    baseline: RunConfig
+    candidate: RunConfig
     sentence: str
     step: int
     sample: str | None
@@ -53,21 +59,29 @@ class DivergedCandidate:
         return self.align_dir / BASELINE_NAME
 
     @property
+    def own_packages(self) -> tuple[str, ...]:
+        """The packages of the library and of the program."""
+        return (mock_scheduler.__name__, *self.program.packages)
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """The keys that the candidate sets itself."""
         return frozenset(override_keys(self.change.overrides))
 
 
 def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> DivergedCandidate:
-    """The candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than that of its divergence.
+    """Reads the candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than its divergence's.
 
-    Raises ``ConfigError`` where the folder is no alignment's, there is no such candidate or it has not diverged, and
-    ``StepNotFoundError`` where the recording is gone or lacks the step.
+    Raises ``ConfigError`` where the folder is no alignment's, there is no candidate of this name or it has not
+    diverged, and ``StepNotFoundError`` where the recording is gone or lacks the step.
     """
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
     divergence = found.get("first_divergence") or {}
-    baseline, candidate = (_load(align_dir / run) for run in (BASELINE_NAME, name))
+    program, baseline = _load(align_dir / BASELINE_NAME)
+    _, candidate = _load(align_dir / name)
+    if program.reductions is None:
+        raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
     reader = _open_recording(result, align_dir)
     steps = reader.steps().get("train", [])
     wanted = divergence.get("step") if step is None else step
@@ -84,6 +98,8 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
     sample = sample if wanted == divergence.get("step") else None
     return DivergedCandidate(
         align_dir=align_dir,
+        program=program,
+        reductions=program.reductions,
         change=_find_change(baseline, name, found),
         baseline=baseline,
         candidate=candidate,
@@ -136,22 +152,24 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
     return found
 
 
-def _find_change(baseline: PipelineConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
-    """The candidate as it was configured; its overrides are those that the result has."""
+def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
+    """Returns the candidate as it was configured; its overrides are the result's."""
     configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     change = configured.get(name, CandidateConfig(name=name))
     return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
 
 
-def _load(run_dir: Path) -> PipelineConfig:
+def _load(run_dir: Path) -> tuple[Program, RunConfig]:
+    """Returns the program and the configuration of a finished run."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
-    return build_loader(path.stem, path.parent)(())
+    program = find_program(path.stem, path.parent)
+    return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
 
 
 def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
-    """The recording in the alignment's folder or, where it replayed another one, that."""
+    """Returns the recording in the alignment's folder or, where it replayed another one, that."""
     named = result.get("recording_dir")
     places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
     for place in places:

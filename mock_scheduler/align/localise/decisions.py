@@ -1,7 +1,7 @@
-"""What the differences of two runs mean for where a divergence begins: the decisions of localisation, without any run.
+"""The decisions of localisation, without any run: where a divergence begins, out of the differences of two runs.
 
 Contract: pure. A tensor *differs* where its bits do, or where it is beyond its bound; where one run alone has it, or is
-not finite; or where copies within the candidate disagree. The order is that of ``compare.order``.
+not finite; or where copies within the candidate disagree. The order is ``compare.pairing.order``'s.
 
 *Grafts.* Of what differs in one pass of one update, the first that a module shows is a cause, for all before it is
 equal. With the reference's tensor put in its place, whatever is then equal only passed the difference on, and the first
@@ -21,7 +21,7 @@ from mock_scheduler.verdict.localisation import DifferingTensor, GraftEnd, Graft
 
 
 def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[DifferingTensor]:
-    """All that differs, in execution order. is_exact: whether equal means equal bits, or within the bounds."""
+    """All differing tensors, in execution order; ``is_exact``: equal means equal bits, else within the bounds."""
     found: dict[TraceKey, DifferingTensor] = {}
     for item in comparison.differences:
         if not item.bit_equal if is_exact else item.exceeds:
@@ -40,7 +40,7 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
 def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | None:
     """The first step at which anything differs; ``None`` where none does.
 
-    Where a sketch cannot tell on which side of its bound a tensor is, that counts only if nothing is certain.
+    An undecided sketch counts only where nothing is certain.
     """
     steps = [item.key.step for item in find_differing(comparison, is_exact=is_exact)]
     steps = steps or [item.key.step for item in comparison.undecided]
@@ -48,14 +48,14 @@ def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | No
 
 
 def in_pass(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
-    """Of these, what the same pass of the same update computes."""
+    """Selects the tensors in the same pass of the same update as ``key``."""
     place = (key.step, key.update, pass_of(key))
     return [item for item in differing if (item.key.step, item.key.update, pass_of(item.key)) == place]
 
 
 @dataclass(kw_only=True, slots=True)
 class GraftWalk:
-    """A walk from cause to cause through one pass; ``before``: all that differs in it without a graft, in order.
+    """A walk from cause to cause through one pass; ``before``: its differing tensors without a graft, in order.
 
     Ask ``next_names`` for the tensors to put in; run that; tell ``see`` what still differs in the pass. ``is_there``:
     whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None`` where all is
@@ -76,7 +76,7 @@ class GraftWalk:
 
     @property
     def kind(self) -> GraftKind:
-        """The kind of tensor that is put in."""
+        """The kind of the grafts."""
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class GraftWalk:
         return GraftEndCause.RUNS_SPENT if self.num_runs >= self.max_runs else None
 
     def see(self, differing: Sequence[DifferingTensor]) -> None:
-        """What differs in the same pass of the run with ``next_names`` put in; none of the rest of the step."""
+        """Take note of the differing tensors of the same pass in the run with ``next_names`` put in."""
         cause, still = self.remaining[0], {item.key for item in differing}
         self.num_runs += 1
         self.causes.append(cause)
@@ -115,7 +115,7 @@ class GraftWalk:
 
     @property
     def is_explained(self) -> bool:
-        """Whether the causes account for all that differed in the pass."""
+        """Whether the causes account for every difference in the pass."""
         return bool(self.causes) and not self.remaining
 
 

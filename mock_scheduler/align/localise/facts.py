@@ -1,4 +1,4 @@
-"""From the tensors that differ, and the grafts that were made, to the facts of a localisation.
+"""From differing tensors and grafts to the facts of a localisation.
 
 Contract: pure; every number and name comes from the comparisons.
 """
@@ -34,11 +34,11 @@ def build_localisation(
     """The facts of one localisation.
 
     Args:
-        origin: The first tensor that differs, explained.
-        differing: All that differs in the origin's step without a graft, in order.
-        comparison: Of that step.
+        origin: The first differing tensor, explained.
+        differing: The differing tensors of the origin's step without a graft, in order.
+        comparison: Of the same step.
         walk: Through the origin's pass; ``None`` where nothing can be put in.
-        reductions: Main gradients that differ by themselves, behind the grafts.
+        reductions: Main gradients with a difference of their own, behind the grafts.
         is_exact: Whether equal means equal bits; else within the bounds.
         trace_dirs: Reference and candidate.
         seconds: All runs and comparisons.
@@ -87,7 +87,7 @@ def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:
 
 
 def _list_amplifiers(walk: GraftWalk) -> tuple[GraftedModule, ...]:
-    """Each module that a graft before it mended, in order, with how it compares with the cause."""
+    """Each module mended by a graft before it, in order, compared with the cause."""
     return tuple(
         GraftedModule(
             name=item.key.name,
@@ -119,6 +119,6 @@ def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
 
 
 def _count_before(comparison: TensorComparison, key: TraceKey) -> int:
-    """Tensors of the step that were compared before this one."""
+    """The compared tensors of the step before this one."""
     keys = [item.key for item in comparison.differences if item.key.step == key.step]
     return keys.index(key) if key in keys else 0

@@ -1,11 +1,11 @@
 """Where a divergence begins: further runs narrow it down to step, tensor and module.
 
-1. *Over steps.* Sketches of all tensors of every step, of both runs: one pair of runs gives the first step that
-   differs, so nothing is searched for by halves. They end with the step at which the runs are known to differ.
-2. *Within the step.* Both runs again, up to that step, with whole tensors: all of them, or where that would be more
-   than ``max_trace_bytes`` the first that differ in each pass. The first that differs in execution order is the origin.
+1. *Over steps.* Sketches of all tensors of every step, of both runs: one pair of runs gives the first differing
+   step, so nothing is searched for by halves. They end with the step at which the runs are known to differ.
+2. *Within the step.* Both runs again, up to that step, with whole tensors: all of them, or where they take more
+   than ``max_trace_bytes`` the first differing ones of each pass. The first in execution order is the origin.
 3. *Grafts*, where the origin is of the forward or backward pass: the candidate again, with the reference's tensors put
-   in; ``localise_decisions`` says what follows. A main gradient that differs where all before it is equal is the fault
+   in; ``decisions`` judges them. A main gradient that differs where all before it is equal is the fault
    of its own reduction, and a parameter that of the optimizer: no graft is needed.
 
 Runs start at step 0, since a checkpoint of one run is no checkpoint of the other; a run is as long as the steps up to
@@ -104,7 +104,7 @@ class _Stage:
 
 @dataclass(kw_only=True, slots=True)
 class _Search:
-    """The runs that are made, and how they are compared."""
+    """The runs, and how they are compared."""
 
     reference: PlannedRun
     candidate: PlannedRun
@@ -113,11 +113,11 @@ class _Search:
     max_trace_bytes: int
 
     def narrow(self, first: Divergence | None) -> _Stage:
-        """The first step that differs, with its whole tensors."""
+        """The first differing step, with its whole tensors."""
         step = None if first is None else first.step
         if step == 0 and self._guess_bytes() <= self.max_trace_bytes:
             return self._trace_whole(0)
-        sketches = self._run_both("sketches", [sketch_overrides(run.config, step) for run in self._sides])
+        sketches = self._run_both("sketches", [sketch_overrides(run, step) for run in self._sides])
         found = find_first_step(self._compare(sketches, None), is_exact=self.bounds is None)
         if found is None:
             raise self._nothing("sketches of every step")
@@ -144,7 +144,7 @@ class _Search:
         rest: list[DifferingTensor] = []
         while names := walk.next_names():
             overrides = graft_overrides(
-                self.candidate.config,
+                self.candidate,
                 level=stage.level,
                 kind=walk.kind,
                 names=names,
@@ -163,7 +163,7 @@ class _Search:
         return walk, find_reduction_faults(rest, origin.key) if is_last else []
 
     def explain(self, stage: _Stage, item: DifferingTensor) -> DifferingTensor:
-        """The tensor with what its difference looks like, which a comparison says of the first ones alone."""
+        """The tensor with the look of its difference; a comparison has it of the first ones alone."""
         difference = item.difference
         if difference is None or difference.residual is not None or difference.localities:
             return item
@@ -183,12 +183,12 @@ class _Search:
         return 8 if self.reference.config.precision == "float64" else 4
 
     def _trace_whole(self, step: int) -> _Stage:
-        full = self._run_both("full", [full_overrides(run.config, step, None) for run in self._sides])
+        full = self._run_both("full", [full_overrides(run, step, None) for run in self._sides])
         comparison = self._compare(full, step)
         return self._stage(step, full, level="full", compared=full[0], comparison=comparison)
 
     def _trace_some(self, step: int, sketches: tuple[Path, Path]) -> _Stage:
-        """The first that differ in each pass, whole; everything else as sketches."""
+        """Trace the first differing tensors of each pass whole, and everything else as sketches."""
         comparison = self._compare(sketches, step)
         differing = find_differing(comparison, is_exact=self.bounds is None)
         if not differing:
@@ -199,7 +199,7 @@ class _Search:
             budget=self.max_trace_bytes,
             bytes_by_element=self._item_bytes * (1 + num_ranks),
         )
-        full = self._run_both("full", [full_overrides(run.config, step, names) for run in self._sides])
+        full = self._run_both("full", [full_overrides(run, step, names) for run in self._sides])
         return self._stage(step, full, level="sketch", compared=sketches[0], comparison=comparison)
 
     def _stage(
@@ -211,10 +211,10 @@ class _Search:
         return _Stage(step=step, full=full, level=level, compared=compared, comparison=comparison, differing=differing)
 
     def _guess_bytes(self) -> float:
-        """What whole tensors of step 0 take, by the reference's trace of fewer kinds; infinite where it has none."""
+        """The size of whole tensors of step 0, by the reference's trace of fewer kinds; infinite where it has none."""
         try:
             with open_trace(self.reference.output_dir / TRACE_FOLDER) as trace:
-                return guess_bytes(self.reference.config, trace, num_ranks=self.candidate.config.parallel.world_size)
+                return guess_bytes(self.reference, trace, num_ranks=self.candidate.config.parallel.world_size)
         except TraceError:
             return math.inf
 

@@ -1,4 +1,4 @@
-"""The further runs that localisation asks for: their overrides, how large their traces are, and which names fit.
+"""The further runs of localisation: their overrides, the size of their traces, and the names that fit.
 
 Contract: nothing is started here. All are in mock on the alignment's recording, as the runs that they repeat.
 """
@@ -16,7 +16,6 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftKind
-from pipelines.config.schema import PipelineConfig
 
 #: At least so many of the first tensors that differ are traced whole, however large they are.
 _FEWEST_NAMES = 8
@@ -34,25 +33,25 @@ class MakeRun(Protocol):
         ...
 
 
-def sketch_overrides(config: PipelineConfig, last_step: int | None) -> list[str]:
+def sketch_overrides(run: PlannedRun, last_step: int | None) -> list[str]:
     """Sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
     steps = "null" if last_step is None else f"'0-{last_step}'"
-    return [*_trace(config, "sketch", steps, ("*",)), *_shortened(config, last_step)]
+    return [*_trace("sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
 
 
-def full_overrides(config: PipelineConfig, step: int, names: Sequence[str] | None) -> list[str]:
+def full_overrides(run: PlannedRun, step: int, names: Sequence[str] | None) -> list[str]:
     """Whole tensors of one step, of these names; ``None``: of all."""
-    return [*_trace(config, "full", f"'{step}'", names or ("*",)), *_shortened(config, step)]
+    return [*_trace("full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
 
 
 def graft_overrides(
-    config: PipelineConfig, *, level: str, kind: GraftKind, names: Sequence[str], place: tuple[int, int], trace: Path
+    run: PlannedRun, *, level: str, kind: GraftKind, names: Sequence[str], place: tuple[int, int], trace: Path
 ) -> list[str]:
     """The reference's tensors put in, and a trace of all of that step. place: step and update. trace: that has them."""
     step, update = place
     return [
-        *_trace(config, level, f"'{step}'", ("*",)),
-        *_shortened(config, step),
+        *_trace(level, f"'{step}'", ("*",)),
+        *run.program.end_after(run.config, step),
         quote_override("graft.trace_dir", str(trace)),
         f"graft.names=[{','.join(map(quote_value, names))}]",
         f"graft.kind={kind}",
@@ -67,28 +66,25 @@ def estimate_bytes(comparison: TensorComparison, step: int, *, num_ranks: int, i
     return elements * item_bytes * (1 + num_ranks)
 
 
-def guess_bytes(config: PipelineConfig, trace: TraceReader, *, num_ranks: int) -> int:
-    """The same before anything but parameters and main gradients was traced, by a trace of any step.
+def guess_bytes(run: PlannedRun, trace: TraceReader, *, num_ranks: int) -> int:
+    """Guesses the same before anything but parameters and main gradients was traced, by a trace of any step.
 
-    Of each token what a layer's parts give (14 times the hidden size, once more for each chosen expert, and 4 times the
-    MLP's are more than any model here has) and logits, with their gradients; of each parameter its gradient, two
-    moments and three copies.
+    Each token has what the program says of it; each parameter its gradient, two moments and three copies.
     """
-    step, model = trace.steps[0], config.model
+    step = trace.steps[0]
     footer = trace.footer(step)
     num_tokens = sum(footer.rows.lengths[row] for rows in footer.update_rows for row in rows)
     shapes = {key.name: trace.dtype_and_shape(key)[1] for key in trace.keys(step) if key.kind == "initial"}
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
     vocabulary = max((shape[0] for name, shape in shapes.items() if "word_embeddings" in name), default=0)
-    by_layer = (14 + model.moe_router_topk) * model.hidden_size + 4 * model.ffn_size
-    by_token = 2 * (model.num_layers * by_layer + vocabulary)
+    by_token = run.program.count_elements(run.config, vocabulary=vocabulary)
     num_updates = max(len(footer.update_rows), 1)
-    item_bytes = 8 if config.precision == "float64" else 4
+    item_bytes = 8 if run.config.precision == "float64" else 4
     return (num_tokens * by_token + 6 * num_updates * num_parameters) * item_bytes * (1 + num_ranks)
 
 
 def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_element: int) -> list[str]:
-    """Of what differs, in order, the names whose tensors fit; at least a few. With experts, also what tokens chose."""
+    """Selects names of differing tensors, in order, as long as they fit; at least a few, and the choices of experts."""
     names: dict[str, None] = {}
     total = 0
     for item in differing:
@@ -101,7 +97,7 @@ def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_
     return [*names, *([_CHOICES] if has_experts else [])]
 
 
-def _trace(config: PipelineConfig, level: str, steps: str, names: Sequence[str]) -> list[str]:
+def _trace(level: str, steps: str, names: Sequence[str]) -> list[str]:
     # One that is not the model's own, as of sketches before, must not take anything out.
     return [
         "rollout_mock.mode=mock",
@@ -112,17 +108,4 @@ def _trace(config: PipelineConfig, level: str, steps: str, names: Sequence[str])
         "trace.ranks=null",
         "trace.dump_every_n_steps=1",
         f"trace.steps={steps}",
-        *(["save_steps=0"] if config.save_steps else []),
     ]
-
-
-def _shortened(config: PipelineConfig, last_step: int | None) -> list[str]:
-    """End the run after the last step that matters, where its number of steps moves nothing else.
-
-    A rate that decays over the whole run follows from its length, and a critic's warm-up must be shorter than it.
-    """
-    training = config.training
-    is_rate_fixed = training.lr_decay_style == "constant" or training.lr_decay_iters is not None
-    if last_step is None or not is_rate_fixed or config.adv_estimator == "gae" or last_step + 1 >= config.max_steps:
-        return []
-    return [f"max_steps={last_step + 1}"]

@@ -1,11 +1,12 @@
-"""The smallest case that still fails: greedy delta debugging over dimensions that have levels; pure logic.
+"""The smallest case that still fails is found by greedy delta debugging over dimensions with levels; pure logic.
 
 A case is a level for each dimension: 0 as it was given, higher ones more reduced. Subsets of dimensions, first all,
 then halves, then single ones, go to their highest level at once (Zeller and Hildebrandt 2002, "Simplifying and
-Isolating Failure-Inducing Input"); what resists goes as far as it can alone; all again until nothing changes.
+Isolating Failure-Inducing Input"); a dimension that resists goes as far as it can alone; all again until nothing
+changes.
 
-Contract: levels only rise, and no case is asked twice, so that it ends whatever the answers are, also where they
-contradict each other. Where answers are monotone (what is less reduced than a failing case fails) the result is
+Contract: levels only rise, and no case is asked twice, so that the search ends whatever the answers are, also where
+they contradict each other. Where answers are monotone (a less reduced case than a failing one fails) the result is
 minimal; in any case no single dimension of the result could be reduced further.
 """
 
@@ -69,13 +70,13 @@ class _Search:
         )
 
     def raise_one(self, dimension: int) -> None:
-        """One dimension to the highest level at which the case still fails."""
+        """Raises one dimension to the highest level at which the case still fails."""
         for level in range(self.highest[dimension], self.current[dimension], -1):
             if self.try_levels((*self.current[:dimension], level, *self.current[dimension + 1 :])):
                 return
 
     def open_dimensions(self) -> list[int]:
-        """What could be reduced further."""
+        """Lists the dimensions that could be reduced further."""
         return [index for index, level in enumerate(self.current) if level < self.highest[index]]
 
 
@@ -87,7 +88,7 @@ def minimise(
     identify: Callable[[Levels], Hashable] = lambda levels: levels,
     max_runs: int,
 ) -> Minimum:
-    """Reduce the case at level 0, which is known to fail.
+    """Reduces the case at level 0, which is known to fail.
 
     ``highest``: the last level of every dimension. ``fails``: runs a case; False too where it cannot tell.
     ``is_valid``: whether a case can be run at all; asked at no cost. ``identify``: equal for cases that are the same.
@@ -114,7 +115,7 @@ def minimise(
 
 
 def _subsets(search: _Search) -> Iterator[list[int]]:
-    """All open dimensions, then halves of them, and so on down to two; what is reduced meanwhile is left out."""
+    """Yields all open dimensions, then halves of them, and so on down to two, without those reduced meanwhile."""
     dimensions = search.open_dimensions()
     size = len(dimensions)
     while size > 1:

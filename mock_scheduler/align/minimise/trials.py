@@ -15,14 +15,12 @@ from rich.console import Console
 from mock_scheduler.align.minimise.minimise import Levels, Minimum
 from mock_scheduler.align.minimise.space import Reduction, ReductionSpace
 from mock_scheduler.align.plan.overrides import quote_value
-from mock_scheduler.align.plan.plan import ConfigLoader
-from mock_scheduler.config.align import MatrixConfig
+from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.text import count_of, join_words
 from mock_scheduler.verdict.verdict import VerdictKind
-from pipelines.config.schema import CandidateConfig, PipelineConfig
 
 #: Aligns one candidate: configuration name and folder, overrides, candidate, output folder; returns its verdict.
 AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictKind]
@@ -35,6 +33,7 @@ class Trials:
     ``baseline``: the overrides of ``align.baseline``. ``failing``: the verdicts that show the fault.
     """
 
+    program: Program
     space: ReductionSpace
     load: ConfigLoader
     align: AlignOnce
@@ -100,7 +99,7 @@ class Trials:
             "layout": reduction.layout,
             "overrides": list(reduction.shared),
             "candidate_overrides": list(reduction.candidate.overrides),
-            "entry": reduction.candidate.entry,
+            "entry": reduction.candidate.entry or self.program.entry,
             "python": reduction.candidate.python,
             "reduced": list(reduction.steps),
             "num_runs": len(self.tried),
@@ -121,7 +120,7 @@ class Trials:
         """Print the smallest case."""
         reduction = self.space.build(minimum.levels)
         own = [*reduction.candidate.overrides]
-        if reduction.candidate.entry != DEFAULT_ENTRY:
+        if reduction.candidate.entry is not None:
             own.append(f"entry {reduction.candidate.entry}")
         if reduction.candidate.python is not None:
             own.append(f"python {reduction.candidate.python}")
@@ -151,7 +150,7 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
     fields = {"name": quote_value(candidate.name)}
     if candidate.overrides:
         fields["overrides"] = _quote_list(candidate.overrides)
-    if candidate.entry != DEFAULT_ENTRY:
+    if candidate.entry is not None:
         fields["entry"] = quote_value(candidate.entry)
     if candidate.python is not None:
         fields["python"] = quote_value(candidate.python)
@@ -164,9 +163,9 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
 
 def remember(load: ConfigLoader) -> ConfigLoader:
     """Make a loader that loads nothing twice."""
-    known: dict[tuple[str, ...], PipelineConfig] = {}
+    known: dict[tuple[str, ...], RunConfig] = {}
 
-    def look_up(overrides: Sequence[str]) -> PipelineConfig:
+    def look_up(overrides: Sequence[str]) -> RunConfig:
         key = tuple(overrides)
         if key not in known:
             known[key] = load(key)

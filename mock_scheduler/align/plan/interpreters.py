@@ -1,7 +1,7 @@
-"""The Python that runs a candidate: whether it can, and which versions of the packages that matter it has.
+"""The Python that runs a candidate is read: whether it can, and the versions of the packages that matter.
 
 Contract: this process's own interpreter is read without starting anything. Another is started once, for a second or
-two, and imports neither torch nor Megatron; what is wrong with it is a ``ConfigError`` with its own words.
+two, and imports neither torch nor Megatron; an error of its own becomes a ``ConfigError`` with its words.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_versions
 from mock_scheduler.support.text import bullet_list
 
-_PACKAGES = ("mock_scheduler", "pipelines")
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0
 _NUM_LINES = 15
@@ -32,12 +32,14 @@ _CHECKOUT = Path(mock_scheduler.__file__).parents[1]
 # What the other interpreter runs. It finds the project as ``python -m`` would, in the working directory or installed;
 # only where it does not, the checkout's folder is added. Reading a configuration is what every run begins with.
 _PROBE = """
-import importlib.util, json, os, platform, sys
+import importlib, importlib.util, json, os, platform, sys
 packages, distributions, checkout = json.loads(sys.argv[1])
 added = any(importlib.util.find_spec(name) is None for name in packages)
 if added:
     sys.path.insert(0, checkout)
-import mock_scheduler.config.loading, mock_scheduler.launch.launcher, pipelines
+import mock_scheduler.config.loading, mock_scheduler.launch.launcher
+for name in packages:
+    importlib.import_module(name)
 from importlib import metadata
 def version(names):
     for name in names:
@@ -67,13 +69,18 @@ class Interpreter:
 
 @dataclass(slots=True)
 class InterpreterReader:
-    """Reads interpreters, each once. ``environ``: of the processes that are started; ``None``: this process's."""
+    """Reads interpreters, each once.
 
+    ``packages``: that a run imports beside the library. ``environ``: of the processes that are started; ``None``: this
+    process's.
+    """
+
+    packages: tuple[str, ...] = ()
     environ: Mapping[str, str] | None = None
     _known: dict[str, Interpreter] = field(default_factory=dict)
 
     def read(self, python: str | None) -> Interpreter:
-        """The interpreter of a path, or of a name on the search path; ``None`` is this process's own.
+        """Returns the interpreter of a path, or of a name on the search path; ``None`` is this process's own.
 
         Raises ``ConfigError`` where it is none that can be run, cannot import the project, or has no torch or no
         megatron-core.
@@ -81,12 +88,13 @@ class InterpreterReader:
         path = sys.executable if python is None else find_executable(python)
         if path not in self._known:
             is_own = path == sys.executable
-            self._known[path] = _read_own() if is_own else _probe(path, self.environ or os.environ)
+            packages = (mock_scheduler.__name__, *self.packages)
+            self._known[path] = _read_own(packages) if is_own else _probe(path, packages, self.environ or os.environ)
         return self._known[path]
 
 
 def describe_versions(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> tuple[str, ...]:
-    """What a candidate's versions are in the place of the baseline's: ``torch 2.13.0 instead of 2.14.1``."""
+    """Lists a candidate's versions that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``."""
     names = [name for name in dict.fromkeys([*baseline, *candidate]) if baseline.get(name) != candidate.get(name)]
     return tuple(
         f"{name} {candidate.get(name, 'not installed')} instead of {baseline.get(name, 'none')}" for name in names
@@ -94,7 +102,7 @@ def describe_versions(baseline: Mapping[str, str], candidate: Mapping[str, str])
 
 
 def find_executable(python: str) -> str:
-    """The absolute path of an interpreter, links kept: a virtual environment is told by where its link lies.
+    """Returns the absolute path of an interpreter, links kept: a virtual environment is told by where its link lies.
 
     Raises ``ConfigError`` where there is none, or it cannot be run.
     """
@@ -109,18 +117,18 @@ def find_executable(python: str) -> str:
     return found
 
 
-def _read_own() -> Interpreter:
+def _read_own(packages: Sequence[str]) -> Interpreter:
     found = read_package_versions()
     return Interpreter(
         path=sys.executable,
         versions=_named_versions(platform.python_version(), found),
         env={},
-        sources=tuple(_CHECKOUT / name for name in _PACKAGES),
+        sources=tuple(Path(str(import_module(name).__file__)).parent for name in packages),
     )
 
 
-def _probe(path: str, environ: Mapping[str, str]) -> Interpreter:
-    given = json.dumps([_PACKAGES, {name: list(names) for name, names in DISTRIBUTIONS.items()}, str(_CHECKOUT)])
+def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> Interpreter:
+    given = json.dumps([packages, {name: list(names) for name, names in DISTRIBUTIONS.items()}, str(_CHECKOUT)])
     answer = _ask(path, given, environ)
     versions = _named_versions(answer["python"], answer["versions"])
     missing = [name for name in _NEEDED if name not in versions]

@@ -1,6 +1,6 @@
-"""The candidates of an alignment: those of the list, and the product of layouts and options without what is excluded.
+"""The candidates of an alignment: the listed ones, and the product of layouts and options without the excluded.
 
-Contract: pure; nothing is loaded or run. Everything that is wrong with the list and the matrix is said at once.
+Contract: pure; nothing is loaded or run. All problems of list and matrix are said at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAIN_OPTION = "plain"
 def expand_candidates(
     align: AlignConfig, parallel: ParallelConfig, *, reserved: Collection[str] = ()
 ) -> tuple[CandidateConfig, ...]:
-    """All candidates in order, as ``list_candidates``; raises ``ConfigError`` with all that is wrong with them."""
+    """Returns all candidates in order, as ``list_candidates``; raises ``ConfigError`` with all problems of them."""
     candidates, problems = list_candidates(align, parallel, reserved=reserved)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -30,13 +30,13 @@ def expand_candidates(
 def list_candidates(
     align: AlignConfig, parallel: ParallelConfig, *, reserved: Collection[str] = ()
 ) -> tuple[tuple[CandidateConfig, ...], list[str]]:
-    """All candidates in order, and what is wrong with them.
+    """Returns all candidates in order, and their problems.
 
     First ``align.candidates``, then the matrix layout by layout, each with every option.
 
-    ``parallel``: the baseline's layout; a candidate of the matrix overrides what its own differs in. ``reserved``:
-    names that no candidate may have. Problems are every unknown layout, doubled or reserved name, exclusion that
-    matches nothing and product that is empty.
+    ``parallel``: the baseline's layout; a candidate of the matrix overrides the degrees in which its own differs.
+    ``reserved``: names that no candidate may have. Problems are every unknown layout, doubled or reserved name,
+    exclusion without a match and empty product.
     """
     problems: list[str] = []
     product = list(_expand_matrix(align.matrix, parallel, problems))
@@ -51,7 +51,7 @@ def list_candidates(
 
 
 def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
-    """What makes ``parallel`` the layout that a text such as ``tp2-sp`` names; degrees that it leaves out are 1.
+    """Returns the overrides that make ``parallel`` the layout of a text such as ``tp2-sp``; other degrees become 1.
 
     Keys that are no degrees stay as they are. Raises ``LayoutError`` for a text that is no layout.
     """
@@ -94,7 +94,7 @@ def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: lis
 
 
 def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: list[str]) -> dict[str, tuple[str, ...]]:
-    """The overrides of every layout that is one, by its text."""
+    """Returns the overrides of every layout that is one, by its text."""
     layouts: dict[str, tuple[str, ...]] = {}
     for text in texts:
         try:

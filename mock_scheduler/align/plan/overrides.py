@@ -1,6 +1,6 @@
-"""Overrides in Hydra's grammar: which keys they set, and how any text is written in one; and modules by their names.
+"""Overrides in Hydra's grammar: the keys that they set, and any text as a value; and modules by their names.
 
-Contract: standard library only; imports nothing that it is asked about.
+Contract: standard library only; imports none of the modules that it is asked about.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mock_scheduler.errors import ConfigError
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """The keys that overrides in Hydra's grammar set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
+    """Returns the keys that overrides set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
     return [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
 
 
@@ -42,10 +42,10 @@ def quote_override(key: str, value: str) -> str:
 
 
 def quote_value(value: str) -> str:
-    """A text as a quoted value, also as an element of a list or an object.
+    """Returns a text as a quoted value, also as an element of a list or an object.
 
-    In a quoted value (Hydra 1.3) a quote is escaped, and so are the backslashes just before one or at the end; a
-    ``${`` is escaped for OmegaConf, which resolves the value afterwards.
+    In a quoted value (Hydra 1.3) a quote is escaped, and so are the backslashes just before one or at the end; a ``${``
+    is escaped for OmegaConf, which resolves the value afterwards.
     """
     quoted = ""
     num_backslashes = 0
@@ -58,12 +58,12 @@ def quote_value(value: str) -> str:
 
 
 def has_module(module: str) -> bool:
-    """Whether ``python -m module``, started in the working directory, would find a file to run; imports nothing."""
+    """Says whether ``python -m module``, started in the working directory, finds a file to run; imports nothing."""
     return find_module(module) is not None
 
 
 def find_module(module: str) -> Path | None:
-    """The file that ``python -m module``, started in the working directory, would run."""
+    """Returns the file that ``python -m module``, started in the working directory, would run."""
     relative = Path(*module.split("."))
     for root in (Path(root) for root in ("", *sys.path)):
         for path in ((root / relative).with_suffix(".py"), root / relative / "__main__.py"):

@@ -1,8 +1,8 @@
-"""Which runs an alignment makes, and with which overrides; everything is checked before the first one starts.
+"""A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
 The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a recording that is there
-already. Each candidate is the same plus its own overrides, in mock on the same recording. What an alignment must decide
-itself (mode, recording, trace, folders, proofs) nobody else may set: an override that would have no effect is an error.
+already. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
+recording, trace, folders and proofs itself, and nobody else may: an override without effect is an error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mock_scheduler.align.plan.overrides import (
     quote_override,
 )
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
 from mock_scheduler.config.effects import effects_of
-from mock_scheduler.config.loading import ConfigLoader, build_loader
 from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
-from pipelines.config.schema import CandidateConfig, PipelineConfig, ToleranceConfig
 
 __all__ = [
     "BASELINE_NAME",
@@ -42,7 +42,6 @@ __all__ = [
     "AlignPlan",
     "ConfigLoader",
     "PlannedRun",
-    "build_loader",
     "has_module",
     "override_keys",
     "plan_alignment",
@@ -76,39 +75,42 @@ _SET_BY_ALIGN = (
     *(*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level"),
     *("order.emulate", "perturbation.", "graft."),
 )
-_SET_PER_RUN = ("output_dir", "exp_name", "checkpoint_config.output_dir", "align.")
+_SET_PER_RUN = ("output_dir", "exp_name", "align.")
 
 
 def plan_alignment(
     load: ConfigLoader,
     *,
+    program: Program,
     overrides: Sequence[str],
     output_dir: Path | None,
     recording_dir: Path | None = None,
     trace_kinds: Sequence[str] = (),
     read_interpreter: ReadInterpreter | None = None,
 ) -> AlignPlan:
-    """Plan an alignment; nothing is run or written, but other interpreters are asked for their versions.
+    """Plans an alignment; nothing is run or written, but other interpreters are asked for their versions.
 
-    ``load`` makes a checked configuration out of overrides. ``output_dir``: ``None`` means ``align.output_dir``, or
-    ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well; its contract is checked by
-    the runs. ``trace_kinds``: what must be traced beside the configuration's own ``trace.kinds``.
-    Raises ``ConfigError`` with all that is wrong: missing, doubled or impossible candidates, a recording that is not
-    there or has too few steps, and keys that an alignment sets itself.
+    ``load`` makes a checked configuration of ``program`` out of overrides. ``output_dir``: ``None`` means
+    ``align.output_dir``, or ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well;
+    its contract is checked by the runs. ``trace_kinds``: kinds to trace beside the configuration's own ``trace.kinds``.
+
+    Raises ``ConfigError`` with all problems: missing, doubled or impossible candidates, a recording that is not there
+    or has too few steps, and keys that an alignment sets itself.
     """
     config = load(overrides)
     problems: list[str] = []
     with _noting(problems):
         check_free("the command line", overrides, _SET_BY_ALIGN)
     with _noting(problems):
-        check_free("align.baseline", config.align.baseline, _SET_BY_ALIGN + _SET_PER_RUN)
+        check_free("align.baseline", config.align.baseline, _set_for_candidates(program))
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
     planner = _Planner(
         load=load,
+        program=program,
         root=root,
         recording_dir=root / RECORDING_NAME if recording_dir is None else recording_dir.resolve(),
         trace_kinds=tuple(trace_kinds),
-        read_interpreter=read_interpreter or InterpreterReader().read,
+        read_interpreter=read_interpreter or InterpreterReader(packages=program.packages).read,
     )
     shared = (*overrides, *config.align.baseline)
     of_baseline = load(shared) if config.align.baseline else config
@@ -118,7 +120,7 @@ def plan_alignment(
     problems += of_list
     if recording_dir is not None:
         with _noting(problems):
-            _check_recording(recording_dir, of_baseline)
+            _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
     try:
         baseline = planner.plan(
             CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
@@ -147,9 +149,10 @@ def plan_alignment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planner:
-    """What all runs of one alignment have in common."""
+    """The parts that all runs of one alignment have in common."""
 
     load: ConfigLoader
+    program: Program
     root: Path
     recording_dir: Path
     trace_kinds: tuple[str, ...]
@@ -173,7 +176,7 @@ class _Planner:
             "trace.level=full",
             quote_override("output_dir", str(run_dir)),
             quote_override("exp_name", f"{exp_name}-{candidate.name}"),
-            "checkpoint_config.output_dir=null",
+            *(format_override(key, value) for key, value in self.program.folder_keys.items()),
         )
         config = self.load(complete)
         missing = set(self.trace_kinds) - set(config.trace.kinds)
@@ -182,14 +185,16 @@ class _Planner:
             complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
             config = self.load(complete)
         check_settings(config.system_envs)
-        if not has_module(candidate.entry):
+        entry = candidate.entry or self.program.entry
+        if not has_module(entry):
             raise ConfigError(
-                f"entry: there is no Python module {candidate.entry!r} in the working directory or on the Python path"
+                f"entry: there is no Python module {entry!r} in the working directory or on the Python path"
             )
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
             name=candidate.name,
-            entry=candidate.entry,
+            program=self.program,
+            entry=entry,
             own_overrides=tuple(candidate.overrides),
             overrides=complete,
             config=config,
@@ -208,15 +213,15 @@ def _plan_candidates(
     shared: Sequence[str],
     baseline: PlannedRun,
     *,
-    listed: PipelineConfig,
+    listed: RunConfig,
 ) -> tuple[list[PlannedRun], list[str]]:
-    """Those that can be run, and why the others cannot."""
+    """Plans the candidates that can be run, and says why the others cannot."""
     of_list = {candidate.name for candidate in listed.align.candidates}
     planned, problems = [], []
     for candidate in candidates:
         own = tuple(candidate.overrides)
         try:
-            check_free("its overrides", own, _SET_BY_ALIGN + _SET_PER_RUN)
+            check_free("its overrides", own, _set_for_candidates(planner.program))
             run = planner.plan(candidate, (*shared, *own), exp_name=listed.exp_name, mode="mock")
         except (ConfigError, DeterminismError) as error:
             advice = "" if candidate.name in of_list else f"\nor leave it out: align.matrix.exclude: [{candidate.name}]"
@@ -226,7 +231,7 @@ def _plan_candidates(
             replace(
                 run,
                 changes=find_changes(
-                    _values_of(baseline.config), _values_of(run.config), effects_of(type(run.config)).of
+                    _values_of(baseline.config), _values_of(run.config), effects_of(run.program.schema).of
                 ),
                 version_changes=describe_versions(baseline.versions, run.versions),
             )
@@ -234,21 +239,26 @@ def _plan_candidates(
     return planned, problems
 
 
-def _values_of(config: PipelineConfig) -> dict[str, JSON]:
+def _values_of(config: RunConfig) -> dict[str, JSON]:
     return dict(iterate_leaves(config.model_dump(mode="json")))
+
+
+def _set_for_candidates(program: Program) -> tuple[str, ...]:
+    """Lists the keys that an alignment sets in every run: the library's, and folders of the program's own."""
+    return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
 
 
 @contextmanager
 def _noting(problems: list[str]) -> Iterator[None]:
-    """Add what the block raises to the problems."""
+    """Adds an error of the block to the problems."""
     try:
         yield
     except ConfigError as error:
         problems.append(str(error))
 
 
-def _check_proof_keys(config: PipelineConfig, *, told: Collection[str]) -> None:
-    """Refuse a configuration that is part of a proof itself; alignment adds runs that are.
+def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
+    """Refuses a configuration that is part of a proof itself; an alignment adds runs for its proofs.
 
     ``told``: keys of overrides, which are refused where they stand.
     """
@@ -265,21 +275,14 @@ def _check_proof_keys(config: PipelineConfig, *, told: Collection[str]) -> None:
         raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")
 
 
-def _check_recording(recording_dir: Path, config: PipelineConfig) -> None:
+def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:
     try:
         steps = RecordingReader(str(recording_dir)).steps()
     except RecordingError as error:
         raise ConfigError(f"the recording to replay cannot be used: {error}") from error
-    missing = sorted(set(range(_first_step(config), config.max_steps)) - set(steps.get("train", [])))
+    missing = sorted(set(range(first_step, config.max_steps)) - set(steps.get("train", [])))
     if missing:
         raise ConfigError(
             f"max_steps is {config.max_steps}, and the recording {recording_dir} has {format_present(steps)}: step "
             f"{missing[0]} is missing; set max_steps to at most {missing[0]}, or record again"
         )
-
-
-def _first_step(config: PipelineConfig) -> int:
-    """The step that a run begins with: that of its checkpoint, which the folder's name ends in, or else 0."""
-    name = Path(config.resume_from_checkpoint or "").name
-    number = name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""The runs of an alignment as plain data, and which of them may share one process group.
+"""The runs of an alignment as plain data, and the groups of them that may share processes.
 
 Contract: nothing is loaded, started or written here.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.align.plan.changes import Changes
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
+from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.program import Program, RunConfig
 from mock_scheduler.support.run_files import LOG_FILE
-from pipelines.config.schema import PipelineConfig, ToleranceConfig
 
 #: Folder of the further runs that proofs need.
 PROOFS_NAME = "proofs"
@@ -23,19 +23,21 @@ _NO_CHANGES = Changes(neutral=(), layout=(), other=())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One run. ``own_overrides``: what makes it differ from the baseline; ``overrides``: all it is started with.
+    """One run. ``own_overrides``: beside the baseline's; ``overrides``: all that it is started with.
 
-    ``entry``: the Python module that its processes run. ``python``: the interpreter that runs it, ``env`` what that
-    needs of variables over the launcher's, ``versions`` its own and those of the packages that it has, ``sources`` the
-    folders of the project's packages that it imports. ``version_changes``: what of these is not the baseline's.
-    ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its candidate states.
+    ``program``: whose run it is. ``entry``: the Python module that its processes run. ``python``: the interpreter that
+    runs it, ``env`` the variables that it needs over the launcher's, ``versions`` its own and its packages',
+    ``sources`` the folders of the project's packages that it imports. ``version_changes``: versions that are not the
+    baseline's. ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its
+    candidate states.
     """
 
     name: str
+    program: Program
     entry: str
     own_overrides: tuple[str, ...]
     overrides: tuple[str, ...]
-    config: PipelineConfig
+    config: RunConfig
     output_dir: Path
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
@@ -51,19 +53,24 @@ class PlannedRun:
         return self.config.parallel.describe()
 
     @property
+    def has_own_code(self) -> bool:
+        """True where its processes run another module than the program's own."""
+        return self.entry != self.program.entry
+
+    @property
     def log_path(self) -> Path:
         """Where its terminal output goes."""
         return self.output_dir / LOG_FILE
 
     @property
     def must_be_exact(self) -> bool:
-        """Whether it must equal the baseline to the last bit, where only sums are reordered in its own order of them.
+        """True where it must equal the baseline to the last bit, but for sums in its own order.
 
         As the candidate states; else where neither code nor versions nor any key but the layout's is another.
         """
         if self.exact is not None:
             return self.exact
-        return self.entry == DEFAULT_ENTRY and not self.version_changes and self.changes.kind != "other"
+        return not self.has_own_code and not self.version_changes and self.changes.kind != "other"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +111,15 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGroup]:
-    """The runs in groups that may share processes; groups follow their first runs, and runs their own order.
+    """Returns the runs in groups that may share processes; groups follow their first runs, runs their own order.
 
     Shared are interpreter and environment, which are read once, the number of processes, and whether all is computed in
     float64. A run with an entry module of its own, which may change anything in its process, stays alone, and with
-    ``share`` false every run does.
+    ``share`` false, or where the program makes no sessions, every run does.
     """
     groups: dict[tuple[object, ...], list[PlannedRun]] = {}
     for position, run in enumerate(runs):
-        is_alone = not share or run.entry != DEFAULT_ENTRY
+        is_alone = not share or run.has_own_code or run.program.session_entry is None
         key: tuple[object, ...] = (position,) if is_alone else _process_key(run)
         groups.setdefault(key, []).append(run)
     return [RunGroup(runs=tuple(members)) for members in groups.values()]

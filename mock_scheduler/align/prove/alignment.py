@@ -1,11 +1,11 @@
-"""Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest that its change allows.
+"""Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
 
-The runs of a stage are started together, so that they can share processes: the baseline; all candidates; then what the
-candidates that are not bit-equal need (perturbed baselines, references in their order of sums); then the referee's runs
-of those that are still suspect or diverged; then, one candidate after another, what localises a divergence.
+The runs of a stage are started together, so that they can share processes: the baseline; all candidates; then the
+proofs for candidates without equal bits (perturbed baselines, references in their order of sums); then the referee's
+runs for suspect and diverged ones; then, one candidate after another, the runs to localise a divergence.
 
-A baseline that fails ends it; a candidate that fails is ``incomparable`` (``unverified`` where it could not show that
-it is deterministic), with its own error as the reason.
+A baseline that fails ends it; a candidate that fails is ``incomparable`` (``unverified`` where it could not show its
+determinism), with its own error as the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.closer_look import CloserLook
@@ -38,6 +37,7 @@ from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.compare.noise.theory import build_theory_bounds
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.verdict.compare_runs import judge_runs
@@ -53,7 +53,7 @@ SaveResult = Callable[[AlignmentResult], None]
 class AlignmentRunner:
     """One alignment. ``store`` makes its runs; ``save`` keeps the result so far, after every stage.
 
-    ``load`` makes a configuration out of overrides; ``console`` shows what is compared.
+    ``load`` makes a configuration out of overrides; ``console`` shows the progress.
     """
 
     plan: AlignPlan
@@ -111,7 +111,7 @@ class AlignmentRunner:
             )
 
     def _prove(self, baseline: RunSummary) -> None:
-        """Run what the candidates need that are not settled, and judge all."""
+        """Make the further runs of candidates that are not settled, and judge all."""
         noisy = [item for item in self._candidates if item.is_open and not item.must_equal_baseline]
         outcomes = self._run_proofs(noisy, baseline) if noisy else {}
         for item in noisy:
@@ -122,7 +122,7 @@ class AlignmentRunner:
             item.judge()
 
     def _run_proofs(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> dict[str, Outcome]:
-        """The perturbed baselines, which show the noise, and the references of these candidates."""
+        """Make the perturbed baselines, for the noise, and the references of noisy candidates."""
         proofs, root = self.plan.baseline.config.align.proofs, self.plan.proofs_dir
         perturbed = [
             plan_perturbed(self.plan.baseline, seed, load=self.load, root=root)
@@ -136,7 +136,7 @@ class AlignmentRunner:
         return outcomes
 
     def _plan_references(self, noisy: Sequence[CandidateState]) -> list[PlannedRun]:
-        """One run for all candidates that need the same reference."""
+        """Plan one run for all candidates with the same reference."""
         by_config: dict[str, PlannedRun] = {}
         for item in noisy:
             why_not = _why_not_emulated(item)
@@ -155,7 +155,7 @@ class AlignmentRunner:
     def _measure(
         self, baseline: RunSummary, perturbed: Sequence[PlannedRun], outcomes: dict[str, Outcome]
     ) -> NoiseBounds | None:
-        """The noise that these runs show; ``None`` where there are none."""
+        """Measure the noise of the perturbed runs; ``None`` where there are none."""
         usable = [run for run in perturbed if not isinstance(outcomes[run.name], RunFailure)]
         for run in perturbed:
             if run not in usable:
@@ -172,7 +172,7 @@ class AlignmentRunner:
         return noise
 
     def _bounds_of(self, baseline: RunSummary, item: CandidateState) -> Bounds:
-        """What a candidate is held to: what is stated, over what was measured, or else over theory."""
+        """The bounds of a candidate: stated ones over measured ones, or else over theory."""
         assert item.summary is not None
         otherwise: Bounds | None = self._noise
         if otherwise is None:
@@ -180,7 +180,7 @@ class AlignmentRunner:
         return StatedBounds(tolerance=self.plan.tolerance, otherwise=otherwise)
 
     def _compare_with_emulated(self, baseline: RunSummary, item: CandidateState, outcome: Outcome) -> None:
-        """To the last bit; what may round elsewhere too by its bounds, from which the layout's rounding is gone."""
+        """Compare with the reference to the last bit, or by bounds where the candidate may round elsewhere too."""
         assert item.emulated_run is not None
         assert item.summary is not None
         reference = self.store.summarise(item.emulated_run, outcome)
@@ -192,7 +192,7 @@ class AlignmentRunner:
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
 
     def _call_referee(self, baseline: RunSummary) -> None:
-        """Run baseline and candidates that need it again in float64, and judge these anew."""
+        """Run the baseline and open candidates again in float64, and judge them anew."""
         wanted = [item for item in self._candidates if self._needs_referee(item)]
         if not wanted:
             return
@@ -238,7 +238,7 @@ class AlignmentRunner:
         return False
 
     def _look_closer(self, baseline: RunSummary) -> None:
-        """What a difference does to training, and where a divergence begins."""
+        """Find the effect of each difference on the training, and the beginning of each divergence."""
         proofs = self.plan.baseline.config.align.proofs
         closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
@@ -247,7 +247,11 @@ class AlignmentRunner:
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
                     try:
-                        item.consequence = find_consequence(baseline.output_dir, item.summary.output_dir)
+                        item.consequence = find_consequence(
+                            baseline.output_dir,
+                            item.summary.output_dir,
+                            load_clip_rule=item.run.program.load_clip_rule,
+                        )
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: what it does to training is not known: {error}")
             if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
@@ -286,7 +290,7 @@ def _why_not_emulated(item: CandidateState) -> NotTried | None:
         return NotTried(cause=NotTriedCause.SAME_ORDER)
     if item.run.changes.other and not item.run.must_be_exact:
         return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
-    problem = describe_order_limits(item.run.config)
+    problem = describe_order_limits(item.run)
     return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
 

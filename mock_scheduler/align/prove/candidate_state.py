@@ -1,4 +1,4 @@
-"""The state of one candidate while an alignment goes on, and the result that reports show."""
+"""The state of one candidate while an alignment goes on, and its result for reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdi
 
 @dataclass(kw_only=True, slots=True)
 class CandidateState:
-    """A candidate as planned, its baseline, and everything that is known so far; ``None`` until it is known.
+    """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
     reference in its order of sums. ``judged``: the verdict with its proofs.
@@ -39,12 +39,12 @@ class CandidateState:
 
     @property
     def must_equal_baseline(self) -> bool:
-        """Whether nothing that it changes may move a bit."""
+        """Whether none of its changes may move a bit."""
         return self.run.must_be_exact and self.run.changes.kind == "nothing"
 
     @property
     def own_entry(self) -> str:
-        """The module that its processes run; empty where it is the baseline's."""
+        """The module of its processes; empty where it is the baseline's."""
         return self.run.entry if self.run.entry != self.baseline.entry else ""
 
     @property
@@ -63,7 +63,7 @@ class CandidateState:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=missing)
 
     def judge(self) -> None:
-        """Judge it by all that is known by now."""
+        """Judge it by all results so far."""
         run, direct = self.run, self.direct
         if direct is None or direct.kind in WITHOUT_COMPARISON:
             return
@@ -92,7 +92,7 @@ class CandidateState:
         )
 
     def to_result(self) -> CandidateResult:
-        """The result that reports show."""
+        """The result for reports."""
         run = self.run
         return CandidateResult(
             name=run.name,

@@ -1,4 +1,4 @@
-"""Further runs that narrow a candidate's divergence down, and the bounds that they are held to."""
+"""Further runs to narrow a candidate's divergence down, and their bounds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.localise.runs import full_overrides
-from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.proof_runs import derive_run, is_same_order
 from mock_scheduler.align.runs.run_store import RunStore
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.noise.building import measure_noise
+from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.verdict import VerdictKind
 
@@ -45,8 +45,8 @@ class CloserLook:
         return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
 
     def _measure_all_kinds(self, step: int) -> Bounds:
-        """The noise of all that one step computes, beyond what every run traces."""
-        overrides = full_overrides(self.plan.baseline.config, step, None)
+        """The noise of every tensor of one step, traced or not in ordinary runs."""
+        overrides = full_overrides(self.plan.baseline, step, None)
         whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
         folders = [
             self._run_further(
@@ -57,6 +57,6 @@ class CloserLook:
         return measure_noise(whole, folders, seeds=range(len(folders)))
 
     def _run_further(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
-        """A run that localisation asks for; the same one is made once."""
+        """Make a run for localisation; the same one is made once."""
         run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
         return self.store.execute_once(run, (planned.name, *overrides))

@@ -1,4 +1,4 @@
-"""What noise that was measured in a precision leaves of a difference in float64."""
+"""Bounds of a difference in float64, out of noise in a smaller precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shrinking_factor(precision: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideBounds:
-    """What a difference may be in float64 that is rounding in ``precision``: its bound there / √(shrinking factor).
+    """The bound in float64 of a difference by rounding in ``precision``: its bound there / √(shrinking factor).
 
     Rounding shrinks by the whole factor, a wrong computation not at all; half way between, on a logarithmic scale, no
     honest run and no fault comes near.

@@ -1,4 +1,4 @@
-"""The further runs that proofs need, derived from the runs that an alignment has planned.
+"""The further runs for proofs, derived from the planned runs of an alignment.
 
 Contract: every one is the planned run with a few overrides behind its own, in a folder of its own under
 ``proofs``, in mock on the same recording. Nothing is started here.
@@ -12,12 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.align.plan.overrides import quote_override
-from mock_scheduler.align.plan.plan import ConfigLoader
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
-from mock_scheduler.megatron.order_plan import limits, plan_order
-from pipelines.config.schema import PipelineConfig
+from mock_scheduler.program import ConfigLoader
 
 #: Terms whose sum is the same in any order.
 _NUM_ORDERLESS = 2
@@ -50,9 +47,9 @@ def derive_run(
 
 
 def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The reference of a candidate: one process that adds in the order of its layout, with the baseline's code.
+    """The reference of a candidate: one process with its layout's order of sums and the baseline's code.
 
-    Raises ``ConfigError`` where that order cannot be followed.
+    Raises ``ConfigError`` where the order cannot be followed.
     """
     layout = candidate.config.parallel
     emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
@@ -62,35 +59,39 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
         f"order.emulate={_to_hydra(emulated)}",
         "order.ordered_reductions=false",
     ]
-    run = derive_run(candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=DEFAULT_ENTRY)
+    run = derive_run(
+        candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
+    )
     return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """The plan, with reductions in the order of the ranks in candidates whose order is emulated and has such of more
-    than two ranks: a library's own order of these is nobody's to follow.
+    """The plan, with reductions in rank order in emulated candidates that reduce over more than two ranks.
+
+    A library's own order over more than two ranks is nobody's to follow.
     """
     if not plan.baseline.config.align.proofs.emulate:
         return plan
     return replace(plan, candidates=tuple(_order_reductions(run, load=load) for run in plan.candidates))
 
 
-def describe_order_limits(config: PipelineConfig) -> str:
-    """Why the order of sums of a configuration cannot be followed; empty where it can."""
-    return "; ".join(limits(config.parallel, config.model, config.training))
+def describe_order_limits(run: PlannedRun) -> str:
+    """Why the order of sums of a run cannot be followed; empty where it can."""
+    return "; ".join(run.program.order_limits(run.config))
 
 
 def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
     """Whether a candidate adds in the baseline's order."""
     if candidate.changes.kind == "nothing":
         return True
-    if any(describe_order_limits(run.config) for run in (baseline, candidate)):
+    if any(describe_order_limits(run) for run in (baseline, candidate)):
         return False
-    return plan_order(baseline.config) == plan_order(candidate.config)
+    ours, theirs = (run.program.plan_order(run.config) for run in (baseline, candidate))
+    return ours == theirs
 
 
 def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The baseline with weights that are perturbed by one unit roundoff."""
+    """The baseline with weights perturbed by one unit roundoff."""
     return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
 
 
@@ -101,9 +102,9 @@ def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
 
 def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
     config = run.config
-    if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(config):
+    if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(run):
         return run
-    if all(reduction.size <= _NUM_ORDERLESS for reduction in plan_order(config).reductions):
+    if all(reduction.size <= _NUM_ORDERLESS for reduction in run.program.plan_order(config).reductions):
         return run
     added = "order.ordered_reductions=true"
     overrides = (*run.overrides, added)

@@ -87,7 +87,7 @@ def compute_fingerprint(
         read: digests of the folders it reads, by their use.
     """
     values = iterate_leaves(run.config.model_dump(mode="json"))
-    effects = effects_of(type(run.config))
+    effects = effects_of(run.program.schema)
     # The text of a label decides nothing; the content of a folder that is read is in ``read``.
     leaves = {f"config.{key}": value for key, value in values if Decides.LABEL not in effects.of(key)}
     versions = {f"code.{name}": version for name, version in run.versions.items()}

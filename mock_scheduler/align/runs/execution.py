@@ -1,7 +1,7 @@
-"""Carrying out planned runs: their processes, their times, and their own errors where they failed.
+"""Planned runs are carried out: their processes, their times, and their own errors where they failed.
 
-Contract: of a run that fails, the exit code and the message are the run's own. Runs that share processes are carried
-out in their order; those that a failure of the processes kept from running are started anew, alone.
+Contract: exit code and message of a failed run are its own. Runs that share processes are carried out in their order; a
+run that a failure of the processes kept from starting is started anew, alone.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.plan.planned_run import PlannedRun, RunGroup, group_runs
 from mock_scheduler.align.runs.progress import Follower, OnDone, Outcome, read_completed
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launch.launcher import LaunchPlan, end_running, plan_launch, plan_session, run_plan
+from mock_scheduler.launch.launcher import LaunchPlan, RunningProcesses, plan_launch, plan_session, run_plan
 from mock_scheduler.launch.sessions import SessionRun, load_status
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.processes import ending_signals_as_interrupt
@@ -46,28 +48,72 @@ LaunchRuns = Callable[[Sequence[PlannedRun], Watch], Mapping[str, int]]
 #: Given a config's name and folder, what starts its runs.
 MakeLaunch = Callable[[str, Path], LaunchRuns]
 
+
+@runtime_checkable
+class EndsRuns(Protocol):
+    """A starter of runs from several threads that can end them all: a ``LaunchRuns`` of processes."""
+
+    def end_running(self) -> None:
+        """Ends the processes of all threads; the main thread calls it when it is interrupted."""
+        ...
+
+
 #: In the folder of the first run of several that share processes: which they are, and what the processes print.
 SESSION_PLAN, SESSION_LOG = "session_plan.json", "session.log"
 
 
 def make_process_launch(config_name: str, config_path: Path) -> LaunchRuns:
-    """Runs as processes, through the launcher; their terminal output goes to each run's log."""
+    """Makes runs processes, through the launcher; their terminal output goes to each run's log."""
+    return _ProcessLaunch(config_name=config_name, config_path=config_path)
 
-    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ProcessLaunch:
+    """Starts the processes of runs of one configuration, from any thread, and can end them."""
+
+    config_name: str
+    config_path: Path
+    running: RunningProcesses = field(default_factory=RunningProcesses)
+
+    def __call__(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+        """Starts the processes, as a ``LaunchRuns``."""
         if len(runs) > 1:
-            return _launch_session(runs, config_name=config_name, config_path=config_path, watch=watch)
+            return self._launch_session(runs, watch)
         (run,) = runs
-        plan = plan_launch(
-            run.config,
-            config_name=config_name,
-            config_path=str(config_path),
-            overrides=run.overrides,
-            entry=run.entry,
-            python=run.python,
+        source = ConfigSource(
+            config_name=self.config_name, config_path=str(self.config_path), overrides=tuple(run.overrides)
         )
-        return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path)}
+        plan = plan_launch(run.config, run.program.arguments(run.entry, source), python=run.python)
+        return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path, running=self.running)}
 
-    return launch
+    def end_running(self) -> None:
+        """Ends the processes that other threads wait for."""
+        self.running.end()
+
+    def _launch_session(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+        """Starts all in one set of processes; runs that it did not come to are left out."""
+        session = [
+            SessionRun(
+                config_name=self.config_name,
+                config_path=str(self.config_path),
+                overrides=run.overrides,
+                output_dir=run.output_dir,
+                log_path=run.log_path,
+            )
+            for run in runs
+        ]
+        first = runs[0]
+        plan = plan_session(
+            session, program=first.program, plan_path=first.output_dir / SESSION_PLAN, python=first.python
+        )
+        log_path = first.output_dir / SESSION_LOG
+        run_plan(_with_environment(plan, first), log_path=log_path, watch=watch, running=self.running)
+        statuses = {run.name: load_status(run.output_dir) for run in runs}
+        return {
+            name: status.exit_code
+            for name, status in statuses.items()
+            if status is not None and status.exit_code is not None
+        }
 
 
 def execute_runs(
@@ -79,11 +125,11 @@ def execute_runs(
     at_once: int = 1,
     on_done: OnDone = lambda run, outcome: None,
 ) -> dict[str, Outcome]:
-    """Carry runs out, in groups that share processes; by name, the seconds that each took, or how it failed.
+    """Carries runs out, in groups that share processes; returns by name the seconds of each, or how it failed.
 
     ``at_once``: groups that go at a time. ``on_done`` is told of every run as soon as it has ended, by the thread that
-    called this and while others go on, also of those that had ended before an interrupt. ``console`` shows what is
-    going and how it ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
+    called this and while others go on, also of runs that had ended before an interrupt. ``console`` shows the runs that
+    go and how they ended. Raises ``AlignmentError`` where an ``error.json`` cannot be read.
     """
     groups = group_runs(runs, share=share)
     outcomes: dict[str, Outcome] = {}
@@ -113,9 +159,9 @@ def execute_run(run: PlannedRun, *, launch: LaunchRuns, console: Console) -> Out
 
 
 def failed_run_error(what: str, run: PlannedRun, failure: RunFailure, *, consequence: str) -> AlignmentError:
-    """The error of a command that cannot go on without ``run``, with the run's own exit code.
+    """Returns the error of a command that cannot go on without ``run``, with the run's own exit code.
 
-    ``what``: the run in words; ``consequence``: what was not done, such as ``nothing was compared``.
+    ``what``: the run in words; ``consequence``: the work that was not done, as ``nothing was compared``.
     """
     error = AlignmentError(
         f"{what} failed (exit code {failure.exit_code}), so {consequence}: {failure.message}\n"
@@ -142,7 +188,7 @@ def _execute_alone(group: RunGroup, *, launch: LaunchRuns, console: Console, on_
 def _execute_at_once(
     groups: Sequence[RunGroup], *, launch: LaunchRuns, console: Console, on_done: OnDone, at_once: int
 ) -> None:
-    """Groups in threads of their own, which tell this one how runs ended."""
+    """Carries groups out in threads of their own, which tell this one how runs ended."""
     news: SimpleQueue[tuple[PlannedRun, Outcome] | Future[None]] = SimpleQueue()
     is_over = threading.Event()
     with ThreadPoolExecutor(max_workers=at_once) as executor, ending_signals_as_interrupt():
@@ -168,7 +214,8 @@ def _execute_at_once(
         except BaseException:
             is_over.set()
             executor.shutdown(wait=False, cancel_futures=True)
-            end_running()
+            if isinstance(launch, EndsRuns):
+                launch.end_running()
             raise
 
 
@@ -202,35 +249,12 @@ def _execute_group(
 
 
 def _launch(runs: Sequence[PlannedRun], *, launch: LaunchRuns, on_done: OnDone) -> set[str]:
-    """Start processes and wait for them; the names of the runs that they came to, of each of which was told."""
+    """Starts processes and waits for them; returns the names of the runs that they came to, each told of."""
     follower = Follower(runs=runs, on_done=on_done, started_s=time.time())
     started_s = time.perf_counter()
     codes = launch(runs, follower.look)
     follower.finish(codes, elapsed_s=time.perf_counter() - started_s)
     return follower.told
-
-
-def _launch_session(runs: Sequence[PlannedRun], *, config_name: str, config_path: Path, watch: Watch) -> dict[str, int]:
-    """Start all in one set of processes; those that it did not come to are left out."""
-    session = [
-        SessionRun(
-            config_name=config_name,
-            config_path=str(config_path),
-            overrides=run.overrides,
-            output_dir=run.output_dir,
-            log_path=run.log_path,
-        )
-        for run in runs
-    ]
-    folder = runs[0].output_dir
-    plan = plan_session(session, plan_path=folder / SESSION_PLAN, python=runs[0].python)
-    run_plan(_with_environment(plan, runs[0]), log_path=folder / SESSION_LOG, watch=watch)
-    statuses = {run.name: load_status(run.output_dir) for run in runs}
-    return {
-        name: status.exit_code
-        for name, status in statuses.items()
-        if status is not None and status.exit_code is not None
-    }
 
 
 def _with_environment(plan: LaunchPlan, run: PlannedRun) -> LaunchPlan:

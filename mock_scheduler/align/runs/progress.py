@@ -1,4 +1,4 @@
-"""How runs ended, each as soon as it has: those that share processes say so one after another, while the rest goes on.
+"""Runs that share processes are told of one by one, each as soon as it has ended, while the rest goes on.
 
 Contract: reads status files, ``error.json`` and logs; nothing is started or written here.
 """
@@ -23,10 +23,10 @@ _NUM_LOG_LINES = 15
 
 @dataclass(kw_only=True, slots=True)
 class Follower:
-    """Tells of each run that one set of processes makes, once and in their order.
+    """Tells of each run of one set of processes, once and in their order.
 
-    ``started_s``: when the processes were started, in seconds since the epoch. What it took until the first run began
-    is shared out among all.
+    ``started_s``: when the processes were started, in seconds since the epoch. The time until the first run began is
+    shared out among all.
     """
 
     runs: Sequence[PlannedRun]
@@ -37,9 +37,9 @@ class Follower:
     _start_s: float | None = None
 
     def look(self) -> None:
-        """Tell of the runs that have ended since it was last asked; of a run that goes on, one small file is read.
+        """Tells of the runs that have ended since the last call; of a run that goes on, one small file is read.
 
-        Raises ``AlignmentError`` where an ``error.json`` cannot be read, and what ``on_done`` raises.
+        Raises ``AlignmentError`` where an ``error.json`` cannot be read, and the errors of ``on_done``.
         """
         for run in self.runs:
             if run.name in self.told:
@@ -50,10 +50,10 @@ class Follower:
             self._tell(run, self._read_outcome(run, status, status.exit_code))
 
     def finish(self, codes: Mapping[str, int], *, elapsed_s: float) -> None:
-        """Tell of the rest when the processes have ended.
+        """Tells of the rest when the processes have ended.
 
-        ``codes``: exit codes of all runs that they came to; ``elapsed_s``: what the processes took, for runs that do
-        not say it themselves. Raises as ``look``.
+        ``codes``: exit codes of all runs that they came to; ``elapsed_s``: the processes' seconds, for runs that do not
+        say theirs. Raises as ``look``.
         """
         self.look()
         rest = [run for run in self.runs if run.name in codes and run.name not in self.told]
@@ -74,7 +74,7 @@ class Follower:
 
 
 def read_completed(runs: Sequence[PlannedRun]) -> dict[str, float]:
-    """Of runs whose processes were interrupted, the seconds of those that had completed, by name."""
+    """Returns, by name, the seconds of runs that had completed before their processes were interrupted."""
     statuses = [(run.name, load_status(run.output_dir)) for run in runs]
     return {
         name: status.elapsed_s
@@ -84,7 +84,7 @@ def read_completed(runs: Sequence[PlannedRun]) -> dict[str, float]:
 
 
 def _read_failure(run: PlannedRun, exit_code: int) -> RunFailure:
-    """The error that a run wrote down, or else the last lines of its log."""
+    """Returns the error that a run wrote down, or else the last lines of its log."""
     stated = load_failure(run.output_dir)
     if stated is not None:
         return stated

@@ -1,6 +1,6 @@
-"""Going on with an alignment: its folder, and which of its runs are taken again.
+"""An alignment goes on in its folder, where runs that would be made again as they were are taken again.
 
-Contract: one mechanism for an alignment that was interrupted and for a cached baseline: every run that completed has a
+Contract: one mechanism for an alignment that was interrupted and for a cached baseline: every completed run has a
 fingerprint (``cache``), and is taken again where the same run would be made. ``--overwrite`` starts from nothing. In a
 folder that no alignment made nothing is removed.
 """
@@ -66,9 +66,9 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
 class RunCache:
     """The finished runs of one alignment.
 
-    ``recording_dir``: what its runs record or replay. ``environ``: of the launcher; ``None``: this process's. For each
-    run: ``find``, then either take it or ``clear``, run, ``keep``. A run that replays may be looked for only when the
-    recording is there.
+    ``recording_dir``: the recording that its runs write or replay. ``environ``: of the launcher; ``None``: this
+    process's. For each run: ``find``, then either take it or ``clear``, run, ``keep``. A run that replays may be looked
+    for only when the recording is there.
     """
 
     recording_dir: Path
@@ -77,11 +77,11 @@ class RunCache:
     _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
 
     def find(self, run: PlannedRun) -> Reusable | NotReusable:
-        """Whether the run's folder holds the same run, finished and unchanged, or why not."""
+        """Says whether the run's folder holds the same run, finished and unchanged, or why not."""
         return find_cached(run.output_dir, self._fingerprint(run), recording_dir=self._recorded_by(run))
 
     def clear(self, run: PlannedRun) -> None:
-        """Remove what an earlier run left in the run's folder, and its recording where the run records."""
+        """Removes an earlier run from the run's folder, and its recording where the run records."""
         for folder in (run.output_dir, self._recorded_by(run)):
             if folder is not None and folder.is_dir():
                 # At once and as a whole: what an interrupt leaves is never taken for a run.
@@ -127,7 +127,7 @@ class RunCache:
 
 
 def read_machine() -> dict[str, str]:
-    """What of this machine decides the last bits: processor, its instruction set in use, and GPUs with their driver."""
+    """Reads the parts of this machine that decide the last bits: processor, its instructions, GPUs and driver."""
     return {
         "architecture": platform.machine(),
         "processor": _read_processor(),
@@ -137,7 +137,7 @@ def read_machine() -> dict[str, str]:
 
 
 def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings that a run's processes start with and share, and their threads; what is not set is left out."""
+    """Returns the settings that a run's processes start with and share, and their threads, without unset ones."""
     started = {**environ, **launch_environment(run.config.system_envs), **run.env}
     several = run.config.parallel.world_size > 1
     threads = started.get("OMP_NUM_THREADS", "1" if several else f"{os.cpu_count()} cores")
@@ -151,8 +151,9 @@ def _is_per_node(name: str) -> bool:
 
 
 def _digest_entry(run: PlannedRun) -> JSON:
-    """Digests of the entry's file, or of its whole package where that is none of the project's; what it imports from
-    elsewhere is not known.
+    """Returns digests of the entry's file, or of its whole package where the project has none of that name.
+
+    Modules that it imports from elsewhere are not known.
     """
     path = find_module(run.entry)
     top = run.entry.partition(".")[0]

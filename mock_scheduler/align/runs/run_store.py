@@ -17,7 +17,6 @@ from mock_scheduler.align.runs.cache import Reusable
 from mock_scheduler.align.runs.execution import LaunchRuns, OnDone, Outcome, execute_runs
 from mock_scheduler.align.runs.resume import RunCache
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launch.launcher import DEFAULT_ENTRY
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.run_files import RUN_FILE
 from mock_scheduler.verdict.results import AlignmentTimes
@@ -37,8 +36,11 @@ _PURPOSES: tuple[Purpose, ...] = (
 
 @dataclass(kw_only=True)
 class RunStore:
-    """Runs by their folders. ``share``: whether several may share processes; ``at_once``: groups of
-    processes that go at a time; ``console`` shows what is going."""
+    """Runs by their folders.
+
+    ``share``: whether several may share processes; ``at_once``: groups of processes that go at a time; ``console``
+    shows them.
+    """
 
     launch: LaunchRuns
     cache: RunCache
@@ -80,13 +82,13 @@ class RunStore:
         )
 
     def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:
-        """What a completed run says of itself, or how it failed."""
+        """Returns the summary that a completed run left, or how the run failed."""
         if isinstance(outcome, RunFailure):
             return outcome
-        if run.entry != DEFAULT_ENTRY and not (run.output_dir / RUN_FILE).exists():
+        if run.has_own_code and not (run.output_dir / RUN_FILE).exists():
             message = (
-                f"the module {run.entry} ended without running the pipeline (no {RUN_FILE}); "
-                f"it must call {DEFAULT_ENTRY}.main, as docs/align.md says"
+                f"the module {run.entry} ended without running the program (no {RUN_FILE}); "
+                f"it must call {run.program.entry}.main, as docs/align.md says"
             )
             return RunFailure(exit_code=0, message=message)
         try:
@@ -95,9 +97,9 @@ class RunStore:
             return RunFailure(exit_code=ExitCode.INCOMPARABLE, message=str(error))
 
     def execute_once(self, run: PlannedRun, key: tuple[str, ...]) -> Path:
-        """The folder of a run that several ask for, which is made once. Raises ``AlignmentError`` where it fails.
+        """Returns the folder of a run that several ask for, made once; raises ``AlignmentError`` where it fails.
 
-        ``key``: what makes it the same run, whatever its name is.
+        ``key``: equal for equal runs, whatever their names are.
         """
         if key not in self._further:
             outcome = self.execute([run])[run.name]
@@ -108,7 +110,7 @@ class RunStore:
 
     @contextmanager
     def timed(self, purpose: Purpose) -> Iterator[None]:
-        """Count the seconds of the block, without those of a block inside of it, which has its own purpose."""
+        """Counts the seconds of the block, without those of a block inside of it, which has its own purpose."""
         started_s = time.perf_counter()
         self._inside_s.append(0.0)
         try:
@@ -124,7 +126,7 @@ class RunStore:
         self._seconds[purpose] = self._seconds.get(purpose, 0.0) + seconds
 
     def times(self) -> AlignmentTimes:
-        """What every purpose took so far."""
+        """Returns the seconds of every purpose so far."""
         seconds = {f"{purpose}_s": self._seconds.get(purpose, 0.0) for purpose in _PURPOSES}
         return AlignmentTimes(**seconds, total_s=time.perf_counter() - self._started_s)
 

@@ -1,6 +1,6 @@
 """AReaL's ``trajectory_debug`` (called ``debug`` in the proposal before it), read as ``rollout_mock``.
 
-Keys and rules are those of AReaL's TrajectoryDebugConfig. What is different here, and why: docs/dialects.md.
+Keys and rules are AReaL's, of its TrajectoryDebugConfig. The differences, and why: docs/dialects.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TrajectoryDebug(ConfigSection):
 
     @property
     def is_on(self) -> bool:
-        """Whether the section asks for anything."""
+        """Says whether the section asks for anything."""
         return self.dump_rollout_data or self.replay_rollout_data
 
     @field_validator("path")
@@ -69,17 +69,17 @@ class TrajectoryDebug(ConfigSection):
 
 
 def from_areal(section: Mapping[str, object], *, default_path: str, name: str = AREAL_SECTIONS[0]) -> RolloutMockConfig:
-    """AReaL's section as ``rollout_mock``: dump is mode dump, replay is mode mock, neither is not enabled.
+    """Reads AReaL's section as ``rollout_mock``: dump is mode dump, replay is mode mock, neither is not enabled.
 
-    ``default_path``: the folder where the section has no ``path``. ``name``: what the section is called in messages.
-    Raises ConfigError that lists every problem.
+    ``default_path``: the folder where the section has no ``path``. ``name``: of the section in messages. Raises
+    ``ConfigError`` that lists every problem.
     """
     read = read_section(TrajectoryDebug, section, section=name, origin=f"AReaL's {name}")
     return translate_areal(read, default_path=default_path, name=name)
 
 
 def translate_areal(section: TrajectoryDebug, *, default_path: str, name: str) -> RolloutMockConfig:
-    """As ``from_areal``, of a section that was read."""
+    """Translates a section that was read, as ``from_areal`` does."""
     dump_dir = section.path or default_path
     if not section.is_on:
         return RolloutMockConfig(dump_dir=dump_dir)

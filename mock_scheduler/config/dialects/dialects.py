@@ -1,16 +1,16 @@
-"""Other frameworks' names for recording and replay, in a configuration of ours: AReaL's and verl's.
+"""Other frameworks' names for recording and replay, in the configuration of any program: AReaL's and verl's.
 
-Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does
-what they asked for and says in ``origin`` what became of them; verl's keys of rollout correction among them become
-``algorithm``. They are refused together with an enabled ``rollout_mock``, and with one another. The differences from
-the originals are in docs/dialects.md.
+Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does as
+they asked and says in ``origin`` how they became it. They are refused together with an enabled ``rollout_mock``, and
+with one another. Foreign keys that a program reads itself are taken out first. The differences from the originals are
+in docs/dialects.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,11 +30,9 @@ from mock_scheduler.config.dialects.verl import (
 from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.correction.config.verl_dialect import read_verl_correction
 from mock_scheduler.errors import ConfigError
-from pipelines.config.schema import PipelineConfig
 
-__all__ = ["Resolved", "VerlNames", "from_areal", "from_verl", "resolve_dialects"]
+__all__ = ["DialectReader", "ForeignKeys", "Resolved", "RunNames", "VerlNames", "from_areal", "from_verl"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,6 +48,37 @@ class Resolved:
     problems: tuple[Problem, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunNames:
+    """The values of a checked configuration that the translation of a foreign section needs.
+
+    ``num_prompts``: of one training batch; ``rows_per_prompt``: trajectories of each, which share their prompt.
+    """
+
+    exp_name: str
+    output_dir: str
+    rollout_mock: RolloutMockConfig
+    num_prompts: int
+    rows_per_prompt: int
+
+
+def _no_conflicts(config: object) -> list[Problem]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignKeys(Generic[Model]):
+    """The configuration without the foreign keys that a program reads itself, and with their translation.
+
+    ``unread``: keys among them that are set aside. ``conflicts``: their contradictions of the checked configuration.
+    """
+
+    values: Mapping[str, object]
+    unread: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    conflicts: Callable[[Model], list[Problem]] = field(default=_no_conflicts)
+
+
 class _ArealSections(ConfigSection):
     """Both names of AReaL's section, for messages with whole keys."""
 
@@ -57,40 +86,61 @@ class _ArealSections(ConfigSection):
     debug: TrajectoryDebug = TrajectoryDebug()
 
     def by_name(self) -> dict[str, TrajectoryDebug]:
-        """The sections by the names in ``AREAL_SECTIONS``."""
+        """Returns the sections by the names in ``AREAL_SECTIONS``."""
         return {"trajectory_debug": self.trajectory_debug, "debug": self.debug}
 
 
-def resolve_dialects(values: Mapping[str, object]) -> Resolved:
-    """``values``, the composed configuration, with foreign sections turned into ``rollout_mock``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DialectReader(Generic[Model]):
+    """Reads foreign sections in the configurations of one program.
 
-    Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
-    verl's folders are taken from it: all problems of both are in ``problems``.
+    ``schema``: of the rest. ``name_run``: gives the values that translations need. ``read_own``: takes out the foreign
+    keys that the program reads itself.
     """
-    correction = read_verl_correction(values)
-    values = correction.values
-    areal = {name: _section(values[name]) for name in AREAL_SECTIONS if name in values and not _is_own(name, values)}
-    verl = {name: _section(values[name]) for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
-    if not any(name in verl for name in VERL_SECTIONS):
-        verl = {}  # `trainer` or `data` alone name nothing: they are unknown keys
-    own = {key: value for key, value in values.items() if key not in areal and key not in verl}
-    if not areal and not verl:
-        return Resolved(values=own)
-    problems: list[Problem] = [*correction.problems]
-    config = _validated(PipelineConfig, own, problems)
-    if config is not None:
-        problems += correction.conflicts(config.algorithm)
-    areal_sections = _validated(_ArealSections, areal, problems)
-    read, unread = set_aside_unread(VerlSections, verl)
-    unread += correction.unread
-    verl_sections = _validated(VerlSections, read, problems)
-    if config is None or areal_sections is None or verl_sections is None or problems:
-        return Resolved(values=own, problems=tuple(problems))
+
+    schema: type[Model]
+    name_run: Callable[[Model], RunNames]
+    read_own: Callable[[Mapping[str, object]], ForeignKeys[Model]]
+
+    def resolve(self, values: Mapping[str, object]) -> Resolved:
+        """Turns the foreign sections of ``values``, the composed configuration, into ``rollout_mock``.
+
+        Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
+        verl's folders are taken from it: all problems of both are in ``problems``.
+        """
+        own_keys = self.read_own(values)
+        values = own_keys.values
+        areal = {
+            name: _section(values[name]) for name in AREAL_SECTIONS if name in values and not _is_own(name, values)
+        }
+        verl = {name: _section(values[name]) for name in (*VERL_SECTIONS, *VERL_NAMING_SECTIONS) if name in values}
+        if not any(name in verl for name in VERL_SECTIONS):
+            verl = {}  # `trainer` or `data` alone name nothing: they are unknown keys
+        own = {key: value for key, value in values.items() if key not in areal and key not in verl}
+        if not areal and not verl:
+            return Resolved(values=own)
+        problems: list[Problem] = [*own_keys.problems]
+        config = _validated(self.schema, own, problems)
+        if config is not None:
+            problems += own_keys.conflicts(config)
+        areal_sections = _validated(_ArealSections, areal, problems)
+        read, unread = set_aside_unread(VerlSections, verl)
+        unread += own_keys.unread
+        verl_sections = _validated(VerlSections, read, problems)
+        if config is None or areal_sections is None or verl_sections is None or problems:
+            return Resolved(values=own, problems=tuple(problems))
+        return _translate_into(own, self.name_run(config), areal_sections, verl_sections, unread)
+
+
+def _translate_into(
+    own: dict[str, object], run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
+) -> Resolved:
+    """Returns the checked configuration with the ``rollout_mock`` that its one foreign switch becomes."""
     try:
-        mock = _translate(config, areal_sections, verl_sections, unread)
+        mock = _translate(run, areal, verl, unread)
     except ConfigError as error:
         return Resolved(values=own, problems=(("", str(error)),))
-    kept = config.rollout_mock.model_dump(mode="json")
+    kept = run.rollout_mock.model_dump(mode="json")
     if mock is None:
         if not unread:
             return Resolved(values=own)
@@ -101,18 +151,18 @@ def resolve_dialects(values: Mapping[str, object]) -> Resolved:
 
 
 def _is_own(name: str, values: Mapping[str, object]) -> bool:
-    """Whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
+    """Says whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
     section = values[name]
     return name == "debug" and isinstance(section, Mapping) and not set(section) & set(TrajectoryDebug.model_fields)
 
 
 def _section(value: object) -> object:
-    """An empty section of a YAML file is null: it asks for nothing."""
+    """Reads an empty section of a YAML file, which is null, as one that asks for nothing."""
     return {} if value is None else value
 
 
 def _validated(model: type[Model], values: Mapping[str, object], problems: list[Problem]) -> Model | None:
-    """The values as this model; where they are none, their problems are added to ``problems``."""
+    """Returns the values as this model; where they are none, their problems are added to ``problems``."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -121,31 +171,30 @@ def _validated(model: type[Model], values: Mapping[str, object], problems: list[
 
 
 def _translate(
-    config: PipelineConfig, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
+    run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
 ) -> RolloutMockConfig | None:
-    """The section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
+    """Returns the section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
     areal_on = {name: section for name, section in areal.by_name().items() if section.is_on}
     verl_on = verl_switches(verl)
     keys = [*areal_on, *(switch.key for switch in verl_on)]
-    if config.rollout_mock.enable and keys:
+    if run.rollout_mock.enable and keys:
         keys.insert(0, "rollout_mock")
     if len(keys) > 1:
         raise ConfigError(several_switches(keys))
     for name, section in areal_on.items():
-        default_path = f"{config.output_dir.rstrip('/')}/debug_trajectories"
+        default_path = f"{run.output_dir.rstrip('/')}/debug_trajectories"
         return translate_areal(section, default_path=default_path, name=name)
-    return translate_verl(verl_on[0], names=_verl_names(config, verl), unread=unread) if verl_on else None
+    return translate_verl(verl_on[0], names=_verl_names(run, verl), unread=unread) if verl_on else None
 
 
-def _verl_names(config: PipelineConfig, verl: VerlSections) -> VerlNames:
-    """verl's own keys where given, else ours: a group is what verl calls a prompt's ``n`` responses."""
-    group_size = config.train_env_manager.group_size
-    train_batch_size = verl.data.train_batch_size or config.rollout_batch_size // group_size
+def _verl_names(run: RunNames, verl: VerlSections) -> VerlNames:
+    """Takes verl's own keys where given, else ours: a group is a prompt's ``n`` responses in verl."""
+    train_batch_size = verl.data.train_batch_size or run.num_prompts
     experiment, project = verl.trainer.experiment_name, verl.trainer.project_name
     return VerlNames(
-        experiment=config.exp_name if experiment is None else experiment,
+        experiment=run.exp_name if experiment is None else experiment,
         project=DEFAULT_PROJECT_NAME if project is None else project,
         train_batch_size=train_batch_size,
         gen_batch_size=verl.data.gen_batch_size or train_batch_size,
-        n=verl.actor_rollout_ref.rollout.n or group_size,
+        n=verl.actor_rollout_ref.rollout.n or run.rows_per_prompt,
     )

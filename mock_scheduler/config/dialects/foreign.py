@@ -1,4 +1,4 @@
-"""What the dialects share: reading another framework's section, and the ``rollout_mock`` that it becomes."""
+"""All dialects read a section of another framework, and build the ``rollout_mock`` that it becomes, with these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Section = TypeVar("Section", bound=ConfigSection)
 
 
 def read_section(model: type[Section], values: Mapping[str, object], *, section: str, origin: str) -> Section:
-    """A foreign section as its model; ConfigError lists every problem under ``section``'s dotted key."""
+    """Returns a foreign section as its model; ConfigError lists every problem under ``section``'s dotted key."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -23,9 +23,9 @@ def read_section(model: type[Section], values: Mapping[str, object], *, section:
 
 
 def build_rollout_mock(source: str, fields: Mapping[str, object], *, remark: str = "") -> RolloutMockConfig:
-    """The enabled section with these fields, whose ``origin`` says in one line what ``source`` became, and ``remark``.
+    """Builds the enabled section with these fields; its ``origin`` names ``source``, its translation and ``remark``.
 
-    Raises ConfigError for values that ``rollout_mock`` refuses.
+    Raises ``ConfigError`` for values that ``rollout_mock`` refuses.
     """
     try:
         config = RolloutMockConfig.model_validate({"enable": True, **fields})

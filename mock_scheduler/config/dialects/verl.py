@@ -40,7 +40,7 @@ _MAX_NAME_BYTES = 255
 
 
 def _check_location(location: str) -> str:
-    """Refuse what verl's own documentation warns of; a URL and ``~`` are fine."""
+    """Refuses places that verl's own documentation warns of; a URL and ``~`` are fine."""
     if "://" in location:
         return location
     path = os.path.expanduser(location)
@@ -58,7 +58,7 @@ def _check_location(location: str) -> str:
 
 
 class _Skip(ConfigSection):
-    """What the second and third generation share."""
+    """The keys that the second and third generation share."""
 
     enable: bool = False
     dump_dir: str = _DEFAULT_SKIP_DIR
@@ -153,7 +153,7 @@ class VerlSections(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlNames:
-    """What names a recording's folder: a change of any part is a new folder. Batch sizes count prompts."""
+    """The parts of a recording's folder name: a change of any is a new folder. Batch sizes count prompts."""
 
     experiment: str
     project: str
@@ -165,9 +165,9 @@ class VerlNames:
     def folder(self) -> str:
         """``{experiment}_{project}_TrainGBS{train}__InferGBS{gen}__N{n}`` (verl, docs/advance/rollout_skip.rst).
 
-        No two names share a folder: what is no letter, digit, ``_``, ``-``, ``.`` or ``~`` becomes ``%`` and its UTF-8
-        bytes in hexadecimal, and so does ``_`` in the project's name, as it separates that from the experiment's.
-        Raises ConfigError where it would be longer than file systems take.
+        No two names share a folder: a character that is no letter, digit, ``_``, ``-``, ``.`` or ``~`` becomes ``%``
+        and its UTF-8 bytes in hexadecimal, and so does ``_`` in the project's name, as it separates that from the
+        experiment's. Raises ``ConfigError`` where it would be longer than file systems take.
         """
         experiment = quote(self.experiment, safe="")
         project = quote(self.project, safe="").replace("_", "%5F")
@@ -182,7 +182,7 @@ class VerlNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlSwitch:
-    """One enabled rollout skip: the key that enables it, its folder, and what it becomes."""
+    """One enabled rollout skip: the key that enables it, its folder, and its fields of ``rollout_mock``."""
 
     key: str
     dump_dir: str
@@ -190,10 +190,10 @@ class VerlSwitch:
 
 
 def from_verl(rollout: Mapping[str, object], *, names: VerlNames) -> RolloutMockConfig:
-    """verl's ``actor_rollout_ref.rollout`` as ``rollout_mock``; not enabled where it skips nothing.
+    """Reads verl's ``actor_rollout_ref.rollout`` as ``rollout_mock``; not enabled where it skips nothing.
 
-    Of ``rollout`` are read ``skip_rollout``, ``skip_dump_dir``, ``n``, which replaces that of ``names``, and ``skip``.
-    Raises ConfigError that lists every problem.
+    Its keys ``skip_rollout``, ``skip_dump_dir``, ``n``, which replaces that of ``names``, and ``skip`` are read. Raises
+    ``ConfigError`` that lists every problem.
     """
     values, unread = set_aside_unread(VerlRollout, rollout, section=ROLLOUT_KEY)
     read = read_section(VerlRollout, values, section=ROLLOUT_KEY, origin=f"verl's {ROLLOUT_KEY}")
@@ -205,19 +205,19 @@ def from_verl(rollout: Mapping[str, object], *, names: VerlNames) -> RolloutMock
 
 
 def several_switches(keys: list[str]) -> str:
-    """The message for switches of which only one may be on."""
+    """Returns the message for several switches, where only one may be on."""
     number = "both" if len(keys) == 2 else "all"
     return f"{' and '.join(keys)} are {number} on, and each says what is recorded and replayed; keep one of them"
 
 
 def translate_verl(switch: VerlSwitch, *, names: VerlNames, unread: Iterable[str] = ()) -> RolloutMockConfig:
-    """As ``from_verl``, of one switch that was read; ``unread``: keys that its ``origin`` says were not."""
+    """Translates one switch that was read, as ``from_verl`` does; ``unread``: keys that its ``origin`` names."""
     fields = {"dump_dir": f"{switch.dump_dir.rstrip('/')}/{names.folder}", **switch.fields}
     return build_rollout_mock(f"verl's {switch.key}", fields, remark=describe_unread(unread))
 
 
 def verl_switches(sections: VerlSections) -> list[VerlSwitch]:
-    """Every rollout skip that is on."""
+    """Returns every rollout skip that is on."""
     rollout = sections.actor_rollout_ref.rollout
     switches = []
     if rollout.skip_rollout:
@@ -236,7 +236,7 @@ def _roles(roles: SkipRoles, key: str) -> Iterator[VerlSwitch]:
 
 
 def _skip_fields(skip: SkipBlock) -> dict[str, object]:
-    """The second generation: the first ``max_dump_step`` steps are cached; later ones are played, or reuse these."""
+    """Translates the second generation: the first ``max_dump_step`` steps are cached, later ones played or reused."""
     fields: dict[str, object] = {"mode": "cache", "steps": f"0-{skip.max_dump_step - 1}"}
     if skip.action == "cache":
         return fields
@@ -245,8 +245,10 @@ def _skip_fields(skip: SkipBlock) -> dict[str, object]:
 
 
 def _role_fields(role: SkipRole) -> dict[str, object]:
-    """The third generation: ``cache`` plays and records what is missing of ``steps``; ``repeat`` does so for the first
-    of them, and reuses recorded steps for the others. Steps that are not listed are played.
+    """Translates a role of the third generation.
+
+    ``cache`` plays and records the missing ones of ``steps``; ``repeat`` does so for the first of them, and reuses
+    recorded steps for the others. Steps that are not listed are played.
     """
     steps = StepRanges.of(step - 1 for step in role.steps)
     if role.action == "cache":

@@ -1,7 +1,7 @@
-"""Which keys of verl's own configuration are not read here, so that its sections may be pasted whole.
+"""Keys of verl's own configuration that are not read here are set aside, so that its sections may be pasted whole.
 
-Contract: what verl has there, or may have in another release, is set aside and named; a key that looks like one that is
-read is kept, so that the schema refuses it with the nearest. Source of the names: ``rollout/rollout.yaml``,
+Contract: keys that verl has there, or may have in another release, are set aside and named; a key that looks like one
+that is read is kept, so that the schema refuses it with the nearest. Source of the names: ``rollout/rollout.yaml``,
 ``data/legacy_data.yaml`` and ``ppo_trainer.yaml`` of ``verl/trainer/config``, in several releases.
 """
 
@@ -47,7 +47,7 @@ _CLOSE = 0.75  # as skip_dir is to skip_dump_dir; names of different things are 
 def set_aside_unread(
     model: type[ConfigSection], values: Mapping[str, object], *, section: str = ""
 ) -> tuple[dict[str, object], list[str]]:
-    """What ``model`` is to check of these values, and the dotted keys of what nothing here reads.
+    """Splits values into those that ``model`` is to check, and the dotted keys that nothing here reads.
 
     ``section``: the dotted key at which ``model`` stands; ``""`` for that of all sections. An empty section is left
     out, as one that is not there.
@@ -88,7 +88,7 @@ def describe_unread(keys: Iterable[str]) -> str:
 
 
 def _is_mistaken(name: str, model: type[ConfigSection], section: str) -> bool:
-    """Whether a key looks like one that is read, and is none that verl has."""
+    """Says whether a key looks like one that is read, and is none that verl has."""
     if name in NOT_READ[section]:
         return False
     return name.startswith("skip") or bool(get_close_matches(name, model.model_fields, n=1, cutoff=_CLOSE))

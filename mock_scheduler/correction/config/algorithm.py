@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError, model_validator
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.problems import Problem, validation_problems
+from mock_scheduler.config.problems import Problem, raise_keyed, validation_problems
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.support.text import count_of

@@ -18,8 +18,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.keyed import raise_keyed
-from mock_scheduler.config.problems import Problem
+from mock_scheduler.config.problems import Problem, raise_keyed
 from mock_scheduler.correction.config.thresholds import Number
 from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
 

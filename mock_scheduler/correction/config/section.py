@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError, model_validator
 
-from mock_scheduler.config.keyed import KeyedError, collecting, raise_keyed
-from mock_scheduler.config.problems import Problem
+from mock_scheduler.config.problems import KeyedError, Problem, collecting, raise_keyed
 from mock_scheduler.correction.config.checks import name_problems, section_problems
 from mock_scheduler.correction.config.keys import CorrectionKeys
 from mock_scheduler.correction.config.notes import section_notes

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from mock_scheduler.config.keyed import KeyedError
+from mock_scheduler.config.problems import KeyedError
 
 #: A whole number from here on is taken for a mistaken ``lo_hi``: no ratio's bound is that large.
 SUSPICIOUS_WHOLE_NUMBER = 100

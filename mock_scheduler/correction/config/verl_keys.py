@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from mock_scheduler.config.keyed import KeyedError
+from mock_scheduler.config.problems import KeyedError
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Aggregation, Estimator, Level, Rule
 from mock_scheduler.correction.config.thresholds import (
     UNLIMITED,

@@ -1,6 +1,6 @@
-"""The report of rollout correction as one HTML page that opens offline: advice first, then what it rests on.
+"""The report of rollout correction as one HTML page that opens offline: advice first, then its evidence.
 
-Contract: looks as the pages of comparisons do. What a list does not show is said.
+Contract: it looks as the pages of comparisons do, and each list counts the lines it leaves out.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class _OutcomeRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MeasuredPart:
-    """Everything that needs training log-probabilities. plots: elements; policies: labels and numbers, in two halves.
+    """Everything computed from training log-probabilities. plots: elements; policies: labels and numbers in halves.
 
-    lags: ``None`` where the recording does not tell which policy sampled a token.
+    lags: ``None`` where the recording does not name the policy of each token.
     """
 
     note: str
@@ -83,7 +83,7 @@ def write_correction_page(report: CorrectionReport, path: Path) -> None:
 
 
 def render_correction_page(report: CorrectionReport) -> str:
-    """The page's text, of 5 MB, nearly all of which is plotly's script."""
+    """Render the page; nearly all of its 5 MB are plotly's script."""
     figures: list[JSON] = []
     word, sentence = headline(report)
     severities = {advice.severity for advice in report.advice} | {"note" if report.measured is not None else "warning"}

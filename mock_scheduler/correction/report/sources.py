@@ -23,6 +23,7 @@ from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.report.view import TrainingSide
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.program import load_config
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.run_folder.finished_run import load_batches
 from mock_scheduler.run_folder.inputs import find_trace
@@ -49,14 +50,8 @@ class TrainingConfig:
 
 
 def training_of_source(source: ConfigSource) -> TrainingConfig:
-    """Loads and checks a configuration of this project."""
-    config = source.load()
-    return _training(
-        f"configuration {source.config_name}",
-        algorithm=config.algorithm,
-        temperature=config.actor_infer.generating_args.temperature,
-        restricts_vocabulary=config.actor_infer.only_action_tokens,
-    )
+    """Loads and checks a configuration."""
+    return _training_of_keys(f"configuration {source.config_name}", load_config(source).model_dump(mode="json"))
 
 
 def training_of_run(run: Path) -> TrainingConfig | None:
@@ -64,10 +59,14 @@ def training_of_run(run: Path) -> TrainingConfig | None:
     path = _run_folder(run) / CONFIG_FILE
     if not path.is_file():
         return None
-    content = read_stored_keys(path)
+    return _training_of_keys(str(path), read_stored_keys(path))
+
+
+def _training_of_keys(origin: str, content: Mapping[str, Any]) -> TrainingConfig:
+    """Of a whole configuration as plain values."""
     return _training(
-        str(path),
-        algorithm=_parse_algorithm(content.get("algorithm") or {}, str(path)),
+        origin,
+        algorithm=_parse_algorithm(content.get("algorithm") or {}, origin),
         temperature=_number(_find(content, _TEMPERATURE)),
         restricts_vocabulary=_flag(_find(content, _RESTRICTION)),
     )

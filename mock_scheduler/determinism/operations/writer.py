@@ -78,7 +78,7 @@ class OperationLogWriter:
             return number
 
     def finish(self) -> None:
-        """Write what is waiting, and the footer."""
+        """Write the waiting records, and the footer."""
         self._flush()
         self._lines.write(json.dumps({"num_records": self._num_records}) + "\n")
 

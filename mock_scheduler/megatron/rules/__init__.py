@@ -1,4 +1,4 @@
-"""Rules about Megatron's configuration: what cannot train repeatably or rightly, found before a model is built.
+"""Rules about Megatron's configuration find, before a model is built, that it cannot train repeatably or rightly.
 
 Contract: imports neither torch nor Megatron.
 """

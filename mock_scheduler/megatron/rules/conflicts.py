@@ -1,4 +1,4 @@
-"""Rules for what cannot train repeatably, or not at all: the configuration is to be changed before a model is built.
+"""Rules refuse a configuration that cannot train repeatably, or not at all, before a model is built.
 
 Sources name files of Megatron-core 0.19 unless they say otherwise; PR and issue numbers are Megatron-LM's.
 """

@@ -1,8 +1,8 @@
-"""Layouts that Megatron-core runs without an error and computes wrongly, refused before a process starts.
+"""Layouts that Megatron-core runs without an error and computes wrongly are refused before a process starts.
 
 Contract: imports neither torch nor Megatron; the installed version is read from its metadata. The same rules are held
-against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), where what was allowed is
-warned of. ``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
+against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), which warns of allowed ones.
+``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from difflib import get_close_matches
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.described import DescribedModel, DescribedTraining
 from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.text import bullet_list
-from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
 
 MEGATRON = "megatron-core"
-# The policy's loss function returns a sum, its number of tokens and metrics (pipelines/megatron/trainer.py).
-LOSS_VALUES = 3
 _AUX_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})
 
 
@@ -54,7 +51,7 @@ def _scales_router_losses_by_layout(setup: Setup) -> bool:
 
 
 def _has_aux_loss(setup: Setup) -> bool:
-    """Whether a load-balancing loss has a coefficient; Megatron takes one of each or a list of each."""
+    """Says whether a load-balancing loss has a coefficient; Megatron takes one of each or a list of each."""
     kinds, coefficients = setup.values.get("moe_router_load_balancing_type"), setup.values.get("moe_aux_loss_coeff")
     pairs = zip(
         kinds if isinstance(kinds, list) else [kinds],
@@ -192,8 +189,13 @@ def check_allowed_names(allowed: Collection[str]) -> None:
         )
 
 
-def layout_values(parallel: ParallelConfig, model: ModelConfig, training: TrainingConfig) -> dict[str, object]:
-    """The configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it."""
+def layout_values(
+    parallel: ParallelConfig, model: DescribedModel, training: DescribedTraining, *, loss_values: int
+) -> dict[str, object]:
+    """Returns the configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
+
+    ``loss_values``: how many values the program's loss function returns to Megatron's schedule, 2 or 3.
+    """
     is_interleaved = parallel.num_chunks > 1
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -214,17 +216,17 @@ def layout_values(parallel: ParallelConfig, model: ModelConfig, training: Traini
         "moe_z_loss_coeff": model.moe_z_loss_coeff,
         "moe_router_impl": model.moe_router_impl,
         "calculate_per_token_loss": training.calculate_per_token_loss,
-        "loss_values": LOSS_VALUES,
+        "loss_values": loss_values,
     }
 
 
 def installed_megatron() -> str | None:
-    """The version of megatron-core that a run here would use; ``None`` where it is not installed."""
+    """Returns the version of megatron-core that a run here would use; ``None`` where it is not installed."""
     return read_package_version(*DISTRIBUTIONS[MEGATRON])
 
 
 def find_known_wrong(values: Mapping[str, object], *, version: str | None) -> list[Conflict]:
-    """Every rule of ``KNOWN_WRONG`` that applies to a configuration, by the names of Megatron's fields.
+    """Returns every rule of ``KNOWN_WRONG`` that applies to a configuration, by the names of Megatron's fields.
 
     ``version``: of megatron-core; with ``None`` the rules that are bound to versions are left out.
     """

@@ -1,7 +1,7 @@
 """Rules for layouts and modes that compute wrong values, or that Megatron refuses, in any run.
 
 ``megatron.training`` guards some of them; who builds a model from ``megatron.core`` alone, as this project does, is not
-guarded. Those that compute wrong values are in ``mock_scheduler.megatron.rules.known_wrong``.
+guarded. Layouts with wrong values are in ``mock_scheduler.megatron.rules.known_wrong``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _batch_invariant(
 
 
 def _other_than(name: str, *allowed: object) -> Callable[[Setup], bool]:
-    """Whether a field exists and is none of the allowed values."""
+    """Says whether a field exists and is none of the allowed values."""
     return lambda setup: setup.values.get(name) is not None and setup.values[name] not in allowed
 
 

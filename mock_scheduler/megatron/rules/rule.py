@@ -1,8 +1,7 @@
-"""The form of a rule about Megatron's configuration, and what a rule can see.
+"""The form of a rule about Megatron's configuration, and the setup that a rule sees.
 
 Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field that the mapping
-lacks does not exist in the installed version, or is not known: it reads as ``None``. The form stands here, below the
-rules of ``mock_scheduler.megatron.rules``, since a configuration is held against some of them when it is loaded.
+lacks does not exist in the installed version, or is not known: it reads as ``None``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Version = tuple[int, ...]
 
 
 class Effect(StrEnum):
-    """What goes wrong, or only changes, where a rule applies."""
+    """The harm, or the mere change, where a rule applies."""
 
     WRONG = "computes wrong values"
     REFUSED = "is refused by Megatron"
@@ -57,25 +56,25 @@ class Setup:
     device: tuple[int, int] | None
 
     def is_on(self, *fields: str) -> bool:
-        """Whether any of these fields is set to something other than off, zero or nothing."""
+        """Says whether any of these fields is set to something other than off, zero or nothing."""
         return any(bool(self.values.get(name)) for name in fields)
 
     def size(self, name: str) -> int:
-        """A size such as ``tensor_model_parallel_size``; 1 where it is not given."""
+        """Returns a size such as ``tensor_model_parallel_size``; 1 where it is not given."""
         value = self.values.get(name)
         return value if isinstance(value, int) and value else 1
 
     def has_older(self, package: str, version: str) -> bool:
-        """Whether a package is installed in a version before this one."""
+        """Says whether a package is installed in a version before this one."""
         installed = self.versions.get(package)
         return installed is not None and parse_version(installed) < parse_version(version)
 
     def is_env_on(self, name: str) -> bool:
-        """Whether a variable of the 0/1 kind is on."""
+        """Says whether a variable of the 0/1 kind is on."""
         return self.environ.get(name, "") not in {"", "0"}
 
     def find(self, name: str) -> str:
-        """What a message says was found: of a field, a variable or a package."""
+        """Returns the found value, for messages: of a field, a variable or a package."""
         if name in self.values:
             return f"{name} is {self.values[name]!r}"
         if name in self.versions:
@@ -85,11 +84,11 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronRule:
-    """One way in which a configuration breaks, or changes, what training computes.
+    """One way in which a configuration breaks training, or changes its values.
 
-    ``shows``: the fields, variables and packages that a message gives with their values.
-    ``since`` and ``before``: the versions of megatron-core for which it holds, from ``since`` and below ``before``.
-    ``breaks``: why; ``change``: what to do about it.
+    ``shows``: the fields, variables and packages that a message gives with their values. ``since`` and ``before``: the
+    versions of megatron-core for which it holds, from ``since`` and below ``before``. ``breaks``: why; ``change``: the
+    remedy.
     """
 
     name: str
@@ -104,11 +103,11 @@ class MegatronRule:
 
     @property
     def is_for_all_versions(self) -> bool:
-        """Whether it holds for every version of megatron-core."""
+        """Says whether it holds for every version of megatron-core."""
         return self.since is None and self.before is None
 
     def holds_for(self, versions: Mapping[str, str]) -> bool:
-        """Whether the rule is about the installed megatron-core; a version that is not known has every rule."""
+        """Says whether the rule is about the installed megatron-core; a version that is not known has every rule."""
         installed = versions.get("megatron-core")
         if installed is None:
             return True
@@ -125,18 +124,18 @@ class MegatronRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conflict:
-    """A rule that applies: what was found, as text, beside the rule itself."""
+    """A rule that applies, with the found values as text."""
 
     rule: MegatronRule
     found: str
 
     def describe(self) -> str:
-        """One line with what was found, why it matters and what to change."""
+        """Returns one line with the found values, why they matter and the remedy."""
         return f"{self.found}: {self.rule.breaks}. {self.rule.change} [{self.rule.name}; {self.rule.source}]"
 
 
 def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
-    """Every one of these rules that holds for the installed version and applies, in their order."""
+    """Returns every one of these rules that holds for the installed version and applies, in their order."""
     return [
         Conflict(rule=rule, found=", ".join(setup.find(name) for name in rule.shows if _is_known(setup, name)))
         for rule in rules
@@ -145,5 +144,5 @@ def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
 
 
 def _is_known(setup: Setup, name: str) -> bool:
-    """Whether a message can say something of a name: fields that this version lacks are left out."""
+    """Says whether a message can say something of a name: fields that this version lacks are left out."""
     return name in setup.values or name in setup.versions or name.isupper()

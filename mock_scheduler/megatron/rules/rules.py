@@ -26,19 +26,19 @@ _ALWAYS_REFUSED = frozenset({Effect.WRONG, Effect.REFUSED})
 
 
 def find_conflicts(setup: Setup) -> list[Conflict]:
-    """Every rule that holds for the installed version and applies, in the table's order."""
+    """Returns every rule that holds for the installed version and applies, in the table's order."""
     return apply_rules(RULES, setup)
 
 
 def check_conflicts(conflicts: Sequence[Conflict], setup: Setup, *, allowed: Collection[str] = ()) -> None:
-    """Refuse what cannot train: ``conflicts`` are those that ``find_conflicts`` found in ``setup``.
+    """Refuses a setup that cannot train: ``conflicts`` are the ones that ``find_conflicts`` found in ``setup``.
 
-    Under ``DETERMINISTIC_MODE=1`` what is not repeatable is refused as well. ``allowed``: the rules of
+    Under ``DETERMINISTIC_MODE=1`` conflicts that are not repeatable are refused as well. ``allowed``: the rules of
     ``parallel.allow_known_wrong``, whose wrong values are warned of and not refused. Must be called before the model is
     built; it does not communicate, and warns on every rank that logs warnings.
 
     Raises:
-        DeterminismError: all conflicts, each with the values found, why it matters and what to change.
+        DeterminismError: all conflicts, each with the values found, why it matters and the remedy.
         ConfigError: an allowed name is no rule about known wrong layouts.
     """
     check_allowed_names(allowed)
@@ -64,7 +64,7 @@ def _is_refused(effect: Effect, *, deterministic: bool) -> bool:
 
 
 def _warnings(conflicts: Sequence[Conflict], allowed: Collection[str]) -> list[str]:
-    """Of each allowed rule, in the given order: what it breaks in this run, or that it does not apply."""
+    """Says of each allowed rule, in the given order, how it breaks this run, or that it does not apply."""
     found = {conflict.rule.name: conflict for conflict in conflicts}
     return [
         f"this run {found[name].rule.effect}, as is allowed: {found[name].describe()}"

@@ -25,7 +25,7 @@ def render_settings() -> str:
 
 
 def render_rules() -> str:
-    """The rules about Megatron's configuration as one Markdown table."""
+    """Returns the rules about Megatron's configuration as one Markdown table."""
     rows = [
         (
             rule.name,
@@ -96,7 +96,7 @@ def _escaped(cell: str) -> str:
 
 
 def update_page(text: str) -> str:
-    """The page with both tables replaced by current ones.
+    """Returns the page with both tables replaced by current ones.
 
     Raises:
         ConfigError: a marker is missing.

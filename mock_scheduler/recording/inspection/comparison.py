@@ -2,7 +2,7 @@
 
 Contract: equal are recordings of the same steps with bit-equal batches, policy versions, data cursors and scheduler
 states, with contracts that agree in every field that must match. The form of storage, the recorder and measurements on
-the way (metrics, provenance) is not compared. A step that cannot be read is an error, never a difference.
+the way (metrics, provenance) are not compared. An unreadable step is an error, never a difference.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingDifferences:
-    """All that differs between two recordings; steps by folder. ``limit``: rows in detail per step."""
+    """All differences of two recordings; steps by folder. ``limit``: rows in detail per step."""
 
     locations: tuple[str, str]
     contract: tuple[ContractDifference, ...]

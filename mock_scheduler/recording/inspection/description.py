@@ -1,6 +1,6 @@
 """Describes a recording and the content of its steps.
 
-Contract: every chosen step is read once, one at a time, its digests checked; a step that cannot be read is listed with
+Contract: every chosen step is read once, one at a time, its digests checked; an unreadable step is listed with
 its error beside the others.
 """
 
@@ -24,9 +24,9 @@ from mock_scheduler.support.digests import JSON
 class FolderDescription:
     """The steps of one scheduler and mode, as ``train``.
 
-    ``present``: all that are there, as ranges; ``chosen``: those of them that were asked for; ``removed``: those that
-    retention removed; ``gaps``: the others between them that are not there. ``forms``: file, compressed file or shards
-    -> number of chosen steps. ``steps``: the chosen steps that could be read; ``totals`` over these.
+    ``present``: all present steps, as ranges; ``chosen``: the ones asked for; ``removed``: steps removed by
+    retention; ``gaps``: the other steps missing between them. ``forms``: file, compressed file or shards
+    -> number of chosen steps. ``steps``: the readable ones of them; ``totals`` over these.
     """
 
     folder: str

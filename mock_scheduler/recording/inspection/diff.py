@@ -26,23 +26,23 @@ _NUM_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowDifference:
-    """A row that both batches have, and its fields that differ."""
+    """A row both batches have, and its fields that differ."""
 
     identity: SampleIdentity
     fields: tuple[FieldDifference, ...]
 
     def describe(self, names: tuple[str, str]) -> str:
-        """One line: the first field that differs with its values, and the names of the others."""
+        """One line: the first differing field with its values, and the names of the others."""
         also = ", ".join(difference.field for difference in self.fields[1:])
         return f"{self.identity}: {self.fields[0].describe(names)}{f'; also {also}' if also else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDifferences:
-    """All that differs between batches ``a`` and ``b``.
+    """All differences between batches ``a`` and ``b``.
 
-    ``whole``: differences of the whole batch (sampling, group size, meta, kinds of extras); ``only_a`` and ``only_b``: rows of
-    one side; ``rows``: rows of both that differ, at most as many as were asked for, of ``num_different_rows``;
+    ``whole``: differences of the whole batch (sampling, group size, meta, kinds of extras); ``only_a`` and ``only_b``:
+    rows of one side; ``rows``: rows of both that differ, at most as many as were asked for, of ``num_different_rows``;
     ``field_counts``: field -> number of rows that differ in it, over all rows.
     """
 
@@ -106,7 +106,7 @@ class BatchDifferences:
 
 
 def compare_batches(a: RolloutBatch, b: RolloutBatch, *, limit: int | None = None) -> BatchDifferences:
-    """All that differs between two batches of any number of rows.
+    """All differences between two batches of any number of rows.
 
     ``limit``: give at most so many differing rows in detail (``None``: all); the counts always cover all rows.
     """

@@ -27,9 +27,9 @@ _HEX_ONLY = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "complex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDifference:
-    """One field that differs, with the first place where it does.
+    """One differing field, with the first place where it differs.
 
-    ``where``: the position inside the row's field (``[3]``, ``[1, 4]``; for JSON a path such as ``.messages[0]``),
+    ``where``: the position inside the row's field (``[3]``, ``[1, 4]``; for JSON a path like ``.messages[0]``),
     empty for a field of one value. ``rollout_logprobs`` counts response tokens, ``turn_rewards`` and
     ``policy_versions`` turns. ``a`` and ``b``: both values as text, with their bits where the text is the same.
     ``extent``: how much differs in all, or empty.
@@ -53,7 +53,7 @@ class FieldPair(Protocol):
 
     @property
     def name(self) -> str:
-        """As in messages."""
+        """The field's name in messages."""
 
     def is_equal(self) -> bool:
         """Whether all rows are equal, for batches whose rows have the same identities."""
@@ -62,7 +62,7 @@ class FieldPair(Protocol):
         """Whether a bit differs between two rows."""
 
     def difference(self, row_a: int, row_b: int) -> FieldDifference:
-        """The first difference of two rows that differ."""
+        """The first difference of two differing rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -128,7 +128,7 @@ class _JsonPair:
 
 
 def pair_fields(a: RolloutBatch, b: RolloutBatch) -> tuple[list[FieldPair], list[FieldDifference]]:
-    """The fields that can be compared row by row, core fields first, and the extras that differ in kind."""
+    """The fields comparable row by row, core fields first, and the extras of different kinds."""
     core_a, core_b = _core_rows(a), _core_rows(b)
     pairs: list[FieldPair] = [
         _TensorPair(name=name, a=core_a[name], b=core_b[name], show=_SHOWN_AS.get(name, show_value)) for name in core_a
@@ -148,7 +148,7 @@ def pair_fields(a: RolloutBatch, b: RolloutBatch) -> tuple[list[FieldPair], list
 
 
 def json_difference(name: str, a: JSON, b: JSON) -> FieldDifference:
-    """The first difference of two JSON values that differ, with its path; keys in sorted order."""
+    """The first difference of two JSON values, with its path; keys in sorted order."""
     where = ""
     while True:
         parts_a, parts_b = _json_parts(a), _json_parts(b)
@@ -177,7 +177,7 @@ def _part_text(parts: Mapping[str, JSON], key: str) -> str:
 
 
 def show_value(value: torch.Tensor) -> str:
-    """One value of any dtype (a tensor without dimensions) as the shortest text that reads back the same."""
+    """One value of any dtype (a tensor without dimensions) as the shortest exact text."""
     if value.dtype in _HEX_ONLY:
         return _hex(value)
     return str(value.numpy()[()]) if value.dtype in _NUMPY_TEXT else str(value.item())
@@ -228,7 +228,7 @@ def column_kind(column: Column) -> str:
 
 
 def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """For tensors of one dtype."""
+    """Compares two tensors of one dtype."""
     return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
 

@@ -1,4 +1,4 @@
-"""Counts of numbers in bounded memory, and the bars that a histogram of them has.
+"""Counts of numbers in bounded memory, and the bars a histogram of them has.
 
 Contract: exact while no more than 4,096 different values were added; from then on values are rounded down to multiples
 of a power of two, just wide enough. Count, mean, deviation, minimum and maximum stay those of the values themselves.
@@ -16,7 +16,7 @@ _MAX_VALUES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How numbers are spread; ``std`` is that of the population; quantiles are numbers that occur (nearest rank)."""
+    """How numbers are spread; ``std``: of the population; quantiles are occurring numbers (nearest rank)."""
 
     count: int
     mean: float
@@ -38,7 +38,7 @@ class Bar:
 
 
 class NumberCounts:
-    """Counts finite numbers that are added in any portions."""
+    """Counts finite numbers added in any portions."""
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()

@@ -21,7 +21,7 @@ _MAX_BARS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staleness:
-    """How many updates older than the policy that the step was asked for the turns' policies were."""
+    """How many updates older than the policy the step was asked for the turns' policies were."""
 
     minimum: int
     mean: float
@@ -67,7 +67,7 @@ class StepStatistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingTotals:
-    """All steps that were added, together; ``extras`` lists every kind that a name had."""
+    """All steps added, together; ``extras`` lists every kind a name had."""
 
     num_steps: int
     size_bytes: int
@@ -140,7 +140,7 @@ _SUMMED = (
 
 
 def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
-    """One step in numbers; ``folder`` is its folder in the recording, such as ``train``."""
+    """One step in numbers; ``folder`` is its folder in the recording, like ``train``."""
     duplicates, partial = batch.duplicate_rows(), _partial_groups(batch)
     versions = batch.policy_versions
     return StepStatistics(

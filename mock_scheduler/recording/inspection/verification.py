@@ -1,8 +1,8 @@
 """Reads all of a recording and lists everything in it that is not as it was written.
 
 Contract: no step's problem hides another's. Whole is a recording of at least one step whose every file, in every form,
-matches its digests, holds a batch, and is the step of the run that its name and the manifest say, and where nothing is
-named like a step that is not there. That steps are missing between others is noted: they may never have been recorded.
+matches its digests, holds a batch, and is the step of the run its name and the manifest say, and where nothing is
+named like an absent step. Missing steps between others are noted: they may never have been recorded.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _open_reader(dump_dir: str) -> tuple[RecordingReader | None, list[str]]:
 
 
 def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]]:
-    """The steps that retention removed, by folder, or why its file cannot be read."""
+    """The steps retention removed, by folder, or why its file cannot be read."""
     try:
         return load_retention(storage).removed, []
     except MockSchedulerError as error:
@@ -94,7 +94,7 @@ def _load_removed(storage: Storage) -> tuple[Mapping[str, StepRanges], list[str]
 
 
 def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whole: bool) -> Iterator[str]:
-    """Notes files that are no step and, where all steps are verified (``is_whole``), steps that are missing."""
+    """Notes files that are no step and, where all steps are verified (``is_whole``), steps missing."""
     yield from listing.ignored
     gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
     if is_whole and gaps.ranges:

@@ -77,7 +77,7 @@ class Vocabulary:
         return cls(texts=texts, special=frozenset(id_ for id_ in special.values() if isinstance(id_, int)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens; words are set apart by a space where the vocabulary has no spacing of its own."""
+        """The text of the given tokens; a space parts words where the vocabulary has no spacing of its own."""
         if self._space == _BYTE_LEVEL_SPACE:
             return b"".join(self._bytes(token_id) for token_id in token_ids).decode(errors="replace")
         text = ("" if self._space else " ").join(self._text(token_id) for token_id in token_ids)

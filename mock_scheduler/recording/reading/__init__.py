@@ -1,1 +1,1 @@
-"""Reading a recording: finding steps, opening them, and checking that they answer a request."""
+"""Reading a recording: finding steps, opening them, and checking they answer a request."""

@@ -1,6 +1,6 @@
 """Lists a recording for a person who looks at it rather than replays it: every step, and the files beside them.
 
-Contract: lists everything that is there, in order, with its problems; never stops at the first problem.
+Contract: lists everything present, in order, with its problems; never stops at the first problem.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class StepPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderListing:
-    """One folder of steps, such as ``train``: its steps by number, problems of some, and files that are no step.
+    """One folder of steps, like ``train``: its steps by number, problems of some, and files that are no step.
 
-    ``misnamed``: files named like a step that is not there, and not readable as one.
+    ``misnamed``: files named like an absent step, and not readable as one.
     """
 
     folder: str
@@ -62,7 +62,7 @@ class FolderListing:
 
     @property
     def gaps(self) -> list[int]:
-        """Steps between the first and the last that are not there, where three or more are not all equally far apart.
+        """Absent steps between the first and the last, where three or more are not all equally far apart.
 
         Every tenth step, or validation every other, is recorded so on purpose.
         """
@@ -73,7 +73,7 @@ class FolderListing:
         return [step for step in range(first, last, distance) if step not in self.places]
 
     def gaps_beside(self, removed: StepRanges) -> StepRanges:
-        """The gaps that retention did not make."""
+        """The gaps retention did not make."""
         return StepRanges.of(step for step in self.gaps if step not in removed)
 
     def raise_problems(self) -> None:
@@ -89,7 +89,7 @@ def name_steps(steps: StepRanges) -> str:
 
 
 def list_recording(storage: Storage) -> list[FolderListing]:
-    """Lists every folder that holds steps or remains of them; training first."""
+    """Lists every folder holding steps or remains of them; training first."""
     listings = [_list_folder(storage, folder) for folder in list_folders(storage)]
     return [listing for listing in listings if listing.places or listing.problems or listing.ignored]
 
@@ -134,7 +134,7 @@ def _list_folder(storage: Storage, folder: str) -> FolderListing:
 
 
 def _locate_each(storage: Storage, folder: str, names: Sequence[str]) -> tuple[dict[int, str], dict[str, str]]:
-    """Steps one by one: where each lies, and the error of each that lies in two forms."""
+    """Steps one by one: where each lies, and the error of each lying in two forms."""
     located: dict[int, str] = {}
     twice: dict[str, str] = {}
     for stem in sorted({_stem(name) for name in names if _STEP_STEM.fullmatch(_stem(name))}):
@@ -153,7 +153,7 @@ def _stem(name: str) -> str:
 
 
 def _is_misnamed(name: str, places: Mapping[int, StepPlace]) -> bool:
-    """Whether a file bears the number of a step that is not there; a folder without commit file is not yet one."""
+    """Whether a file bears the number of an absent step; a folder without commit file is not yet one."""
     match = _LOOKS_LIKE_STEP.fullmatch(name)
     return match is not None and int(match[1]) not in places and not _STEP_STEM.fullmatch(name)
 

@@ -1,6 +1,6 @@
-"""A recorded step that is open: all of its rows, or one process's part of them, whatever its form.
+"""An open recorded step: all of its rows, or one process's part of them, whatever its form.
 
-Contract: rows come in identity order whether one file holds them or several. A step that was recorded in as many shards
+Contract: rows come in identity order whether one file holds them or several. A step recorded in as many shards
 as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
 group may be cut too. Files of shards are opened when they are needed, and just their needed rows are read.
 """
@@ -14,6 +14,7 @@ from functools import cached_property
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
+from mock_scheduler.recording.reading.prompts import first_prompts
 from mock_scheduler.recording.shards import Commit, count_trajectories, load_commit, open_shard
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
@@ -37,7 +38,7 @@ class OpenStep:
 
     @property
     def digest(self) -> str:
-        """Stands for all that the step holds: equal exactly where two steps are."""
+        """Stands for the whole content: equal exactly where two steps are."""
         return self._file(0).digest if self._commit is None else " ".join(s.digest for s in self._commit.shards)
 
     @property
@@ -52,7 +53,7 @@ class OpenStep:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that were read so far, of all its files."""
+        """Bytes read so far, of all its files."""
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:
@@ -81,6 +82,7 @@ class OpenStep:
         for index in range(len(self._parts)):
             self._file(index).verify()
         if self._commit is not None:
+            # Each shard may be sound and their rows still overlap.
             found = (len(self._order), count_trajectories(key for key, _ in self._order))
             if found != (self._commit.num_rows, self._commit.num_trajectories):
                 raise CorruptRecordingError(
@@ -91,15 +93,11 @@ class OpenStep:
     def prompt_digests(self) -> dict[TrajectoryKey, str]:
         """Trajectory -> digest of its prompt (of its first row), in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
-        prompts = sorted(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
-        first: dict[TrajectoryKey, str] = {}
-        for key, digest in prompts:
-            first.setdefault(key[:4], digest)
-        return first
+        return first_prompts(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
 
     @cached_property
     def _order(self) -> list[tuple[RowKey, int]]:
-        """Every row's key and the part that holds it, in identity order."""
+        """Every row's key and the part holding it, in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
         return sorted((key, index) for index, rows in enumerate(files) for key in rows.keys)
 
@@ -145,13 +143,13 @@ class OpenStep:
             raise CorruptRecordingError(f"{self.path}: its shards are no rollout batch: {error}") from error
 
     def _has_whole_groups(self, rows: range) -> bool:
-        """Whether no group is cut at either end of these rows."""
+        """Whether no group is cut at either end of the given rows."""
         ends = [end for end in (rows.start, rows.stop) if 0 < end < self.num_rows]
         return all(self._order[end][0][:3] != self._order[end - 1][0][:3] for end in ends)
 
 
 def open_step(storage: Storage, name: str) -> OpenStep:
-    """Open the step that lies at ``name``, as ``paths.find_step`` gives it, and check its headers.
+    """Open the step lying at ``name``, as ``paths.find_step`` gives it, and check its headers.
 
     Raises ``CorruptRecordingError``, or ``RecordingError`` where another version wrote it.
     """

@@ -1,9 +1,9 @@
 """Reads a recording; any number of processes may read at once, without communication.
 
-Contract: nothing is invented. A step that is absent, damaged, misplaced, of another run or other than the one asked for
-is an error that names it. The first load of rows verifies every digest of theirs; later loads of them by the same
-reader verify the header only. Steps that a check of the plan verified are verified again by the first load, since a training
-may lie between.
+Contract: nothing is invented. An absent, damaged or misplaced step, one of another run or other than the one asked for,
+is an error naming it. The first load of rows verifies every digest of theirs; later loads of them by the same
+reader verify the header only. Steps verified by a check of the plan are verified again by the first load, since a
+training may lie between.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mock_scheduler.support.digests import canonical_json
 class RecordedStep:
     """A step, or one process's part of it, as read.
 
-    ``is_as_recorded``: one process recorded these very rows, so that ``info.scheduler_state`` is its scheduler's.
+    ``is_as_recorded``: one process recorded these very rows, so ``info.scheduler_state`` is its scheduler's.
     """
 
     path: str
@@ -60,11 +60,11 @@ class RecordingReader:
         return list_steps(self.storage)
 
     def has_step(self, request: RolloutRequest) -> bool:
-        """Whether the step that answers ``request`` is recorded."""
+        """Whether the step for ``request`` is recorded."""
         return find_step(self.storage, request_name(request)) is not None
 
     def open_step(self, request: RolloutRequest) -> OpenStep:
-        """Open the step that answers ``request``; its number, mode, scheduler and run are checked.
+        """Open the step for ``request``; its number, mode, scheduler and run are checked.
 
         Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
         damaged header, ``RecordingError`` where the file holds another step than its name says.
@@ -79,7 +79,7 @@ class RecordingReader:
     ) -> RecordedStep:
         """The recorded answer to ``request``, or one process's part of it; its tensors are private views.
 
-        ``is_stand_in``: it stands for another step, so that it may be of another policy version and data cursor.
+        ``is_stand_in``: it stands for another step, so it may be of another policy version and data cursor.
         Raises as ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of
         trajectories or other prompts, or was recorded with another policy version or at another data cursor.
         """
@@ -105,8 +105,8 @@ class RecordingReader:
 
         ``stand_ins``: further steps in the place of others, as in ``load_step``.
         ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
-        how many of how many are checked. Returns the number of bytes that were read. Raises ``StepNotFoundError``
-        listing all that are absent, and else as ``load_step``.
+        how many of how many are checked. Returns the number of bytes read. Raises ``StepNotFoundError``
+        listing all absent ones, and else as ``load_step``.
         """
         requests = [*plan, *stand_ins]
         names = self._locate(requests)
@@ -192,7 +192,7 @@ class RecordingReader:
 
 
 def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:
-    """Folder -> those of the missing steps that were recorded and then removed."""
+    """Folder -> missing steps that were recorded and then removed."""
     removed = record.removed
     gone = {folder: [step for step in steps if step in removed.get(folder, ())] for folder, steps in missing.items()}
     return {folder: steps for folder, steps in gone.items() if steps}
@@ -218,7 +218,7 @@ def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool)
 
 
 def _check_progress(step: OpenStep, request: RolloutRequest) -> None:
-    """Refuse a step that was played when the weights or the data stood elsewhere than in the run."""
+    """Refuse a step played when the weights or the data stood elsewhere than in the run."""
     version = step.info.policy_version
     if version != request.policy_version:
         raise RecordingError(

@@ -1,1 +1,1 @@
-"""One step as a file: its header, its tensors in verified blocks, and the batch that they hold."""
+"""One step as a file: its header, its tensors in verified blocks, and the batch they hold."""

@@ -1,4 +1,4 @@
-"""Digests over the blocks of a tensor's bytes, and reads by range that check just the blocks they touch.
+"""Digests over the blocks of a tensor's bytes, and reads by range with a check of just the touched blocks.
 
 Contract: block i of a tensor is its bytes from ``i * BLOCK_BYTES``; the last one may be shorter. A reader of some rows
 reads and checks whole blocks and nothing else; ranges that touch in the file are read at once, since a remote file
@@ -28,7 +28,7 @@ class TensorRange(NamedTuple):  # every load makes some dozens, and a data class
 
     @classmethod
     def of(cls, entry: TensorEntry, entries: range | None) -> TensorRange:
-        """The range that holds ``entries`` of the tensor along its first dimension; None: all of it."""
+        """The range holding ``entries`` of the tensor along its first dimension; None: all of it."""
         start, stop = (0, entry.size_bytes) if entries is None else entry.byte_range(entries)
         return cls(entry, start, stop)
 
@@ -65,7 +65,7 @@ class BlockReader:
     def read(self, ranges: Sequence[TensorRange], *, verify: bool) -> dict[str, memoryview]:
         """Views of the ranges' bytes, by tensor name.
 
-        Raises ``CorruptRecordingError`` naming every tensor with a block that was read and does not match its digest
+        Raises ``CorruptRecordingError`` naming every tensor with a read block that does not match its digest
         (nothing is looked at without ``verify``).
         """
         loaded: dict[str, memoryview] = {}

@@ -1,6 +1,6 @@
-"""The step file: one safetensors file that holds one batch, with digests over every bit of it.
+"""The step file: one safetensors file holding one batch, with digests over every bit of it.
 
-Contract: ``header`` has the format, ``layout`` the tensors that hold a batch, ``step_file`` reads. Nothing is
+Contract: ``header`` has the format, ``layout`` the tensors holding a batch, ``step_file`` reads. Nothing is
 unpickled. Equal content gives equal bytes, whatever the rows' arrival order.
 """
 
@@ -41,8 +41,8 @@ class EncodedStep:
 def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
     """The step file of a batch.
 
-    Raises ``RecordingError`` where ``info`` holds a value that is no JSON (NaN, an infinity, an object), naming it, or where
-    the step is too large for the format.
+    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
+    where the step is too large for the format.
     """
     tensors, content = pack_batch(batch)
     content["info"] = info.as_json()

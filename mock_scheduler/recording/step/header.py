@@ -2,11 +2,11 @@
 
 Format, version 2. Eight bytes (header size, little endian), the safetensors header, the tensors without gaps.
 The header's ``__metadata__`` has one key, ``rollout``, whose value is canonical JSON: ``format``, ``version``,
-``content`` (everything that is no tensor), ``tensors`` and ``digest`` (SHA-256 over the rest of this JSON). ``tensors``
+``content`` (everything but tensors), ``tensors`` and ``digest`` (SHA-256 over the rest of this JSON). ``tensors``
 holds each tensor's true dtype, its shape and the digests of its blocks (``blocks``); from it follow how the tensor is
 stored (``stored``) and where: widest dtype first, then by name.
 
-Contract: a header is accepted only where writing its metadata again gives the same bytes, so that no bit of it can
+Contract: a header is accepted only where writing its metadata again gives the same bytes, so no bit of it can
 change unnoticed; sizes are bounded before anything is allocated. Equal content gives equal bytes.
 """
 
@@ -44,7 +44,7 @@ _MAX_TENSOR_BYTES = 2**48
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHeader:
-    """A header that was read and found sound. ``content``: canonical JSON of everything that is no tensor, as text, so
+    """A header read and found sound. ``content``: canonical JSON of everything but tensors, as text, so
     that each who reads it has its own; ``digest`` stands for all that the file holds; ``size_bytes`` is the header's
     own size."""
 
@@ -59,7 +59,7 @@ def encode_tensors(
 ) -> tuple[tuple[bytes | memoryview, ...], str]:
     """The file in pieces, and its header's digest; the pieces are views of the tensors except for bool ones.
 
-    Raises ``RecordingError`` that begins with ``name`` where a tensor or the content is too large for the format.
+    Raises ``RecordingError`` beginning with ``name`` where a tensor or the content is too large for the format.
     """
     order = sorted(tensors, key=lambda tensor: _sort_key(tensor, tensors[tensor].dtype))
     pieces = {tensor: stored_bytes(tensors[tensor]) for tensor in order}

@@ -1,4 +1,4 @@
-"""Lays a batch out as tensors, and makes a batch, or some rows of one, of those tensors.
+"""Lays a batch out as tensors, and makes a batch, or some rows of one, of tensors.
 
 Contract: a column is *dense* (entry i is row i's) or *ragged* (row i's entries lie between the offsets i and i + 1 of
 an offsets tensor ``[B + 1]``). So rows ``start`` to ``stop`` are one range of every tensor. Strings are indices into
@@ -45,8 +45,8 @@ IDENTITY_TENSORS = ("identities", "scheduler_index")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLayout:
-    """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: those tensors' names;
-    ``extra_values``: those of extras' values, of any dtype, as no others are."""
+    """``columns``: tensor -> its offsets tensor, or None where it is dense. ``offsets``: the names of these;
+    ``extra_values``: the tensors of extras' values, of any dtype, as no others are."""
 
     num_rows: int
     num_trajectories: int
@@ -110,9 +110,9 @@ def _pack_extra(name: str, column: Column, tensors: dict[str, torch.Tensor]) -> 
 
 
 def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> StepLayout:
-    """Check that the tensors (name -> dtype and shape) are those of the content's rows.
+    """Check that the tensors (name -> dtype and shape) fit the content's rows.
 
-    Raises ``ValueError`` listing every tensor that is absent, unknown, or of another dtype or shape, and ``KeyError``
+    Raises ``ValueError`` listing every tensor absent, unknown, or of another dtype or shape, and ``KeyError``
     or ``TypeError`` where the content is none.
     """
     _check_content(content)
@@ -179,8 +179,8 @@ def unpack_batch(
     *,
     group_size: int | None,
 ) -> RolloutBatch:
-    """The batch of these rows: columns and offsets of the same rows, the offsets beginning at 0; it shares memory with
-    them. ``extra_values``: those tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
+    """The batch of columns and offsets of the same rows, the offsets beginning at 0; it shares memory with them.
+    ``extra_values``: the tensors that ``StepLayout.extra_values`` names; ``arrays``: all others.
 
     Raises ``BatchError``, ``KeyError``, ``IndexError``, ``TypeError``, ``ValueError`` or ``RuntimeError`` where they
     are no batch.
@@ -206,13 +206,13 @@ def unpack_batch(
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The tensor ``[n]`` that shares an array's memory; an empty one has strides that torch can work with."""
+    """The tensor ``[n]`` that shares an array's memory; an empty one has strides torch can work with."""
     tensor = torch.from_numpy(array)
     return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 
 
 def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Where each row's logprobs start; no row is empty, as ``reduceat`` needs."""
+    """The start of each row's logprobs; no row is empty, as ``reduceat`` needs."""
     offsets = np.zeros(len(row_offsets), dtype=np.int64)
     if len(row_offsets) > 1:
         # As bytes and in small integers where a row's sum fits, which NumPy adds up several times faster.

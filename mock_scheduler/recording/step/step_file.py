@@ -2,7 +2,7 @@
 
 Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
 rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
-memory that was verified, and it is the reader's own: nothing written to one or to the file reaches the other.
+verified memory, and it is the reader's own: nothing written to one or to the file reaches the other.
 Every failure names the file.
 """
 
@@ -41,7 +41,7 @@ _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 
 
 class _Loaded(NamedTuple):
-    """Tensors that were read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
 
     arrays: dict[str, npt.NDArray[Any]]
     tensors: dict[str, torch.Tensor]
@@ -86,7 +86,7 @@ class StepFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes that were read so far, of the header and of the tensors."""
+        """Bytes read so far, of the header and of the tensors."""
         return self._header.size_bytes + self._reader.num_bytes_read
 
     @property
@@ -107,19 +107,19 @@ class StepFile:
 
     @property
     def sampling(self) -> Mapping[str, JSON]:
-        """That of the batch, as JSON."""
+        """The sampling of the batch, as JSON."""
         sampling: Mapping[str, JSON] = self._content["sampling"]
         return sampling
 
     @property
     def meta(self) -> Mapping[str, JSON]:
-        """That of the batch."""
+        """The meta of the batch."""
         meta: Mapping[str, JSON] = self._content["meta"]
         return meta
 
     @property
     def extra_kinds(self) -> Mapping[str, JSON]:
-        """Extra -> its kind, dtype and shape of an entry: equal in all shards that have rows."""
+        """Extra -> its kind, dtype and shape of an entry: equal in all shards with rows."""
         entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
             name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
@@ -129,8 +129,8 @@ class StepFile:
     def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
         """The rows ``rows`` (contiguous; None: all) as a batch.
 
-        ``group_size`` is that of the file where the groups of these rows are whole, else None. ``verify`` False skips
-        the digests, for bytes that were verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
+        ``group_size`` is the file's where the groups of the given rows are whole, else None. ``verify`` False skips the
+        digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
         blocks any bit changed.
         """
         rows = range(self.num_rows) if rows is None else rows
@@ -142,7 +142,7 @@ class StepFile:
     def verify(self) -> None:
         """Read the whole file, check every digest and that it holds a batch; raises as ``load``.
 
-        Checks anew too the one fact that a load believes of a file with right digests: the digest of every prompt.
+        Checks anew too the one fact a load believes of a file with right digests: the digest of every prompt.
         """
         batch = self.load()
         with _as_corrupt(self.name):
@@ -225,7 +225,7 @@ def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, Step
     """Parses and checks a header.
 
     The last ones are kept, since a run checks the headers of all its steps before it loads them one by one. It is the
-    very bytes of the header that are looked up, so that a file changed in between is never taken for the old one.
+    very bytes of the header that are looked up, so a file changed in between is never taken for the old one.
     """
     header = parse_head(head, size_bytes=size_bytes, name=name)
     kinds = {entry.name: (entry.dtype, entry.shape) for entry in header.entries.values()}

@@ -1,6 +1,6 @@
 """A step file's description of itself, apart from its rows.
 
-Contract: plain JSON, bit for bit the same after a write and a read; a value that would not be is refused at once.
+Contract: plain JSON, bit for bit the same after a write and a read; any other value is refused at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class StepInfo:
     """Identifies a step and tells how it was played.
 
     ``metrics``: measurements of the real scheduler for this batch, for example seconds and tokens.
-    ``scheduler_state``: its ``state_dict`` after the batch, so that a replay can make a truthful checkpoint.
+    ``scheduler_state``: its ``state_dict`` after the batch, so a replay can make a truthful checkpoint.
     ``data_cursor``: where the pipeline's data stood; None where it did not say. ``shard``: (index, count) where several
     writers each hold some rows of the step; None for a single file. ``group_size``: trajectories of every group of the
     whole step, for a shard that may cut groups; None where it is not known, or is that of the rows. Raises
-    ``RecordingError`` that lists every value that a file could not give back as it is: another type (a NumPy number
+    ``RecordingError`` listing every value a file could not give back as it is: another type (a NumPy number
     too), NaN, an infinity, a tuple, a key that is no text.
     """
 
@@ -69,9 +69,10 @@ class StepInfo:
         }
 
     def copy(self) -> StepInfo:
-        """Gives an equal info whose JSON nothing else refers to, so that it can be written while training goes on."""
+        """Gives an equal info whose JSON nothing else refers to, so it can be written while training goes on."""
         return replace(
             self,
+            # Only mutable values are copied: training waits for it.
             metrics=dict(self.metrics),
             scheduler_state={name: copy_json(value) for name, value in self.scheduler_state.items()},
             data_cursor=copy_json(self.data_cursor),

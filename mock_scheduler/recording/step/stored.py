@@ -1,6 +1,6 @@
 """Stores one tensor in a step file: its safetensors name, dtype and shape, and its bytes.
 
-Contract: bit for bit, for every dtype that has plain storage. bool is packed bits, little endian, under
+Contract: bit for bit, for every dtype with plain storage. bool is packed bits, little endian, under
 ``{name}#bits``; a dtype that not every safetensors reader knows is bytes with one more dimension, of the item's size,
 under ``{name}#{dtype}``; every other tensor is stored as it is.
 """
@@ -61,7 +61,7 @@ class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class
         return math.prod(self.shape[1:]) * (1 if self.dtype is torch.bool else 8 * self.dtype.itemsize)
 
     def byte_range(self, entries: range) -> tuple[int, int]:
-        """The tensor's bytes that hold these entries along the first dimension, as start and stop."""
+        """The tensor's bytes holding these entries along the first dimension, as start and stop."""
         num_bits = self.bits_per_entry
         return entries.start * num_bits // 8, -(-entries.stop * num_bits // 8)
 

@@ -1,4 +1,4 @@
-"""Where a recording lies: a local folder, or an fsspec location such as ``s3://bucket/path``.
+"""The location of a recording: a local folder, or an fsspec location like ``s3://bucket/path``.
 
 Contract: names are relative, with ``/``. A published file is whole or absent and was never there before; a crash
 leaves at most a hidden temporary file that nothing lists. Nothing is read or written outside the location.
@@ -26,7 +26,7 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
 
     def path(self, name: str) -> str:
         """The full path or URL of a file, for messages."""
@@ -46,7 +46,7 @@ class Storage(Protocol):
     def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
         """Write a new file (compressed where its name ends in ``.zst``) from pieces in order; returns its stored size.
 
-        Raises plain ``FileExistsError`` where the name is taken. A remote file that holds these very bytes counts as
+        Raises plain ``FileExistsError`` where the name is taken. A remote file holding these very bytes counts as
         written: its store may have got a request whose answer was lost, and that was therefore repeated.
         """
 
@@ -82,7 +82,7 @@ class Storage(Protocol):
 
 
 class Lock(Protocol):
-    """A right to write that is held."""
+    """A held right to write."""
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""

@@ -1,7 +1,7 @@
 """The bytes of one recorded file, readable by range: read from a disk, held in memory, or fetched.
 
-Contract: a reader gets memory of its own, writable, so that torch may wrap it: nothing written there reaches
-the file, and nothing that happens to the file later reaches bytes that were verified. A file is not mapped for that
+Contract: a reader gets memory of its own, writable, so torch may wrap it: nothing written there reaches
+the file, and nothing that happens to the file later reaches verified bytes. A file is not mapped for that
 reason: a map shows the writes of other processes, and ends this process where the file is truncated. A range that
 the file does not have is an error, never a shorter answer.
 """

@@ -1,7 +1,7 @@
 """Compressed files of a recording: one zstd frame each, with its content's size and checksum.
 
 Contract: equal content gives equal bytes with the same release of zstandard. Opening unpacks nothing, and finds a file
-that was truncated or goes on after its frame. Reading unpacks as far as it is asked, so that a file whose first bytes
+truncated or goes on after its frame. Reading unpacks as far as it is asked, so a file whose first bytes
 are refused takes no memory for the rest; with the last byte, the checksum of the whole content is compared.
 """
 
@@ -28,7 +28,7 @@ _LEVEL = 9  # token ids shrink little further above it, and the time doubles wit
 
 
 def compress(pieces: Sequence[Buffer]) -> bytes:
-    """One frame of these pieces in order; raises ``RecordingError`` where zstandard is not installed."""
+    """One frame of the given pieces in order; raises ``RecordingError`` where zstandard is not installed."""
     compressor = _load_zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
     # In one call: a frame made piece by piece depends on where the pieces end.
     return bytes(compressor.compress(b"".join(pieces)))
@@ -83,7 +83,7 @@ def open_compressed(data: Buffer, *, path: str, max_bytes: int = MAX_DECOMPRESSE
     """The content of the one frame that ``data`` is; unpacks nothing yet.
 
     Raises ``CorruptRecordingError`` naming ``path`` where ``data`` is no whole frame and nothing else, has no checksum
-    or size, or says a size above ``max_bytes`` or above the most its blocks can hold; ``RecordingError`` where zstandard is
+    or size, or says a size above ``max_bytes`` or above its blocks' capacity; ``RecordingError`` where zstandard is
     not installed.
     """
     zstandard = _load_zstandard()

@@ -1,7 +1,7 @@
 """The exclusive right of one process to write into a folder, held by a lock of the operating system.
 
 Contract: it ends with ``release`` or with the process, however that ends; a forked child does not hold it. The hidden
-file that is locked says who holds it; it is removed on release, and one that a killed process left means nothing.
+file locked says who holds it; it is removed on release, and one that a killed process left means nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FileLock:
-    """A lock that is held, on one or more files (those of a shard: the folder's, shared, and the shard's own)."""
+    """A held lock, on one or more files (of a shard: the folder's, shared, and the shard's own)."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], *, drops_folder: bool) -> None:
         self._files = tuple(files)
@@ -64,7 +64,7 @@ def lock_folder(
     ``part``: only the right to write the files of this part (a shard): several hold different parts at once, and none
     while another holds the folder. ``is_patient``: wait until it is free. ``drops_folder``: on release, remove the
     folder where it is empty. None, with a warning in the log, where the file system has no locks. Raises
-    ``RecordingError`` naming process and host that hold it, or ``OSError``.
+    ``RecordingError`` naming process and host holding it, or ``OSError``.
     """
     wanted = [(folder / LOCK_NAME, part is None)]
     if part is not None:
@@ -91,7 +91,7 @@ def lock_folder(
 def claim_folder(folder: Path, run_id: str) -> FileLock | None:
     """Say that the run ``run_id`` records in ``folder``: several processes of it may at once, and no other run.
 
-    The caller holds the folder's own lock meanwhile (``lock_folder``), so that two runs cannot come at once. None where
+    The caller holds the folder's own lock meanwhile (``lock_folder``), so two runs cannot come at once. None where
     the file system has no locks. Raises ``RecordingError`` naming the other run, or ``OSError``.
     """
     path = folder / CLAIM_NAME
@@ -141,7 +141,7 @@ def _claimed_text(folder: Path, holder: str, run_id: str) -> str:
 
 
 def _take(path: Path, *, is_exclusive: bool, is_patient: bool) -> int:
-    """A descriptor that holds the lock on the file that now has this name; raises ``OSError``."""
+    """A descriptor holding the lock on the file that now has this name; raises ``OSError``."""
     mode = (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | (0 if is_patient else fcntl.LOCK_NB)
     while True:
         make_folder(path.parent)

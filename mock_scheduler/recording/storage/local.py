@@ -1,4 +1,4 @@
-"""A recording in a local folder (or one that a network file system shows as such).
+"""A recording in a local folder (or in one shown by a network file system).
 
 Contract: that of ``storage.Storage``. A file is published as ``files`` says: written aside, fsynced, linked to its
 name, folder fsynced; read into memory of the reader's own. Only regular files are read, and no link that leads out of
@@ -38,7 +38,7 @@ class LocalStorage:
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
         return self._location
 
     def path(self, name: str) -> str:
@@ -50,7 +50,7 @@ class LocalStorage:
         return self._find(name)[1]
 
     def list_names(self, folder: str) -> list[str]:
-        """Names directly in a folder, sorted, without hidden ones; none where there is no such folder."""
+        """Names directly in a folder, sorted, without hidden ones; none where the folder is missing."""
         path = self._inside(folder)
         with _as_recording_error(path, "cannot list"):
             try:
@@ -202,7 +202,7 @@ def _as_recording_error(path: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _as_writing_error(path: str, size_bytes: int) -> Iterator[None]:
-    """Turns ``OSError`` into ``RecordingError``; a name that is taken stays the plain ``FileExistsError``."""
+    """Turns ``OSError`` into ``RecordingError``; a taken name stays the plain ``FileExistsError``."""
     try:
         yield
     except (RecordingError, FileExistsError):

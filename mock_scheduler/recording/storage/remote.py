@@ -1,6 +1,6 @@
 """A recording in an object store (or another file system) that fsspec reaches by URL.
 
-Contract: that of ``storage.Storage``. A file is one object, written by one request that the store refuses where the
+Contract: that of ``storage.Storage``. A file is one object, written by one request the store refuses where the
 name is taken (S3: ``If-None-Match``), so it is whole or absent and several writers do not mix. Only stores that can do
 this are written to; any that fsspec knows can be read. Endpoint and credentials come from the user's environment
 (``AWS_ENDPOINT_URL``, fsspec's own configuration).
@@ -54,7 +54,7 @@ class FsspecStorage:
 
     @property
     def location(self) -> str:
-        """As the user spelled it."""
+        """The location as the user spelled it."""
         return self._location
 
     def path(self, name: str) -> str:

@@ -1,7 +1,7 @@
 """Whether a recording will fit on its disk, told before it is full.
 
 Contract: a forecast is made before the first step, from its largest possible size, and after every written one, from
-the average of those written; a location without a bound (an object store) has none.
+the average of the written ones; a location without a bound (an object store) has none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _WHAT_TO_DO = (
 
 
 class DiskForecast:
-    """Compares the bytes still to be written with the space that is left.
+    """Compares the bytes still to be written with the space left.
 
-    ``num_planned``: steps that this writer will record; 0: not known, and nothing is forecast. ``num_writers``: how
+    ``num_planned``: steps this writer will record; 0: not known, and nothing is forecast. ``num_writers``: how
     many write as much as this one onto the same disk (the shards of a step).
     """
 

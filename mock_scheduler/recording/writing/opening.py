@@ -44,11 +44,11 @@ def open_recording(
 ) -> RecordingWriter:
     """Check that the steps of ``plan`` can be recorded in ``dump_dir`` (a folder or an fsspec URL).
 
-    An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One that holds a recording
+    An empty or missing place becomes a new recording, and no step of ``plan`` may be in it. One holding a recording
     is continued only with ``resume``, or joined by a caller that gives the same ``run_id`` (several schedulers or ranks
     of one run share a recording); both need an equal contract. ``run_id`` None: that of the recording, else a new one.
     With ``resume`` and shards, all writers must be open before any of them writes. ``provenance`` is the caller's
-    adds to it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
+    part of it. ``max_row_tokens``: the longest row possible, for a first forecast of the disk.
 
     Raises ``StepExistsError`` naming the steps, ``ContractError`` or ``RecordingError``; so it does where another
     run records here, or another process writes the planned steps' folders.
@@ -63,6 +63,7 @@ def open_recording(
     manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)
     if manifest is not None:
         check_addition(storage, manifest.contract, contract)
+    # From here on something is made; everything above only looks.
     storage.check_writable()
     if max_row_tokens is not None:
         forecast = DiskForecast(storage, num_planned=len(plan), on_low_disk="warn")
@@ -90,7 +91,7 @@ def open_recording(
 def _find_manifest(
     storage: Storage, present: Mapping[str, Sequence[int]], *, resume: bool, run_id: str | None
 ) -> Manifest | None:
-    """The manifest of the recording that is there, None where there is none, or an error where it is another run's."""
+    """The manifest of the recording present, None where there is none, or an error where it is another run's."""
     if not storage.exists(MANIFEST_NAME):
         if present:
             raise RecordingError(

@@ -1,4 +1,4 @@
-"""Who may write into a recording: the locks that one writer holds, and the messages for whoever may not.
+"""Who may write into a recording: the locks one writer holds, and the messages for whoever may not.
 
 Contract: rights end with ``release`` or with the process; a forked child has none of its parent's and takes its own.
 """
@@ -18,7 +18,7 @@ _CLAIM = ""
 
 
 class FolderLocks:
-    """The rights of one writer: its run's claim on the recording, and the locks on the folders that it writes into."""
+    """The rights of one writer: its run's claim on the recording, and the locks on the folders it writes into."""
 
     def __init__(self, storage: Storage, shard: RowShard | None, *, run_id: str) -> None:
         self._storage = storage
@@ -34,7 +34,7 @@ class FolderLocks:
             locks[_CLAIM] = self._storage.claim(self._run_id)
 
     def take(self, folder: str) -> None:
-        """Lock a folder such as ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
+        """Lock a folder like ``train`` unless it is already; raises ``RecordingError`` naming who holds it."""
         locks = self._locks.get()
         if folder not in locks:
             locks[folder] = self._storage.lock(folder, part=self._part)
@@ -70,7 +70,7 @@ def other_run_text(storage: Storage, recorded: str, current: str) -> str:
 
 
 def exists_text(storage: Storage, names: list[str]) -> str:
-    """The message for steps (as in ``paths.find_step``) that are there and are not overwritten."""
+    """The message for steps (as in ``paths.find_step``) that are there and not overwritten."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         f"[Rollout Mock] Step file exists and is not overwritten: {storage.path(names[0])}{more} "

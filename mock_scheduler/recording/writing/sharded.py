@@ -38,7 +38,7 @@ class Patience:
     def wait_until(self, condition: Callable[[], bool], *, describe: Callable[[], str]) -> bool:
         """Look at ``condition`` until it holds, with pauses that grow to a second; whether it did in time.
 
-        ``describe``: the awaited event, such as ``shard 3 of 4 of train step 0``; a wait that takes long says so, in a
+        ``describe``: the awaited event, like ``shard 3 of 4 of train step 0``; a wait that takes long says so, in a
         warning after 5 s and then every 30 s.
         """
         started_s, pause_s = self.clock(), _FIRST_PAUSE_S
@@ -84,7 +84,7 @@ def _awaited(storage: Storage, step: str, count: int) -> str:
 
 
 def clear_uncommitted(storage: Storage, folders: Iterable[str]) -> None:
-    """Remove, in these folders (such as ``train``), the shards of steps that an ended run did not commit."""
+    """Remove, in these folders (like ``train``), the shards of steps an ended run did not commit."""
     for folder in folders:
         for name in storage.list_names(folder):
             step = f"{folder}/{name}"

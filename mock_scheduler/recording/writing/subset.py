@@ -1,4 +1,4 @@
-"""Cuts a recording: some whole groups of another one, with its own run id and a manifest that names its source.
+"""Cuts a recording: some whole groups of another one, with its own run id and a manifest naming its source.
 
 Contract: rows are the recorded ones, bit for bit, in their order, with their identities. Measurements of a whole
 batch, and where the data stood after it, is not said of a part: ``metrics`` are empty and ``data_cursor`` is ``None``.
@@ -35,7 +35,7 @@ def load_train_step(reader: RecordingReader, step: int) -> RolloutBatch:
 
 
 def select_groups(batch: RolloutBatch, groups: Sequence[GroupKey]) -> RolloutBatch:
-    """The rows of these groups alone; ``group_size`` stays. Raises ``RecordingError`` for groups that it has not."""
+    """The rows of the given groups alone; ``group_size`` stays. Raises ``RecordingError`` for groups it has not."""
     missing = [_name(group) for group in groups if group not in batch.group_sizes]
     if missing:
         raise RecordingError(f"the recorded step has no {list_some(missing, _NUM_NAMED, ', ')}")
@@ -54,7 +54,7 @@ def write_subset(
     """Write training steps with some of their groups to a new recording; returns the bytes of its steps.
 
     groups: by step, in whose order they are written. contract: fields of the recorded contract, by name, that are
-    other for the part, such as the size of a batch; all others stay as they are. The provenance stays that of the
+    other for the part, like the size of a batch; all others stay as they are. The provenance stays that of the
     recording run but for what a recorder reads of itself, which is under ``cut_from`` with run id, steps and groups.
     Raises ``RecordingError`` where a step or group is not recorded, the contract has no field of a name, or the folder
     holds a recording.
@@ -90,7 +90,7 @@ def _with_values(contract: Contract, values: Mapping[str, JSON]) -> Contract:
 
 
 def _name(group: GroupKey) -> str:
-    """As ``SampleIdentity`` spells it; a scheduler's id only where it is not the default one."""
+    """Names a group as ``SampleIdentity`` does; a scheduler's id only where it is not the default one."""
     scheduler_id, group_id, episode_id = group
     prefix = "" if scheduler_id == DEFAULT_SCHEDULER_ID else f"{scheduler_id}/"
     return f"{prefix}group {group_id}/episode {episode_id}"

@@ -2,7 +2,7 @@
 
 Contract: a step's presence is its completeness; an existing step is never replaced. Who writes into a folder holds its
 lock, if the location has locks. Steps are written in the order in which they are given, and after a submitted one that
-failed, none: from then on every call raises, so that no checkpoint claims a step that is not on disk, and none is
+failed, none: from then on every call raises, so no checkpoint claims a step that is not on disk, and none is
 removed.
 """
 
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.errors import RecordingError, StepExistsError
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.manifest import Manifest, load_manifest, save_manifest
@@ -36,7 +37,6 @@ from mock_scheduler.recording.writing.rights import FolderLocks, check_addition,
 from mock_scheduler.recording.writing.sharded import Patience, commit_when_complete
 from mock_scheduler.scheduler import Mode, RowShard
 from mock_scheduler.support.background import JobQueue, QueueTexts
-from pipelines.config.schema import RetentionConfig
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
@@ -94,7 +94,7 @@ class WrittenStep:
 class RecordingWriter:
     """An opened recording of one run; its run id goes into every step file. ``open_recording`` makes it.
 
-    The manifest is written just before the first step, so that a run that fails earlier leaves no recording.
+    The manifest is written just before the first step, so a run that fails earlier leaves no recording.
     ``can_continue``: steps may be there already, of an earlier part of the run. ``on_written`` is called with every
     step that is on disk, in the writing thread; set it before the first step.
     """
@@ -147,7 +147,7 @@ class RecordingWriter:
     def write_step(self, batch: RolloutBatch, info: StepInfo) -> WrittenStep:
         """Write one step, after those queued; returns when it is on disk.
 
-        A run that continues may play its first steps again: a step that is there with the same batch stays as it is.
+        A run that continues may play its first steps again: a step present with the same batch stays as it is.
         Raises ``StepExistsError`` where the step is already recorded, and ``RecordingError`` where it cannot be
         written, another process writes here, or the disk will not hold the steps planned.
         """
@@ -197,6 +197,7 @@ class RecordingWriter:
         if shard is not None:
             info = replace(info, shard=(shard.index, shard.count))
         encoded = encode_step(batch, info)
+        # Before the first step, after everything that could be refused: a run that fails earlier leaves no recording.
         self._provide_manifest()
         found = find_step(self._storage, step) or find_file(self._storage, step, shard=shard)
         name = file_name(step, shard=shard, is_compressed=self._options.compression == "zstd")
@@ -204,7 +205,7 @@ class RecordingWriter:
             try:
                 size_bytes = self._storage.publish(name, encoded.pieces)
                 self._has_written = True
-            except FileExistsError:
+            except FileExistsError:  # another process was faster: its step is compared, never replaced
                 found = name
         if found is not None:
             name = self._check_same(step, batch, info, found)
@@ -222,7 +223,7 @@ class RecordingWriter:
         )
 
     def _check_same(self, step: str, batch: RolloutBatch, info: StepInfo, found: str) -> str:
-        """The file of a step that is there with this very batch; raises ``StepExistsError`` for any other."""
+        """The file of a step present with this very batch; raises ``StepExistsError`` for any other."""
         name = find_file(self._storage, step, shard=self._options.shard)
         if not self._can_continue or name is None:
             raise StepExistsError(exists_text(self._storage, [found]))
@@ -238,7 +239,7 @@ class RecordingWriter:
         return name
 
     def _provide_manifest(self) -> None:
-        """Write the manifest, or check that the one that is there is this run's."""
+        """Write the manifest, or check that the one present is this run's."""
         if self._is_manifest_there:
             return
         try:

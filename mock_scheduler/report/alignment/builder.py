@@ -31,7 +31,19 @@ from mock_scheduler.report.alignment.rows import (
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
-from mock_scheduler.report.alignment.view import AlignmentView, CandidateView, ProofView, TensorLine
+from mock_scheduler.report.alignment.view import (
+    AlignmentView,
+    CandidateView,
+    ConsequenceView,
+    DifferencesView,
+    MetricsView,
+    OriginView,
+    ProofView,
+    RunView,
+    SetupView,
+    TensorLine,
+    VerdictView,
+)
 from mock_scheduler.report.comparison.view import (
     describe_details,
     describe_equal_metrics,
@@ -46,7 +58,7 @@ from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
-from mock_scheduler.verdict.verdict import GRAVEST_FIRST, VerdictKind
+from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.legend import TONES, Tone
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
@@ -70,7 +82,7 @@ _PLAIN = "plain"
 
 
 def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
-    """What all reports of ``result`` say; where not ``is_full``, what the result holds itself, without figures."""
+    """Build the view of ``result``; where not ``is_full``, of the result alone, without folders and figures."""
     recording = load_recording_facts(result.recording_dir) if is_full else RecordingFacts()
     baseline = load_run_facts(result.baseline.output_dir) if is_full else RunFacts()
     sizes = _Sizes.of(result.candidates)
@@ -116,7 +128,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """How large a candidate's figures may be."""
+    """The largest size of a candidate's figures."""
 
     max_cells: int
     max_panels: int
@@ -148,7 +160,7 @@ def _headline(counts: Sequence[tuple[VerdictKind, int]], num_candidates: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sources:
-    """What all candidates are seen beside."""
+    """The sources that all candidates share."""
 
     result: AlignmentResult
     is_full: bool
@@ -158,71 +170,102 @@ class _Sources:
 
 
 def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes, *, anchor: str) -> CandidateView:
-    result, is_full = sources.result, sources.is_full
-    verdict, tensors = candidate.verdict, candidate.verdict.tensors
+    result, run = sources.result, candidate.run
     localisation, consequence = candidate.localisation, candidate.consequence
     layout_name, option = split_name(candidate.name)
-    facts = load_run_facts(candidate.run.output_dir) if is_full and candidate.run is not None else RunFacts()
-    metrics = verdict.metrics
-    curves: tuple[Curve, ...] = ()
-    if is_full and metrics is not None and candidate.run is not None:
-        folders = result.baseline.output_dir, candidate.run.output_dir
-        curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
-    has_environment = is_full and candidate.run is not None
-    heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
-    worst = find_nearest(tensors)
+    facts = load_run_facts(run.output_dir) if sources.is_full and run is not None else RunFacts()
+    has_environment = sources.is_full and run is not None
     return CandidateView(
         name=candidate.name,
         anchor=anchor,
         layout_name=layout_name,
         option=option,
-        layout=candidate.layout,
-        overrides=candidate.overrides,
-        entry=candidate.entry,
-        changes=candidate.changes,
-        verdict=verdict.kind,
+        setup=SetupView(
+            layout=candidate.layout,
+            overrides=candidate.overrides,
+            entry=candidate.entry,
+            changes=candidate.changes,
+            versions=candidate.versions,
+        ),
+        verdict=_view_verdict(candidate),
+        proofs=tuple(_view_proof(proof, candidate.verdict) for proof in complete_ladder(candidate.verdict)),
+        differences=_view_differences(candidate, sources, sizes),
+        metrics=_view_metrics(candidate, sources, sizes),
+        origin=OriginView(
+            localisation=localisation_rows(localisation),
+            command="" if localisation is None else compare_command(localisation),
+        ),
+        consequence=ConsequenceView(
+            rows=consequence_rows(consequence, limit=MAX_LISTED),
+            text="" if consequence is None else describe_consequence(consequence),
+        ),
+        environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
+        sample=find_worst_sample(candidate, sources.trace, result.recording_dir) if sources.is_full else None,
+        run=RunView(
+            built="" if run is None else describe_built(run.built),
+            run_dir="" if run is None else str(run.output_dir),
+            log_path="" if candidate.log_path is None else str(candidate.log_path),
+            seconds=candidate_seconds(candidate, facts),
+        ),
+    )
+
+
+def _view_verdict(candidate: CandidateResult) -> VerdictView:
+    verdict = candidate.verdict
+    return VerdictView(
+        kind=verdict.kind,
         exit_code=int(verdict.exit_code),
         tone=TONES[verdict.kind],
-        headline=write_headline(verdict, emulated=candidate.emulated, localisation=localisation),
+        headline=write_headline(verdict, emulated=candidate.emulated, localisation=candidate.localisation),
         reason=describe_beside_proofs(verdict),
         first_divergence=describe_sentence(verdict),
         proved_by=describe_proved_by(verdict),
         smallest_error=describe_smallest_error(verdict),
-        proofs=tuple(
-            ProofView(
-                name=proof.name, outcome=proof.outcome, text=describe_proof(proof, said=verdict.first),
-                num_compared=proof.num_compared,
-                num_equal=proof.num_equal, seconds=proof.seconds,
-            )
-            for proof in complete_ladder(verdict)
-        ),
-        worst=None if worst is None else _tensor_line(worst, result.bounds),
+    )
+
+
+def _view_proof(proof: Proof, verdict: Verdict) -> ProofView:
+    return ProofView(
+        name=proof.name,
+        outcome=proof.outcome,
+        text=describe_proof(proof, said=verdict.first),
+        num_compared=proof.num_compared,
+        num_equal=proof.num_equal,
+        seconds=proof.seconds,
+    )
+
+
+def _view_differences(candidate: CandidateResult, sources: _Sources, sizes: _Sizes) -> DifferencesView:
+    verdict, tensors = candidate.verdict, candidate.verdict.tensors
+    bounds = sources.result.bounds
+    heading, shown = ("", ()) if tensors is None else tensors_to_show(tensors)
+    worst = find_nearest(tensors)
+    has_map = tensors is not None and sources.is_full
+    return DifferencesView(
+        worst=None if worst is None else _tensor_line(worst, bounds),
         emulated=_describe_emulated(candidate),
-        metrics="" if metrics is None else describe_equal_metrics(metrics),
-        differing_metrics=() if metrics is None else describe_metrics(metrics),
-        curves=curves,
-        num_differing_metrics=0 if metrics is None else sum(not item.bit_equal for item in metrics.differences),
-        error_map=None
-        if tensors is None or not is_full
-        else build_error_map(verdict, max_cells=sizes.max_cells),
         tensors_heading=heading,
-        tensors=tuple(_tensor_line(item, result.bounds) for item in shown[:MAX_LISTED]),
+        tensors=tuple(_tensor_line(item, bounds) for item in shown[:MAX_LISTED]),
         num_tensors=len(shown),
+        error_map=build_error_map(verdict, max_cells=sizes.max_cells) if has_map else None,
         lists=list_findings(candidate),
-        localisation=localisation_rows(localisation),
-        command="" if localisation is None else compare_command(localisation),
-        consequence=consequence_rows(consequence, limit=MAX_LISTED),
-        consequence_text="" if consequence is None else describe_consequence(consequence),
-        environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
-        versions=candidate.versions,
-        seconds=candidate_seconds(candidate, facts),
-        sample=find_worst_sample(candidate, sources.trace, result.recording_dir)
-        if is_full
-        else None,
-        built="" if candidate.run is None else describe_built(candidate.run.built),
-        run_dir="" if candidate.run is None else str(candidate.run.output_dir),
-        log_path="" if candidate.log_path is None else str(candidate.log_path),
-    )  # fmt: skip
+    )
+
+
+def _view_metrics(candidate: CandidateResult, sources: _Sources, sizes: _Sizes) -> MetricsView:
+    result, metrics = sources.result, candidate.verdict.metrics
+    if metrics is None:
+        return MetricsView(equal="", differing=(), num_differing=0, curves=())
+    curves: tuple[Curve, ...] = ()
+    if sources.is_full and candidate.run is not None:
+        folders = result.baseline.output_dir, candidate.run.output_dir
+        curves = load_curves(*folders, metrics, limit=sizes.max_panels, bounds=result.bounds)
+    return MetricsView(
+        equal=describe_equal_metrics(metrics),
+        differing=describe_metrics(metrics),
+        num_differing=sum(not item.bit_equal for item in metrics.differences),
+        curves=curves,
+    )
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -247,7 +290,7 @@ def _tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
 
 
 def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
-    """What was measured of this tensor; empty where nothing was."""
+    """Describe the measured noise of this tensor; empty where there is none."""
     measured = None if bounds.noise is None else bounds.noise.tensors.get(key)
     if measured is None:
         return []

@@ -29,16 +29,16 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
-    """A few lines: how many candidates pass, each that does not with its reason, and the names of those that do.
+    """Write a few lines: how many candidates pass, each failing one with its reason, and the names of the others.
 
     ``files``: what lies where, of which page, result, JUnit XML and copies are said.
     """
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:
         if not candidate.passes:
-            lines.append(f"  {candidate.name}: {candidate.verdict.value}: {_one_line(candidate.headline)}")
+            lines.append(f"  {candidate.name}: {candidate.verdict.kind.value}: {_one_line(candidate.verdict.headline)}")
     for verdict, _ in view.counts:
-        names = [item.name for item in view.candidates if item.verdict is verdict and item.passes]
+        names = [item.name for item in view.candidates if item.verdict.kind is verdict and item.passes]
         if names:
             lines.append(f"  {verdict.value}: {list_some(names, _NUM_NAMES, ', ')}")
     lines += [f"{label:<10}{files[what]}" for what, label in _FILES.items() if what in files]
@@ -62,8 +62,8 @@ def _test_suite(view: AlignmentView, properties: dict[str, str]) -> ElementTree.
         {
             "name": "alignment",
             "tests": str(len(view.candidates)),
-            "failures": str(sum(item.verdict in _FAILURES for item in view.candidates)),
-            "errors": str(sum(item.verdict in _ERRORS for item in view.candidates)),
+            "failures": str(sum(item.verdict.kind in _FAILURES for item in view.candidates)),
+            "errors": str(sum(item.verdict.kind in _ERRORS for item in view.candidates)),
             "skipped": "0",
             "time": f"{sum(map(_seconds, view.candidates)) if view.total_s is None else view.total_s:.3f}",
         },
@@ -87,35 +87,42 @@ def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name:
         },
     )
     if not candidate.passes:
-        kind = "failure" if candidate.verdict in _FAILURES else "error"
-        attributes = {"type": candidate.verdict.value, "message": _xml_text(_one_line(candidate.headline))}
+        kind = "failure" if candidate.verdict.kind in _FAILURES else "error"
+        attributes = {"type": candidate.verdict.kind.value, "message": _xml_text(_one_line(candidate.verdict.headline))}
         ElementTree.SubElement(case, kind, attributes).text = _xml_text(_details(candidate))
     proofs = "\n".join(f"{proof.name}: {proof.outcome}: {proof.text}" for proof in candidate.proofs)
     ElementTree.SubElement(case, "system-out").text = _xml_text(
-        f"{candidate.verdict.value}, proved by {candidate.proved_by}\n{candidate.layout}\n{proofs}\n"
+        f"{candidate.verdict.kind.value}, proved by {candidate.verdict.proved_by}\n{candidate.setup.layout}\n{proofs}\n"
     )
 
 
 def _details(candidate: CandidateView) -> str:
-    """What a person needs to go on: the sentence, the reason, and the traces."""
-    lines = [candidate.headline, candidate.first_divergence, candidate.reason, candidate.consequence_text]
-    lines += [f"open the traces: {candidate.command}"] if candidate.command else []
-    lines += [f"its output: {candidate.log_path}"] if candidate.log_path else []
+    """Write the sentence, the reason, and where the traces are."""
+    lines = [
+        candidate.verdict.headline,
+        candidate.verdict.first_divergence,
+        candidate.verdict.reason,
+        candidate.consequence.text,
+    ]
+    lines += [f"open the traces: {candidate.origin.command}"] if candidate.origin.command else []
+    lines += [f"its output: {candidate.run.log_path}"] if candidate.run.log_path else []
     return "\n".join(dict.fromkeys(filter(None, lines)))
 
 
 def _properties(view: AlignmentView) -> dict[str, str]:
     """The configuration's name and the versions of the baseline; of each candidate, those that are not the same."""
     versions = {f"version.{name}": version for name, version in view.packages if version != "absent"}
-    others = {f"versions.{item.name}": "; ".join(item.versions) for item in view.candidates if item.versions}
+    others = {
+        f"versions.{item.name}": "; ".join(item.setup.versions) for item in view.candidates if item.setup.versions
+    }
     return {"config": view.config_name, "baseline.layout": view.baseline_layout, **versions, **others}
 
 
 def _seconds(candidate: CandidateView) -> float:
-    """Of its run from outside, and of its own proofs and localisation; 0 where it has not run."""
+    """Sum the seconds of its run from outside and of its own proofs and localisation; 0 where it has not run."""
     own = ("proof: ", "localisation")
-    run = candidate.seconds[0][1] if candidate.run_dir else 0.0
-    return run + sum(seconds for label, seconds in candidate.seconds if label.startswith(own))
+    run = candidate.run.seconds[0][1] if candidate.run.run_dir else 0.0
+    return run + sum(seconds for label, seconds in candidate.run.seconds if label.startswith(own))
 
 
 def _one_line(text: str) -> str:

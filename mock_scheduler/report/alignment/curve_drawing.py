@@ -1,4 +1,4 @@
-"""Places a metric's curves on the page: coordinates of lines, marks and bars, which a template turns into SVG.
+"""Places a metric's curves on the page: coordinates of lines, marks and bars for a template of SVG.
 
 Contract: colour never stands alone: a curve has its dashes and its legend, and a title says all in words.
 """

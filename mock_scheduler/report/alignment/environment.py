@@ -1,7 +1,7 @@
-"""What a candidate ran with beside the baseline: configuration, settings read back, versions, contract and counts.
+"""A candidate's environment beside the baseline's: configuration, settings read back, versions, contract and counts.
 
-Contract: plain data out of folders. What differs comes first; what is equal is counted. A key of the configuration that
-only says where files go, or what an alignment decides itself, is left out.
+Contract: plain data out of folders. Differences come first; equal values are counted. Keys that only place files,
+and keys of the alignment itself, are left out.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ValueDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentView:
-    """What a candidate ran with.
+    """A candidate's environment.
 
-    config, settings, packages: that differ from the baseline. num_config, num_settings, num_packages: that are equal.
-    breaches: of these, fields that the contract says must match. num_must_match: fields that a replay refuses to start
-    without. ledger: by category, counts by name. notes: what could not be told.
+    config, settings, packages: differences from the baseline. num_config, num_settings, num_packages: equal ones.
+    breaches: differences in fields of the contract under MUST_MATCH. num_must_match: all such fields, without which no
+    replay starts. ledger: by category, counts by name. notes: gaps in this account.
     """
 
     config: tuple[ValueDifference, ...]
@@ -88,7 +88,7 @@ def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: Rec
 
 
 def describe_ledger(facts: RunFacts) -> tuple[tuple[str, str], ...]:
-    """What a run built, called, answered and suppressed, as a label and ``get_batch 4, close 1`` each."""
+    """List a run's built, called, answered and suppressed calls, as a label and ``get_batch 4, close 1`` each."""
     return tuple(
         (label, ", ".join(f"{name} {count:,}" for name, count in facts.ledger[category].items()) or "nothing")
         for category, label in _CATEGORIES

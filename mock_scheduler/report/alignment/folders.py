@@ -1,7 +1,7 @@
-"""What the folders of an alignment say for its reports: each run's configuration, settings, counts and seconds.
+"""Reads the folders of an alignment for its reports: each run's configuration, settings, counts and seconds.
 
-Contract: reads ``config.yaml``, ``run.json``, ``ledger.json`` and ``recording.json``, and never fails: what cannot be
-read is empty, and a line of ``problems`` says why. ``run.json`` may hold ``settings`` (read back by the run) and
+Contract: reads ``config.yaml``, ``run.json``, ``ledger.json`` and ``recording.json``, and never fails: an unreadable
+file counts as empty, and a line of ``problems`` says why. ``run.json`` may hold ``settings`` (read back by the run) and
 ``packages``; of the run that recorded, its recording has both. A file is read again only where it has changed.
 """
 
@@ -29,8 +29,10 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What one run's folder says. config: by dotted key. ledger: counts by category and name. seconds: by name as in
-    ``run.json``. settings, packages: by name, as text. problems: files that could not be read, and why.
+    """The contents of one run's folder.
+
+    config: by dotted key. ledger: counts by category and name. seconds: by name as in ``run.json``. settings, packages:
+    by name, as text. problems: unreadable files, and why.
     """
 
     config: Mapping[str, JSON] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingFacts:
-    """What a recording says of the run that made it, and what it asks of those that replay it."""
+    """A recording's account of the run behind it, and its demands on every replay."""
 
     contract: tuple[ContractField, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -53,12 +55,12 @@ class RecordingFacts:
 
 
 def load_run_facts(folder: Path) -> RunFacts:
-    """What a run's folder says; what is missing in it is empty."""
+    """Load a run's folder; a missing file counts as empty."""
     return _load_run(folder, tuple(_stamp(folder / name) for name in _FILES))
 
 
 def load_recording_facts(folder: Path | None) -> RecordingFacts:
-    """What a recording's ``recording.json`` says; empty where there is none."""
+    """Load a recording's ``recording.json``; empty where there is none."""
     if folder is None:
         return RecordingFacts(problems=("no recording is known",))
     try:
@@ -78,7 +80,7 @@ def load_recording_facts(folder: Path | None) -> RecordingFacts:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file does; ``None`` where there is none."""
+    """Return a stamp of a file's time and size; ``None`` where there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -107,7 +109,7 @@ def _load_run(folder: Path, stamps: tuple[tuple[int, int] | None, ...]) -> RunFa
 
 
 def _read(path: Path, problems: list[str]) -> Mapping[str, JSON]:
-    """The object that a file holds; empty, with a line more in ``problems``, where it holds none."""
+    """Read a file's object; without one, return an empty object and add a line to ``problems``."""
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text) if path.name == CONFIG_FILE else json.loads(text)

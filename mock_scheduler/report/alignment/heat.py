@@ -1,4 +1,4 @@
-"""Where a candidate's differences are, as tables of shades: parts of the model by layer, and kinds of tensors by step.
+"""A candidate's differences as tables of shades: parts of the model by layer, and kinds of tensors by step.
 
 Contract: plain data. A cell stands for the worst of its tensors, in shares of that tensor's own bound, on a scale of
 decades. Tables are bounded by a number of cells: then a column is the worst of several, and the note says so.
@@ -43,7 +43,7 @@ EQUAL, NO_NUMBER, NOT_JUDGED = "equal", "none", "unjudged"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatCell:
     """One cell. shade: of ``SHADES``, or ``equal``, ``none`` (no number) or ``unjudged``. ratio: difference / bound;
-    ``None`` where there is no number. text: what stands in it. words: all of it, for who points at it.
+    ``None`` where there is no number. text: in the cell. words: for a reader who points at it.
     """
 
     shade: str
@@ -54,13 +54,13 @@ class HeatCell:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is beyond its bound, or has no number."""
+        """The cell is beyond its bound, or has no number."""
         return self.shade.startswith("out") or self.shade == NO_NUMBER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatTable:
-    """A heat map. ``axis``: what a column is; a cell is ``None`` where there is no tensor."""
+    """A heat map. ``axis``: the meaning of a column; a cell is ``None`` where there is no tensor."""
 
     title: str
     axis: str
@@ -101,7 +101,7 @@ def build_error_map(verdict: Verdict, *, max_cells: int) -> ErrorMap | None:
 
 
 def shade_of(difference: TensorDifference | None) -> str:
-    """How far from its bound a tensor is, as one of the shades."""
+    """Choose the shade for a tensor's distance from its bound."""
     if difference is None:
         return NO_NUMBER
     if difference.bit_equal or difference.relative == 0:

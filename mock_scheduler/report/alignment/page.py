@@ -1,7 +1,7 @@
-"""An alignment as one HTML page that opens offline: verdicts first, then each candidate with all that it rests on.
+"""An alignment as one HTML page that opens offline: verdicts first, then each candidate with its evidence.
 
 Contract: without a library: figures are tables and SVG, so that a page of a hundred candidates stays below a few
-megabytes. The templates lay out the view that terminal and JSON are drawn from, beside what a page alone needs.
+megabytes. The templates lay out the view of terminal and JSON, and the additions of this module.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.report.alignment.curve_drawing import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.trajectory import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.legend import EXIT_MEANINGS, LEGEND, PROOF_MARKS, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5
 _DENSE_COLUMNS = 24  # from which on cells of a heat map have no room for texts
 _SENTENCE_WIDTH = 190
-_EXIT_MEANINGS = {
-    ExitCode.ALIGNED: "every candidate passes",
-    ExitCode.DIVERGED: "at least one candidate diverged",
-    ExitCode.SUSPECT: "at least one candidate is suspect, and none diverged",
-    ExitCode.INCOMPARABLE: "at least one candidate could not be compared",
-    ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
-}
 _READING = (
     "A verdict holds for the steps, layers and tokens that were run: a change that they never exercise is identical.",
     "Equal losses prove nothing; gradients, parameters and, where traced, what lies between them decide.",
@@ -59,7 +52,7 @@ class _Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DrawnCandidate:
-    """What the page shows of a candidate beside its view. texts: the verdict in words; rows: labels and texts."""
+    """The page's additions to a candidate's view. texts: the verdict in words; rows: labels and texts."""
 
     is_open: bool
     first_sentence: str
@@ -79,7 +72,7 @@ def write_alignment_page(view: AlignmentView, path: Path) -> None:
 
 
 def render_alignment_page(view: AlignmentView) -> str:
-    """The page's text."""
+    """Render the page."""
     return render_page(
         "mock_scheduler.report",
         "alignment.html",
@@ -88,7 +81,7 @@ def render_alignment_page(view: AlignmentView) -> str:
         footer=f"Results in {view.output_dir}",
         view=view,
         word=view.counts[0][0].value if view.counts else "nothing to compare",
-        sentence=f"{view.headline}. Exit code {view.exit_code}: {_EXIT_MEANINGS[ExitCode(view.exit_code)]}.",
+        sentence=f"{view.headline}. Exit code {view.exit_code}: {EXIT_MEANINGS[ExitCode(view.exit_code)]}.",
         matrix=_arrange(view.candidates) if view.is_matrix else None,
         drawn={item.anchor: _draw_candidate(item, is_open=is_open) for item, is_open in _open_some(view.candidates)},
         baseline_rows=[
@@ -107,7 +100,7 @@ def render_alignment_page(view: AlignmentView) -> str:
 
 
 def _open_some(candidates: Sequence[CandidateView]) -> Iterator[tuple[CandidateView, bool]]:
-    """Each with whether it lies open: the first few that do not pass; the only one in any case."""
+    """Pair each with whether it lies open: the first few failing ones do, and an only one."""
     failing = [item.anchor for item in candidates if not item.passes][:_NUM_OPEN]
     return ((item, item.anchor in failing or len(candidates) == 1) for item in candidates)
 
@@ -127,16 +120,16 @@ def _arrange(candidates: Sequence[CandidateView]) -> _Matrix:
 
 
 def _draw_candidate(candidate: CandidateView, *, is_open: bool) -> _DrawnCandidate:
-    sentence = candidate.first_divergence if candidate.first_divergence != candidate.headline else ""
-    texts = dict.fromkeys(text for text in (candidate.headline, sentence, candidate.reason) if text)
-    drawn = sum(not curve.bit_equal for curve in candidate.curves)
-    number = candidate.num_differing_metrics
+    verdict, metrics = candidate.verdict, candidate.metrics
+    texts = (verdict.headline, verdict.first_divergence, verdict.reason)
+    drawn = sum(not curve.bit_equal for curve in metrics.curves)
+    number = metrics.num_differing
     return _DrawnCandidate(
         is_open=is_open,
-        first_sentence=_cut(candidate.headline),
-        texts=tuple(texts),
+        first_sentence=_cut(verdict.headline),
+        texts=tuple(dict.fromkeys(filter(None, texts))),
         rows=tuple((label, text) for label, text in _verdict_rows(candidate) if text),
-        curves=tuple(draw_curve(curve) for curve in candidate.curves if curve.steps),
+        curves=tuple(draw_curve(curve) for curve in metrics.curves if curve.steps),
         curves_note=f"Drawn are {drawn} of {number} metrics that differ." if drawn < number else "",
         sample=None if candidate.sample is None else draw_sample(candidate.sample),
     )
@@ -148,20 +141,20 @@ def _cut(text: str) -> str:
 
 
 def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
-    """What the verdict is about and rests on; a text is empty where there is nothing to say."""
-    yield "layout", candidate.layout
-    yield "overrides", " ".join(candidate.overrides)
-    yield "entry", candidate.entry
-    code = (f"its module {candidate.entry}",) if candidate.entry else ()
-    yield "may move a bit", ", ".join((*candidate.changes, *code))
-    yield "proved by", candidate.proved_by
-    yield "would have been found", candidate.smallest_error
-    worst = candidate.worst
+    """Yield labels and texts of the verdict's grounds; a text is empty where there is nothing to say."""
+    setup, worst = candidate.setup, candidate.differences.worst
+    yield "layout", setup.layout
+    yield "overrides", " ".join(setup.overrides)
+    yield "entry", setup.entry
+    code = (f"its module {setup.entry}",) if setup.entry else ()
+    yield "may move a bit", ", ".join((*setup.changes, *code))
+    yield "proved by", candidate.verdict.proved_by
+    yield "would have been found", candidate.verdict.smallest_error
     if worst is not None:
         where = f"{worst.kind} of {worst.name} at step {worst.step}, update {worst.update}"
         yield "worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"
-    yield "in its order", candidate.emulated
-    yield "other versions", ", ".join(candidate.versions)
-    yield "metrics", candidate.metrics
-    yield "run", candidate.run_dir
-    yield "its output", candidate.log_path
+    yield "in its order", candidate.differences.emulated
+    yield "other versions", ", ".join(setup.versions)
+    yield "metrics", candidate.metrics.equal
+    yield "run", candidate.run.run_dir
+    yield "its output", candidate.run.log_path

@@ -37,7 +37,7 @@ def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...
 
 
 def describe_metrics(metrics: MetricComparison) -> tuple[str, ...]:
-    """A line for each metric that differs, those beyond their bound first: by how much, and from which step on."""
+    """Write a line for each metric with a difference, beyond its bound first: by how much, and from where on."""
     return tuple(_describe_metric(item) for item in metrics_to_show(metrics)[:MAX_LISTED])
 
 
@@ -50,7 +50,7 @@ def _describe_metric(metric: MetricDifference) -> str:
 
 
 def describe_built(built: Mapping[str, int]) -> str:
-    """What a run built, out of its ledger: ``engines built 0, environments built 0``."""
+    """Describe a run's engines and environments, out of its ledger: ``engines built 0, environments built 0``."""
     return ", ".join(f"{what}s built {count}" for what, count in built.items()) or "nothing counted in its ledger"
 
 
@@ -74,7 +74,7 @@ def run_seconds(elapsed_s: float, rollout_s: float, facts: RunFacts) -> tuple[tu
 
 
 def all_seconds(times: AlignmentTimes | None) -> tuple[tuple[str, float], ...]:
-    """Where the seconds went, and what is left of the whole."""
+    """List how the seconds were spent, and the rest of the whole."""
     if times is None:
         return ()
     values = (

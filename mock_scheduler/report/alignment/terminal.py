@@ -1,8 +1,7 @@
 """The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file.
 
-Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then what is known of
-those that do not pass, what the verdicts mean, and where the files are. Drawn from the view that page and JSON are
-drawn from.
+Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then details of every
+failing one, the meanings of the verdicts, and the files. Page and JSON are drawn from the same view.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _TONE_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
 
 
 def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, Path]) -> None:
-    """Print the verdicts, details of candidates that do not pass, the legend and where the files are.
+    """Print the verdicts, details of failing candidates, the legend and the files.
 
-    ``files``: what lies where; ``result``, where it is among them, is the JSON file that holds all of the result.
+    ``files``: paths by their role; ``result``, where it is among them, is the JSON file of the whole result.
     """
     more = f", all in {files['result']}" if "result" in files else ""
     console.print()
@@ -46,30 +45,29 @@ def print_report(view: AlignmentView, console: Console, *, files: Mapping[str, P
 
 
 def _print_table(view: AlignmentView, console: Console) -> None:
-    """One row for each run, and beneath it the verdict in words."""
+    """Print one row for each run, and beneath it the verdict in words."""
     table = FittedTable(_columns(view), console, indent=0)
     table.print_header("dim")
     table.print_row(0)
     _print_beneath(view.baseline_layout, console, style="dim")
     for number, candidate in enumerate(view.candidates, start=1):
+        setup, verdict = candidate.setup, candidate.verdict
         table.print_row(number)
-        own = (*candidate.overrides, *([f"entry={candidate.entry}"] if candidate.entry else []))
-        _print_beneath(" ".join((candidate.layout, *own)), console, style="dim")
-        _print_beneath(candidate.headline, console, style="" if candidate.passes else _TONE_STYLES[candidate.tone])
-        if candidate.smallest_error:
-            _print_beneath(f"would have been found: {candidate.smallest_error}", console, style="dim")
+        own = (*setup.overrides, *([f"entry={setup.entry}"] if setup.entry else []))
+        _print_beneath(" ".join((setup.layout, *own)), console, style="dim")
+        _print_beneath(verdict.headline, console, style="" if verdict.passes else _TONE_STYLES[verdict.tone])
+        if verdict.smallest_error:
+            _print_beneath(f"would have been found: {verdict.smallest_error}", console, style="dim")
 
 
 def _columns(view: AlignmentView) -> list[TextColumn]:
-    """The columns of the table, of which each has the baseline's cell first."""
+    """Build the columns of the table, each with the baseline's cell first."""
     candidates = view.candidates
     names = ["baseline", *(item.name for item in candidates)]
-    verdicts = [Text(item.verdict.value, VERDICT_STYLES[item.verdict]) for item in candidates]
-    worst = [
-        Text("–") if item.worst is None else Text(item.worst.ratio, "red" if item.worst.exceeds else "")
-        for item in candidates
-    ]
-    seconds = [f"{item.seconds[0][1]:,.1f}" if item.run_dir else "failed" for item in candidates]
+    verdicts = [Text(item.verdict.kind.value, VERDICT_STYLES[item.verdict.kind]) for item in candidates]
+    nearest = [item.differences.worst for item in candidates]
+    worst = [Text("–") if line is None else Text(line.ratio, "red" if line.exceeds else "") for line in nearest]
+    seconds = [f"{item.run.seconds[0][1]:,.1f}" if item.run.run_dir else "failed" for item in candidates]
     return [
         TextColumn(
             header="candidate", cells=[Text(name, "bold") for name in names], least_width=_NAME_WIDTH, justify="left"
@@ -77,7 +75,7 @@ def _columns(view: AlignmentView) -> list[TextColumn]:
         TextColumn(header="verdict", cells=["", *verdicts], justify="left"),
         TextColumn(
             header="proved by",
-            cells=["", *(item.proved_by for item in candidates)],
+            cells=["", *(item.verdict.proved_by for item in candidates)],
             drop_order=2,
             least_width=_PROVED_WIDTH,
             justify="left",
@@ -92,38 +90,42 @@ def _print_beneath(text: str, console: Console, *, style: str) -> None:
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """What is known of a candidate that does not pass."""
+    """Print all that is known of a failing candidate."""
+    verdict, origin, versions = candidate.verdict, candidate.origin, candidate.setup.versions
     console.print()
-    title = Text.assemble((candidate.name, "bold"), ": ", (candidate.verdict.value, VERDICT_STYLES[candidate.verdict]))
+    title = Text.assemble((candidate.name, "bold"), ": ", (verdict.kind.value, VERDICT_STYLES[verdict.kind]))
     console.print(title, soft_wrap=True)
-    for text in dict.fromkeys((candidate.first_divergence, candidate.reason)):
-        if text and text != candidate.headline:
+    for text in dict.fromkeys((verdict.first_divergence, verdict.reason)):
+        if text and text != verdict.headline:
             print_wrapped(console, Text(text), indent=2)
     rows = [(f"{PROOF_MARKS[proof.outcome]} {proof.name}", proof.text) for proof in candidate.proofs]
     if any(proof.outcome != "not tried" for proof in candidate.proofs):
         print_labelled(console, rows, indent=2)
-    if candidate.localisation:
-        print_labelled(console, [*candidate.localisation, ("open", candidate.command)], indent=2)
-    _print_lines("consequence", [text for text in (candidate.consequence_text,) if text], 1, console, more=more)
+    if origin.localisation:
+        print_labelled(console, [*origin.localisation, ("open", origin.command)], indent=2)
+    _print_lines("consequence", [text for text in (candidate.consequence.text,) if text], 1, console, more=more)
+    _print_differences(candidate, console, more=more)
+    _print_lines("other versions", versions, len(versions), console, more=more)
+    if candidate.run.log_path:
+        print_labelled(console, [("its output", candidate.run.log_path)], indent=2)
+
+
+def _print_differences(candidate: CandidateView, console: Console, *, more: str) -> None:
+    """Print the first few tensors and metrics that differ, and further findings."""
+    differences, metrics = candidate.differences, candidate.metrics
     tensors = [
         f"{line.kind} of {line.name} at step {line.step}, update {line.update}: {line.relative}, bound {line.bound} "
         f"({line.ratio})"
-        for line in candidate.tensors[:_NUM_TENSORS]
+        for line in differences.tensors[:_NUM_TENSORS]
     ]
-    _print_lines(candidate.tensors_heading, tensors, candidate.num_tensors, console, more=more)
-    _print_lines(
-        "metrics that differ", candidate.differing_metrics, candidate.num_differing_metrics, console, more=more
-    )
-    for title_text, lines, number in candidate.lists:
-        _print_lines(title_text, lines, number, console, more=more)
-    if candidate.versions:
-        _print_lines("other versions", candidate.versions, len(candidate.versions), console, more=more)
-    if candidate.log_path:
-        print_labelled(console, [("its output", candidate.log_path)], indent=2)
+    _print_lines(differences.tensors_heading, tensors, differences.num_tensors, console, more=more)
+    _print_lines("metrics that differ", metrics.differing, metrics.num_differing, console, more=more)
+    for title, lines, number in differences.lists:
+        _print_lines(title, lines, number, console, more=more)
 
 
 def _print_lines(title: str, lines: Sequence[str], number: int, console: Console, *, more: str) -> None:
-    """The first few lines under a title, and how many there are beside them; ``more`` says where."""
+    """Print the first few lines under a title, and how many more there are; ``more`` says where."""
     if not lines:
         return
     print_wrapped(console, Text(title, style="dim"), indent=2)
@@ -135,8 +137,8 @@ def _print_lines(title: str, lines: Sequence[str], number: int, console: Console
 
 
 def _print_built(view: AlignmentView, console: Console) -> None:
-    """What candidates built: in one line where it is the same for all that ran."""
-    built = {candidate.name: candidate.built for candidate in view.candidates if candidate.built}
+    """Print the numbers of engines and environments each run built, in one line where they are the same."""
+    built = {item.name: item.run.built for item in view.candidates if item.run.built}
     if not built:
         return
     console.print()
@@ -147,7 +149,7 @@ def _print_built(view: AlignmentView, console: Console) -> None:
 
 
 def _print_seconds(view: AlignmentView, console: Console) -> None:
-    """Where the seconds of the whole went; nothing where it has not ended."""
+    """Print how the seconds of the whole were spent; nothing before its end."""
     if view.total_s is None:
         return
     parts = ", ".join(f"{label} {seconds:,.1f}" for label, seconds in view.seconds if seconds)
@@ -155,7 +157,7 @@ def _print_seconds(view: AlignmentView, console: Console) -> None:
 
 
 def _print_legend(view: AlignmentView, console: Console) -> None:
-    """What the verdicts that occur mean, and what tensors were held to."""
+    """Print the meanings of the verdicts at hand, and the bounds."""
     console.print()
     rows = [(verdict.value, LEGEND[verdict]) for verdict, _ in view.counts]
     print_labelled(console, rows)

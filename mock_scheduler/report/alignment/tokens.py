@@ -1,8 +1,8 @@
-"""Which sample of a candidate is the worst, and how far apart the two runs are at each of its tokens.
+"""The worst sample of a candidate, and the distance of the two runs at each of its tokens.
 
 Contract: read from both runs' traces, or those that localising has left. The sample is that of the first divergence
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
-a sample. A trace that cannot be read is one that is not there.
+a sample. An unreadable trace counts as absent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_if_there(trace_dir: Path) -> Iterator[TraceReader | None]:
 
 
 def choose_sample(candidate: CandidateResult, baseline: TraceReader | None) -> ChosenSample | None:
-    """The sample to show; ``None`` where none differs or can be named. ``baseline``: its trace, where that is there."""
+    """Choose the sample to show; ``None`` where none differs or can be named. ``baseline``: its trace, if any."""
     verdict = candidate.verdict
     if verdict.tensors is None or candidate.run is None:
         return None
@@ -72,7 +72,7 @@ def choose_sample(candidate: CandidateResult, baseline: TraceReader | None) -> C
 
 
 def _worst_named(differing: Sequence[TensorDifference]) -> TensorDifference | None:
-    """The tensor furthest from its bound, of those that name a sample."""
+    """Find the tensor furthest from its bound among all with a sample's name."""
     return min((item for item in differing if _sample_of(item) is not None), key=lambda item: item.margin, default=None)
 
 
@@ -83,7 +83,7 @@ def _sample_of(difference: TensorDifference) -> str | None:
 
 
 def _named_sample(difference: TensorDifference) -> ChosenSample:
-    """The sample that a tensor names, whose tokens cannot be read."""
+    """Make the sample of a tensor without readable tokens."""
     problem = f"the traces with the tokens of {difference.key.describe()} cannot be read any more"
     return ChosenSample(step=difference.key.step, identity=_sample_of(difference) or "", problem=problem)
 
@@ -97,7 +97,7 @@ def _scores(differing: Sequence[TensorDifference]) -> list[TensorDifference]:
 def _first_readable(
     wanted: Sequence[TraceKey], baseline: TraceReader | None, candidate: TraceReader | None
 ) -> ChosenSample | None:
-    """The first of these tensors that has tokens in both traces, and differs at one."""
+    """Find the first tensor with tokens in both traces and a difference at one."""
     if baseline is None or candidate is None:
         return None
     chosen = (_read_tokens(key, baseline, candidate) for key in wanted)
@@ -105,7 +105,7 @@ def _first_readable(
 
 
 def _read_tokens(key: TraceKey, baseline: TraceReader, candidate: TraceReader) -> ChosenSample | None:
-    """The row with the largest difference, and that of each of its tokens; ``None`` where it has no tokens here."""
+    """Find the row with the largest difference, and each token's; ``None`` without tokens."""
     try:
         if not all(_has_tokens(reader, key) for reader in (baseline, candidate)):
             return None

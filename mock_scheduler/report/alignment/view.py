@@ -1,7 +1,7 @@
-"""Everything that the reports of an alignment say, as plain data: page, terminal and JSON are drawn from it alone.
+"""The contents of all reports of an alignment as plain data: page, terminal and JSON are drawn from it alone.
 
-Contract: ``alignment_builder`` makes it from a result and the folders that it names. A view that is not full has
-neither figures nor what is read from folders.
+Contract: ``builder`` makes it from a result and its folders. A view that is not full lacks figures and everything
+read from folders.
 """
 
 from __future__ import annotations
@@ -45,27 +45,10 @@ class TensorLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateView:
-    """One candidate, all that is said of it.
+class VerdictView:
+    """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence."""
 
-    entry: its module; empty where it is the baseline's. layout_name, option: of its name where that is
-    ``layout.option`` or a layout; else empty. headline: the verdict in one line; reason: what else the verdict rests
-    on. first_divergence: in words. proofs: all, strongest first. tensors: beyond their bound, or else nearest to it,
-    under ``tensors_heading``; num_tensors: how many there are. lists: further findings by heading. consequence,
-    localisation: label and text; command: opens the traces. emulated: of the comparison with the reference in its
-    order. metrics: how many are equal; differing_metrics: a line for each that is not. seconds: label and seconds.
-    built: what its run built, in words.
-    """
-
-    name: str
-    anchor: str
-    layout_name: str
-    option: str
-    layout: str
-    overrides: tuple[str, ...]
-    entry: str
-    changes: tuple[str, ...]
-    verdict: VerdictKind
+    kind: VerdictKind
     exit_code: int
     tone: Tone
     headline: str
@@ -73,41 +56,114 @@ class CandidateView:
     first_divergence: str
     proved_by: str
     smallest_error: str
-    proofs: tuple[ProofView, ...]
-    worst: TensorLine | None
-    emulated: str
-    metrics: str
-    differing_metrics: tuple[str, ...]
-    curves: tuple[Curve, ...]
-    num_differing_metrics: int
-    error_map: ErrorMap | None
-    tensors_heading: str
-    tensors: tuple[TensorLine, ...]
-    num_tensors: int
-    lists: tuple[tuple[str, tuple[str, ...], int], ...]
-    localisation: tuple[tuple[str, str], ...]
-    command: str
-    consequence: tuple[tuple[str, str], ...]
-    consequence_text: str
-    environment: EnvironmentView | None
-    versions: tuple[str, ...]
-    seconds: tuple[tuple[str, float], ...]
-    sample: SampleView | None
-    built: str
-    run_dir: str
-    log_path: str
 
     @property
     def passes(self) -> bool:
-        """Whether the command would end with 0 on it."""
+        """The command would end with 0 on it."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SetupView:
+    """A candidate's planned differences from the baseline. entry: its module; empty where it is the baseline's.
+
+    changes: keys with an effect on bits. versions: packages of other versions.
+    """
+
+    layout: str
+    overrides: tuple[str, ...]
+    entry: str
+    changes: tuple[str, ...]
+    versions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DifferencesView:
+    """Tensors beside the baseline's.
+
+    tensors: beyond their bound, or else nearest to it, under ``tensors_heading``; num_tensors: how many there are.
+    emulated: the comparison with the reference in its order. lists: further findings: heading, lines, how many.
+    """
+
+    worst: TensorLine | None
+    emulated: str
+    tensors_heading: str
+    tensors: tuple[TensorLine, ...]
+    num_tensors: int
+    error_map: ErrorMap | None
+    lists: tuple[tuple[str, tuple[str, ...], int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsView:
+    """Metrics beside the baseline's. equal: their number, in words; differing: a line for each of the others."""
+
+    equal: str
+    differing: tuple[str, ...]
+    num_differing: int
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OriginView:
+    """The place where the differences begin. localisation: labels and texts; command: opens the traces."""
+
+    localisation: tuple[tuple[str, str], ...]
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsequenceView:
+    """The effect of the differences on training, as labels and texts and in a sentence; empty where it is unknown."""
+
+    rows: tuple[tuple[str, str], ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A candidate's run. built: its engines and environments, in words; seconds: label and seconds."""
+
+    built: str
+    run_dir: str
+    log_path: str
+    seconds: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateView:
+    """One candidate, by sections of the page.
+
+    layout_name, option: of its name where that is ``layout.option`` or a layout; else empty. proofs: all, strongest
+    first.
+    """
+
+    name: str
+    anchor: str
+    layout_name: str
+    option: str
+    setup: SetupView
+    verdict: VerdictView
+    proofs: tuple[ProofView, ...]
+    differences: DifferencesView
+    metrics: MetricsView
+    origin: OriginView
+    consequence: ConsequenceView
+    environment: EnvironmentView | None
+    sample: SampleView | None
+    run: RunView
+
+    @property
+    def passes(self) -> bool:
+        """The command would end with 0 on it."""
+        return self.verdict.passes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentView:
-    """A whole alignment. counts: how many candidates have which verdict, gravest first. is_matrix: whether candidates
+    """A whole alignment. counts: candidates by verdict, gravest first. is_matrix: whether candidates
     are named by layouts and options. must_match, facts, settings, packages: of the baseline and its recording.
-    bounds: what every tensor and metric was held to. seconds: of the whole, label and seconds; empty until it ended.
+    bounds: those of every tensor and metric, in words. seconds: of the whole, label and seconds; empty until it ended.
     """
 
     config_name: str

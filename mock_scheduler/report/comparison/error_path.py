@@ -284,7 +284,7 @@ def _by_part(point: PathPoint) -> tuple[TraceKind, int | None, str]:
 
 
 def _by_layer(point: PathPoint) -> tuple[TraceKind, int | None, str]:
-    """What is outside of the layers stays by itself: the embedding is not the output."""
+    """Tensors outside of the layers stay apart: the embedding is not the output."""
     return point.key.kind, point.place.layer, point.place.part if _is_outside(point) else ""
 
 

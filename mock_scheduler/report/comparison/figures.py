@@ -111,7 +111,7 @@ def _cell_text(point: PathPoint) -> str:
 
 
 def describe_point(point: PathPoint) -> str:
-    """Everything that is known of a tensor, in lines."""
+    """Describe a tensor with all its figures, in lines."""
     lines = [point.key.name, point.key.describe()]
     if point.num_tensors > 1:
         lines.append(f"the worst of {point.num_tensors:,} tensors")
@@ -195,7 +195,7 @@ def _bars(steps: Sequence[int], relative: Sequence[float | None]) -> JSON:
 
 
 def _difference_axis(relative: Sequence[float | None]) -> JSON:
-    """Whole decades around the differences, of which three at most are labelled."""
+    """Whole decades around the differences, three labels at most."""
     axis = {**_small_axis(), "domain": [0.0, 0.26]}
     sizes = [value for value in relative if value]
     if not sizes:
@@ -214,7 +214,7 @@ def _small_axis() -> dict[str, JSON]:
 
 
 def _step_axis(steps: Sequence[int]) -> dict[str, JSON]:
-    """Whole steps only, which plotly does not keep to by itself where there are few."""
+    """Whole steps only: plotly labels halves where there are few."""
     ticks: dict[str, JSON] = {"tickvals": list(steps)} if len(steps) <= _MAX_MARKED else {"nticks": 10}
     return {**_small_axis(), "anchor": "y2", **ticks}
 

@@ -66,7 +66,7 @@ class _VerdictPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorPart:
-    """All about tensors. path, layers_note, steps: what is said above a figure; ``steps`` is ``None`` of one step.
+    """All about tensors. path, layers_note, steps: notes above figures; ``steps`` is ``None`` of one step.
 
     layers: the element and the caption of each grid; empty where no tensor of the update belongs to a layer.
     """
@@ -105,7 +105,7 @@ def write_comparison_page(result: ComparisonResult, path: Path) -> None:
 
 
 def render_comparison_page(result: ComparisonResult) -> str:
-    """The page's text, of 5 MB, nearly all of which is plotly's script."""
+    """Render the page; nearly all of its 5 MB are plotly's script."""
     figures: list[JSON] = []
     verdict = result.verdict
     baseline, candidate = name_sides(result)
@@ -236,7 +236,7 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 
 
 def _list_parts(result: ComparisonResult) -> list[_ListPart]:
-    """Lists of lines: findings without a number, replicas, choices of experts, calls, and what was left out."""
+    """Lists of lines: findings without a number, replicas, choices of experts, calls, and omissions."""
     verdict, tensors = result.verdict, result.verdict.tensors
     found = [item.message for item in unmatched(verdict.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]

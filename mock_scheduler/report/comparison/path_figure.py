@@ -70,7 +70,7 @@ def _layer_axis(points: Sequence[PathPoint]) -> JSON:
 
 
 def _size_axis(floor: float, top: float) -> JSON:
-    """A log axis with a place below all numbers for equal bits, and one above for what has no number."""
+    """A log axis with a place below all numbers for equal bits, and one above for tensors without a number."""
     low, high = math.log10(floor), math.log10(top)
     decades = _decades(low, high)
     return {
@@ -86,7 +86,7 @@ def _size_axis(floor: float, top: float) -> JSON:
 
 
 def _limits(points: Sequence[PathPoint]) -> tuple[float, float]:
-    """Where equal bits and what has no number are drawn: a decade and more outside of all numbers."""
+    """Place equal bits and tensors without a number a decade and more outside of all numbers."""
     values = [point.difference.relative for point in points if point.difference is not None]
     values += [bound for bound in map(_bound_of, points) if bound is not None]
     positive = [value for value in values if value > 0 and math.isfinite(value)]
@@ -166,7 +166,7 @@ def _height(point: PathPoint, *, floor: float, top: float) -> float:
 
 
 def _phase_bands(points: Sequence[PathPoint]) -> tuple[list[JSON], list[JSON]]:
-    """Every second phase is shaded, and each has its name at the top."""
+    """Shade every second phase, and write each one's name at the top."""
     phases = [PHASES[point.key.kind] for point in points]
     starts = [index for index, phase in enumerate(phases) if index == 0 or phase is not phases[index - 1]]
     shapes: list[JSON] = []

@@ -39,9 +39,9 @@ _NUM_METRICS = 12
 
 
 def print_comparison(result: ComparisonResult, console: Console, *, files: Mapping[str, Path]) -> None:
-    """Print the verdict, the first divergence in a sentence, counts, tensors, metrics, replicas and what to do next.
+    """Print the verdict, the first divergence in a sentence, counts, tensors, metrics, replicas and the next command.
 
-    ``files``: what was written, by what it is; ``json``, where it is among them, has what is not shown here.
+    ``files``: paths of written files by their role; ``json``, where it is among them, has everything.
     """
     verdict = result.verdict
     more = _say_where(files)
@@ -85,7 +85,7 @@ def print_replicas(result: ReplicaResult, console: Console, *, files: Mapping[st
 
 
 def _say_where(files: Mapping[str, Path]) -> str:
-    """Where what is not shown can be read."""
+    """Name the place of everything not shown."""
     return f", in {files['json']}" if "json" in files else " (with --json)"
 
 

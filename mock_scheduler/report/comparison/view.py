@@ -1,4 +1,4 @@
-"""Everything that all reports of a comparison show: counts by tier, the tensors to look at, their figures in words.
+"""The contents of all reports of a comparison: counts by tier, the tensors to look at, their figures in words.
 
 Contract: plain data out of results, without a terminal or a page, so that text, JSON and HTML say the same.
 """
@@ -73,12 +73,12 @@ class TierCounts:
 
 
 def tier_of(difference: TensorDifference) -> Tier | Literal["undecided"]:
-    """How far the two are apart, in one word, or that a sketch cannot tell."""
+    """Say in one word how far the two are apart, or that a sketch cannot tell."""
     return "undecided" if difference.is_undecided else difference.tier
 
 
 def name_sides(result: ComparisonResult) -> tuple[str, str]:
-    """What the baseline and the candidate are called: the ends of their paths where they have the same name."""
+    """Name the baseline and the candidate: by the ends of their paths where both have the same name."""
     sides = (result.baseline, result.candidate)
     if sides[0].name != sides[1].name:
         return sides[0].name, sides[1].name
@@ -87,7 +87,7 @@ def name_sides(result: ComparisonResult) -> tuple[str, str]:
 
 
 def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:
-    """The counts of every kind that either run has, in the order in which a step computes them."""
+    """Count every kind of either run, in the order in which a step computes them."""
     tiers = Counter((item.key.kind, tier_of(item)) for item in tensors.differences)
     unjudged = Counter(item.key.kind for item in tensors.differences if not item.is_judged)
     missing = Counter(finding.kind for finding in (*tensors.findings, *tensors.unusable) if not finding.is_selection)
@@ -111,9 +111,9 @@ def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:
 
 
 def tensors_to_show(tensors: TensorComparison) -> tuple[str, tuple[TensorDifference, ...]]:
-    """A heading and the tensors under it: those beyond their bound in the order of computation.
+    """Choose a heading and the tensors under it: any beyond their bound, in the order of computation.
 
-    Where none is: those that a sketch cannot decide, else those nearest to their bound, worst first; none where all
+    Where none is: any that a sketch cannot decide, else the nearest to their bound, worst first; none where all
     are identical.
     """
     counted = f"of {count_of(len(tensors.differences), 'tensor')}, as computed"
@@ -128,7 +128,7 @@ def tensors_to_show(tensors: TensorComparison) -> tuple[str, tuple[TensorDiffere
 
 
 def metrics_to_show(metrics: MetricComparison) -> tuple[MetricDifference, ...]:
-    """Metrics that differ: those beyond tolerance as they first are, then the others, largest difference first."""
+    """List metrics with a difference: beyond tolerance as they first are, then the others, largest first."""
     exceeding = metrics.exceeding
     names = {item.name for item in exceeding}
     others = [item for item in metrics.differences if not item.bit_equal and item.name not in names]
@@ -136,7 +136,7 @@ def metrics_to_show(metrics: MetricComparison) -> tuple[MetricDifference, ...]:
 
 
 def describe_equal_metrics(metrics: MetricComparison) -> str:
-    """How many metrics are equal; empty where there are none."""
+    """Say how many metrics are equal; empty where there are none."""
     num_equal = sum(item.bit_equal for item in metrics.differences)
     if not num_equal:
         return ""
@@ -184,7 +184,7 @@ def describe_margin(difference: TensorDifference) -> str:
 
 
 def describe_worst(worst: WorstElement) -> str:
-    """Where the largest |a - b| is, both values and who held them.
+    """Describe the place of the largest |a - b|, both values and their ranks.
 
     ``sample train/g0/e1 token 12, element [40, 3]: 0.123 in the baseline, 0.145 in the candidate; held by …``
     """
@@ -206,7 +206,7 @@ def describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace]
 
 
 def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
-    """What is known of one tensor beside its figures, as label and text: where it differs and what that looks like."""
+    """Describe one tensor beside its figures, as labels and texts: the place and the look of its difference."""
     rows = [("where", locality.text) for locality in difference.localities[:2]]
     if difference.residual is not None:
         rows.append(("looks like", difference.residual.text))
@@ -236,7 +236,7 @@ def describe_flips(flips: ExpertFlips) -> str:
 
 
 def describe_not_compared(tensors: TensorComparison) -> list[str]:
-    """What was not compared and is no fault, one line for each reason, kind and side; then the notes."""
+    """List omissions without fault, one line for each reason, kind and side; then the notes."""
     groups: dict[tuple[str, TraceKind, tuple[str, ...]], list[NotCompared]] = {}
     for item in tensors.not_compared:
         groups.setdefault((item.reason, item.kind, item.sides), []).append(item)
@@ -250,7 +250,7 @@ def describe_not_compared(tensors: TensorComparison) -> list[str]:
 
 
 def unmatched(metrics: MetricComparison | None, tensors: TensorComparison | None) -> tuple[Finding, ...]:
-    """What has no number: missing on one side, or nothing that can be subtracted; metrics first, then as computed."""
+    """List findings without a number, missing on one side or not subtractable; metrics first, then as computed."""
     found = [] if metrics is None else list(metrics.findings)
     if tensors is not None:
         found += [finding for finding in tensors.findings if not finding.is_selection]
@@ -259,7 +259,7 @@ def unmatched(metrics: MetricComparison | None, tensors: TensorComparison | None
 
 
 def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
-    """What differs, in the order of steps; then how many calls are equal, one line for each kind."""
+    """List differences in the order of steps; then how many calls are equal, one line for each kind."""
     lines = [
         f"{ledger.kind} at step {ledger.step}: {ledger.difference}"
         for ledger in ledgers

@@ -1,4 +1,4 @@
-"""What ``mock-scheduler diff`` found, on the terminal and as JSON: one object, ``format_version`` 1."""
+"""The findings of ``mock-scheduler diff``, on the terminal and as JSON: one object, ``format_version`` 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One recorded trajectory as a person reads it: its prompt, then responses and what the environment answered, in turn.
+"""One recorded trajectory as a person reads it: its prompt, then responses and the environment's answers, in turn.
 
 Contract: prints everything that the row holds; token ids always, texts where a vocabulary is known. A stretch of
 response tokens is a turn where the row has as many turns as stretches; else turns are listed apart from the tokens.

@@ -1,4 +1,4 @@
-"""Prints what ``mock-scheduler verify`` found.
+"""Prints the findings of ``mock-scheduler verify``.
 
 Contract: the first problems and notes in full, and how many more there are; JSON has all.
 """
@@ -17,7 +17,7 @@ _NUM_PROBLEMS = 50
 
 
 def print_verification(result: VerifyResult, console: Console) -> None:
-    """Print whether the recording is whole, and what is wrong with it."""
+    """Print whether the recording is whole, and its problems."""
     where = f"{result.location}: {count_of(result.num_steps, 'step')}, {format_bytes(result.num_bytes)}"
     for note in cut(result.notes, _NUM_NOTES):
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Prints what a recording is and holds; reads well from 80 columns on, without colour, and as plain text in a file."""
+"""Prints a description of a recording; reads well from 80 columns on, without colour, and as plain text in a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform")
 
 
 def print_description(description: RecordingDescription, console: Console) -> None:
-    """Print everything, the totals and histograms of each folder last in it, then what could not be read."""
+    """Print everything, the totals and histograms of each folder last in it, then unreadable files."""
     console.print(Text.assemble("recording ", (description.location, "bold")), soft_wrap=True)
     print_labelled(console, _head_rows(description))
     for folder in description.folders:
@@ -154,7 +154,7 @@ def _policy_rows(steps: Sequence[StepStatistics]) -> Iterator[tuple[str, str]]:
 
 
 def _oddities(steps: Sequence[StepStatistics], totals: RecordingTotals) -> Iterator[tuple[str, str]]:
-    """What a person should know of before training on it, with an example each."""
+    """Yield warnings for a person who would train on it, with an example each."""
     if totals.num_duplicate_rows:
         step = next(step for step in steps if step.duplicates)
         yield "duplicates", f"{totals.num_duplicate_rows:,}, for example in step {step.step}: {step.duplicates[0]}"

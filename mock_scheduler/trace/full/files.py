@@ -1,17 +1,17 @@
-"""Trace files of level ``full``: every tensor that a rank traces of a step, whole, in safetensors files.
+"""Trace files of level ``full``: every tensor a rank traces of a step, whole, in safetensors files.
 
 This is the format, version 3::
 
     {trace_dir}/step_000000/rank_00000.part_000.safetensors
 
 *Parts.* A rank's step is one or more parts, numbered from 0. All are ordinary safetensors files, written aside, fsynced
-and renamed, so that a file's presence is its completeness. The last part is written last and says how many there are:
+and renamed, so a file's presence is its completeness. The last part is written last and says how many there are:
 its presence is the completeness of the rank's step. A step is complete where every rank that writes the trace is.
 Hidden ``.*.tmp`` files are left by crashed writers; nothing reads them. Equal content gives equal bytes.
 
 *Pieces.* A part stores pieces of tensors under ``{update:06d}/{kind}/{canonical name}``. A token tensor (its first
 dimension is ``token``: all tokens of the step's batch, row after row, without padding) may have several pieces from one
-rank, one for each micro-batch; those after the first have ``#1``, ``#2``, ... behind the name, counted over all parts.
+rank, one for each micro-batch; pieces after the first have ``#1``, ``#2``, ... behind the name, counted over all parts.
 A piece has its local shape, or is flat where the rank owns only a range of the flattened local tensor.
 
 *Header.* One metadata key, ``mock_scheduler.trace``, holds canonical JSON that carries its own SHA-256 as ``digest``
@@ -20,19 +20,19 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis) and ``part``;
 - ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
   ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (the name of each dimension; empty
-  where nobody said), ``is_masked`` (a token tensor that is defined at some tokens only), ``sha256`` and ``crc32``;
-- ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: those indices
-  of the local tensor are these of the whole one. Local indices in no block belong to no canonical element;
-- ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so that
+  where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256`` and ``crc32``;
+- ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: its indices
+  of the local tensor are its indices of the whole one. Local indices in no block belong to no canonical element;
+- ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so
   one header seals a rank's whole step; and ``footer`` with
 
   - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the
-    positions of the rows that it trains on;
+    positions of the rows it trains on;
   - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: the tensors
     selected;
-  - ``unobserved``: ``[kind, name, reason]`` of tensors that are selected and the model does not show; ``ledgers``:
+  - ``unobserved``: ``[kind, name, reason]`` of selected tensors not shown by the model; ``ledgers``:
     by ledger ``calls``, each ``[operation, group, dtype, number of elements]``, and ``order``, a position in ``calls``
-    for each time that one was made.
+    for each time one was made.
 
 *Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: a tensor
 moved, turned round or converted has another. Every read is checked against the CRC-32. It finds any damage of
@@ -76,7 +76,7 @@ METADATA_KEY = "mock_scheduler.trace"
 
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 PART_FILE = re.compile(r"rank_(\d{5,})\.part_(\d{3,})\.safetensors")
-#: What ``sketch_files`` writes instead.
+#: What ``sketch.files`` writes instead.
 SKETCH_FILE = re.compile(r"rank_(\d{5,})\.sketch\.safetensors")
 #: What a rank's only file was called up to format version 2.
 OLD_RANK_FILE = re.compile(r"rank_\d{5,}\.safetensors")
@@ -119,10 +119,10 @@ def find_steps(trace_dir: Path) -> list[tuple[int, Path]]:
 
 
 def remove_steps_from(trace_dir: Path, step: int) -> None:
-    """Remove the traced steps that a resumed run computes anew; earlier ones stay. One rank calls it.
+    """Remove the traced steps a resumed run computes anew; earlier ones stay. One rank calls it.
 
-    The others write their first trace only after the first batch, and for that they wait for each other. A step is gone as
-    a whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
+    The others write their first trace after the first batch, and wait for each other before it. A step is gone as a
+    whole, also where this is interrupted. Raises ``TraceError`` where it cannot be removed.
     """
     for number, folder in find_steps(trace_dir):
         if number >= step:
@@ -203,10 +203,12 @@ def write_part(
             "footer": footer_as_json(ending.footer),
         }
     sealed = seal(content)
+    # A rank's step is written once: a run that is resumed removes the steps that it computes anew first.
     if path.exists():
         raise _already_traced(path)
     try:
         with written_aside(path) as aside:
+            # Sorted, so that equal content gives equal bytes.
             save_file(dict(sorted(tensors.items())), aside, metadata={METADATA_KEY: canonical_json(sealed)})
     except (OSError, SafetensorError) as error:
         raise TraceError(f"{path}: the trace cannot be written: {error}") from error
@@ -222,14 +224,14 @@ class EntryIntake:
     """Checks a rank's entries of one step, names them and copies them to the CPU.
 
     ``take`` raises ``TraceError`` for a tensor that does not have its spec's shape or is of a dtype that cannot be
-    stored, for a spec that contradicts itself, and for a tensor, or the same places of a token tensor, given twice.
+    stored, for a spec contradicting itself, and for a tensor, or the same places of a token tensor, given twice.
     """
 
     rank_step: RankStep
     _given: dict[str, set[ShardSpec]] = field(default_factory=dict)
 
     def take(self, entry: TraceEntry) -> tuple[str, TraceEntry]:
-        """The name to store it under, and the entry with a copy of just the elements that this rank owns."""
+        """The name to store it under, and the entry with a copy of just the elements this rank owns."""
         where = f"{self.rank_step.describe()}: {entry.kind} of {entry.spec.name}"
         tensor = entry.tensor.detach()
         _check_entry(entry, where)
@@ -240,6 +242,7 @@ class EntryIntake:
             raise TraceError(f"{self.rank_step.describe()}: {name} is given twice")
         if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:
             tensor = tensor.reshape(-1)[slice(*spec.flat_range)]
+        # A copy, since training overwrites its tensors while this one waits to be written.
         owned = allocate_zeros(tensor.shape, tensor.dtype).copy_(tensor)
         given.add(spec)
         return stored_name(entry.update, entry.kind, spec.name, piece=len(given) - 1), replace(entry, tensor=owned)

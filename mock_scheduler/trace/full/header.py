@@ -3,7 +3,7 @@
 Contract: ``files`` describes the JSON. Two parts of it are stored more compactly than they are used. Many pieces lie at
 the same places, as the pieces of all layers in one micro-batch do: places are listed once, under ``blocks``, and a
 piece names its place by position. A ledger repeats few calls many times: each call is listed once, under ``calls``, and
-``order`` gives its position for every time that it was made.
+``order`` gives its position for every time it was made.
 Reading raises ``ValueError`` for any other content; the readers of files turn it into a ``TraceError`` with the path.
 """
 
@@ -85,7 +85,7 @@ class PieceRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stored piece, the rank that wrote it and the file that holds it."""
+    """A stored piece, the rank that wrote it and the file holding it."""
 
     place: RankPlace
     path: Path
@@ -104,7 +104,7 @@ def compute_tensor_crc32(tensor: torch.Tensor) -> int:
 
 
 def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:
-    """A piece's name in the file; ``piece`` counts the pieces that one rank holds of one tensor."""
+    """A piece's name in the file; ``piece`` counts the pieces one rank holds of one tensor."""
     return f"{update:06d}/{kind}/{name}" + (f"#{piece}" if piece else "")
 
 
@@ -125,7 +125,7 @@ def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
 def check_spec(spec: ShardSpec) -> None:
     """Raises ``ValueError`` unless the blocks lie in both tensors, ascending in the local one, disjoint in the whole.
 
-    The flat range must lie in the local tensor, and dimensions that are not split must be equally long in both.
+    The flat range must lie in the local tensor, and other dimensions must be equally long in both.
     """
     if len(spec.local_shape) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: local shape {list(spec.local_shape)} of whole {list(spec.global_shape)}")
@@ -189,7 +189,7 @@ class _StoredPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPieces:
-    """The pieces of a file by stored name, and the places that they name."""
+    """The pieces of a file by stored name, and the places they name."""
 
     tensors: dict[str, _StoredPiece]
     blocks: tuple[tuple[Annotated[Block, AsRow()], ...], ...]
@@ -197,7 +197,7 @@ class _StoredPieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredLedger:
-    """Distinct calls, and the position of each call that was made."""
+    """Distinct calls, and the position of each call made."""
 
     calls: tuple[Annotated[LedgerCall, AsRow()], ...]
     order: tuple[Count, ...]
@@ -237,7 +237,7 @@ def rank_step_as_json(rank_step: RankStep) -> dict[str, JSON]:
 
 
 def parse_rank_step(content: Mapping[str, Any]) -> RankStep:
-    """Gives the rank's step that a header names."""
+    """Gives the rank's step out of a header."""
     stored = _RANK_STEP.load(content)
     place = RankPlace(global_rank=stored.global_rank, coordinates=stored.coordinates)
     return RankStep(step=stored.step, place=place, world_size=stored.world_size)
@@ -269,7 +269,7 @@ def pieces_as_json(records: Sequence[PieceRecord]) -> dict[str, JSON]:
 
 
 def parse_pieces(content: Mapping[str, Any], *, step: int) -> list[PieceRecord]:
-    """Gives the records that were written."""
+    """Gives the written records."""
     stored = _PIECES.load(content)
     return [_read_piece(name, piece, stored.blocks, step=step) for name, piece in stored.tensors.items()]
 
@@ -306,7 +306,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
 
 
 def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
-    """Gives everything that the footer says."""
+    """Gives all statements of a footer."""
     stored: dict[str, JSON] = _FOOTER.dump(
         _StoredFooter(
             **shared_statements(footer),
@@ -318,7 +318,7 @@ def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
 
 
 def parse_footer(content: object) -> StepFooter:
-    """Gives the footer that was written."""
+    """Gives the written footer."""
     stored = _FOOTER.load(content, at="footer")
     rows = stored.rows
     if len(rows.identities) != len(rows.lengths):
@@ -332,7 +332,7 @@ def parse_footer(content: object) -> StepFooter:
 
 
 def shared_statements(footer: StepFooter | _StoredFooter) -> dict[str, Any]:
-    """Gives the statements about a step that are the same on all ranks, by field; the others are each rank's own."""
+    """Gives the statements about a step made alike by all ranks, by field; the others are each rank's own."""
     return {
         "rows": footer.rows,
         "update_rows": footer.update_rows,

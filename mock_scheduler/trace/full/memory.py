@@ -1,6 +1,6 @@
-"""Memory for tensors that are filled at once.
+"""Memory for tensors filled at once.
 
-Most of the time of a copy goes into the first touch of the memory that it fills, page by page: on Linux 6 with pages of
+Most of the time of a copy goes into the first touch of the memory it fills, page by page: on Linux 6 with pages of
 4 KiB 0.47 s for 1 GB, with huge pages 0.25 s.
 """
 
@@ -29,7 +29,7 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class MemoryPool:
-    """Memory for large tensors that is used again when nothing lies in it any more: its pages are touched once.
+    """Memory for large tensors used again when nothing lies in it any more: its pages are touched once.
 
     In use and kept together are no more than ``num_tensors`` times the largest tensor so far, unless more is in use.
     Threads may give memory back, by letting go of a tensor, while one of them allocates.

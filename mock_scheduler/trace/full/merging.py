@@ -1,11 +1,11 @@
-"""Puts a tensor together from all ranks' pieces, and tells replicas that disagree and elements that are missing.
+"""Puts a tensor together from all ranks' pieces, and tells disagreeing replicas and missing elements.
 
 Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. The others are copied
 block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
 every element looked at on its own.
 
-Tokens that no rank holds, in a trace that is complete and undamaged, are tokens that the run did not train on: the
-reader of the trace decides whether that is an error. Any other element that is missing or superfluous is one.
+Tokens held by no rank, in a complete and undamaged trace, are tokens the run did not train on: the reader of the trace
+decides whether it is an error. Any other missing or superfluous element is one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Family = list[_Group]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expectation:
-    """The elements that a trace must hold of a tensor.
+    """The elements a trace must hold of a tensor.
 
     is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. tokens: bool ``[T]``, the
     tokens of a token tensor; ``None`` where the trace does not say.
@@ -53,7 +53,7 @@ class MergedTensor:
     """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
 
     present: bool, True where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
-    ``None`` where every element is there. missing: in words, the tokens that the run should have and no rank holds;
+    ``None`` where every element is there. missing: in words, the tokens the run should have and no rank holds;
     empty where there are none. dims: the name of each dimension; empty where nobody said.
     content: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present at
     the same elements; ``None`` where pieces overlap.
@@ -74,7 +74,7 @@ def merge_pieces(
     memory: where the tensor lies, unless one piece holds all of it.
 
     Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or an element is
-    missing, or a token there, against the expectation. Whole tokens that are missing are told of in the result.
+    missing, or a token there, against the expectation. Missing whole tokens are told of in the result.
     """
     _check_agreement(key, pieces, expectation)
     dims = pieces[0].record.dims
@@ -83,6 +83,7 @@ def merge_pieces(
     conflicts = ConflictTally(key)
     if all(fill_local_tensor([group[0].spec for group in family]) for family in families):
         coverage = count_cells(pieces[0].spec.global_shape, [family[0][0].spec for family in families])
+        # Whole blocks can be copied; where pieces overlap, every element is asked for its holder.
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
             present, missing = _check_present(key, pieces, held, expectation)
@@ -97,7 +98,7 @@ def merge_pieces(
 
 
 def _content(group: _Group) -> tuple[object, ...]:
-    """Where a group's elements lie, and the digest of those that are taken."""
+    """Gives the places of a group's elements, and the digest of the first rank's."""
     spec = group[0].spec
     return *spec.elements, group[0].record.sha256
 
@@ -146,7 +147,7 @@ def _group_families(groups: Sequence[_Group]) -> list[_Family]:
 
 
 def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Tensor:
-    """The first rank's elements; those of the others are read, checked and compared with them."""
+    """Loads the first rank's elements; the others' are read, checked and compared with them."""
     first, stored = group[0], load(group[0])
     for other in group[1:]:
         replica = load(other)
@@ -201,6 +202,7 @@ def _copy_elements(
             if bool(differs.any()):
                 pair = bits[targets[differs]].view(dtype), mine[differs].view(dtype)
                 conflicts.add((groups[other][0].place, group[0].place), pair)
+        # The lowest rank's value stays: groups come in ascending order of their first rank.
         free = owners < 0
         bits[targets[free]] = mine[free]
         owner[targets[free]] = index
@@ -256,7 +258,7 @@ def _by_token(held: torch.Tensor | None, *, num_tokens: int) -> tuple[torch.Tens
 
 
 def _held_twice(key: TraceKey, piece: Piece, index: Sequence[int], rows: RowTable) -> TraceError:
-    """The error for a rank that holds an element in two of its pieces, as where a micro-batch was traced twice."""
+    """The error for a rank holding an element in two of its pieces, as where a micro-batch was traced twice."""
     is_token = piece.record.dims[:1] == ("token",) and index and index[0] < rows.num_tokens
     token = f", {_describe_token(index[0], rows)}" if is_token else ""
     return TraceError(
@@ -271,7 +273,7 @@ def _describe_token(token: int, rows: RowTable) -> str:
 
 
 def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> None:
-    """Raises where a token is held of a row that the step or update does not have."""
+    """Raises where a token is held of a row the step or update does not have."""
     expected, rows = expectation.tokens, expectation.rows
     assert expected is not None
     extra = some & ~expected
@@ -299,7 +301,7 @@ def _describe_missing(pieces: Sequence[Piece], some: torch.Tensor, expectation: 
 
 
 def _describe_same_rows(pieces: Sequence[Piece]) -> str:
-    """Names ranks of other ``dp`` places that hold the same rows, though ``dp`` shares rows out; else empty."""
+    """Names ranks of other ``dp`` places holding the same rows, though ``dp`` shares rows out; else empty."""
     tokens: dict[int, set[tuple[int, int]]] = defaultdict(set)
     dp_places: dict[int, int] = {}
     for piece in pieces:

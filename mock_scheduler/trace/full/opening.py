@@ -74,7 +74,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """One rank's step: all of its parts, in order, and the pieces that they store."""
+    """One rank's step: all of its parts, in order, and the pieces they store."""
 
     place: RankPlace
     world_size: int
@@ -184,7 +184,7 @@ def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
 
 
 def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
-    """Parts of one rank that are missing, or are not those that its last part was written after."""
+    """Lists missing parts of one rank, and parts of another run than its last part."""
     by_index = {part.index: part for part in parts}
     last = next((part for part in parts if part.ending is not None), None)
     if last is None or last.ending is None:
@@ -206,11 +206,11 @@ def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
 
 
 def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFooter]) -> list[str]:
-    """Lists ranks that are missing, that should not be there, or that do not say the same of the step.
+    """Lists missing ranks, unexpected ranks, and ranks that say otherwise of the step.
 
     Args:
-        world_sizes: by global rank, of every rank that has a file.
-        footers: by global rank, of every rank that ended the step.
+        world_sizes: by global rank, of every rank with a file.
+        footers: by global rank, of every rank at the step's end.
     """
     problems = []
     if len(set(world_sizes.values())) > 1:
@@ -278,6 +278,7 @@ def read_metadata(path: Path, handle: Handle, key: str, *, version: int, kind: s
         content = open_sealed(text)
     except ValueError as error:
         raise TraceError(f"{path}: the metadata {error}; {DAMAGED}") from error
+    # Only now: a version in a damaged header would blame another release for it.
     found = content.get("format_version")
     if found != version:
         raise TraceError(f"{path}: {_another_release(f'format version {found!r}', version)}")

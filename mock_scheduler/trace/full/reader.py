@@ -35,8 +35,8 @@ _NUM_TENSORS = 3
 def open_trace(trace_dir: Path) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
 
-    Raises ``TraceError`` that lists everything that is wrong with a step: a rank or part that is missing, a file that
-    does not match its name, ranks that disagree about the step; and at once where there is no trace, or a
+    Raises ``TraceError`` listing everything wrong with a step: a missing rank or part, a file that does not
+    match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
     return TraceReader(open_steps(trace_dir))
@@ -70,7 +70,7 @@ class TraceReader:
         return self._steps[step].is_complete
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor that any rank wrote at ``step``."""
+        """Every tensor of any rank at ``step``."""
         return frozenset(self._steps[step].pieces)
 
     def has(self, key: TraceKey) -> bool:
@@ -90,13 +90,13 @@ class TraceReader:
         return sum(piece.record.size_bytes for rank_files in self._steps[step].ranks for piece in rank_files.pieces)
 
     def pieces(self, key: TraceKey) -> tuple[Piece, ...]:
-        """The pieces that ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
+        """The pieces ranks stored of a tensor, by global rank; raises ``TraceError`` where no rank wrote it."""
         if not self.has(key):
             raise TraceError(f"no rank wrote the {key.describe()}")
         return self._steps[key.step].pieces[key]
 
     def dtype_and_shape(self, key: TraceKey) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Of the whole tensor, as the first rank says."""
+        """The dtype and shape of the whole tensor, as the first rank says."""
         record = self.pieces(key)[0].record
         return record.dtype, record.spec.global_shape
 
@@ -105,24 +105,24 @@ class TraceReader:
         return self.pieces(key)[0].record.dims
 
     def is_masked(self, key: TraceKey) -> bool:
-        """Whether it is a token tensor that is defined at some tokens only."""
+        """Whether it is a token tensor defined at some tokens only."""
         return self.pieces(key)[0].record.is_masked
 
     def holders(self, key: TraceKey, index: tuple[int, ...]) -> tuple[RankPlace, ...]:
-        """The ranks that hold an element, by global rank."""
+        """The ranks holding an element, by global rank."""
         found = {piece.place.global_rank: piece.place for piece in self.pieces(key) if holds_element(piece.spec, index)}
         return tuple(found.values())
 
     def merge(
         self, key: TraceKey, *, ranks: Collection[int] | None = None, may_lack_tokens: bool = False
     ) -> MergedTensor:
-        """The whole tensor from all ranks' pieces, and the replicas that disagree.
+        """The whole tensor from all ranks' pieces, and disagreeing replicas.
 
-        A tensor that one piece holds entirely is a view of the mapped file; writing to it changes no file.
+        A tensor one piece holds entirely is a view of the mapped file; writing to it changes no file.
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
         CRC-32, or one rank holds an element twice; where all ranks of the run wrote, also where an element is held by
         none. Where the trace tells the rows of an update, a token tensor with a token of another row is an error, and
-        (unless it is masked) one of these rows that no rank holds.
+        (unless it is masked) so is a token of its rows held by no rank.
         ``may_lack_tokens``: the run is being judged, and a row it left out is a finding, told by ``missing``.
         ``ranks``: put together the pieces of these global ranks and nothing else; other elements are absent.
         """
@@ -143,7 +143,7 @@ class TraceReader:
     def verify(self) -> int:
         """Read every byte and check it against its SHA-256; the number of bytes.
 
-        Raises ``TraceError`` that names the file and tensor of whatever does not match.
+        Raises ``TraceError`` naming the file and tensor of whatever does not match.
         """
         problems: list[str] = []
         num_bytes = 0
@@ -175,7 +175,7 @@ class TraceReader:
         self._open_step = None
 
     def _expected_tokens(self, key: TraceKey) -> torch.Tensor | None:
-        """bool ``[T]``: tokens of the rows that the key's step or update has; ``None`` where the trace says none."""
+        """bool ``[T]``: tokens of the rows the key's step or update has; ``None`` where the trace says none."""
         place = key.step, None if key.kind in STEP_KINDS else key.update
         if place not in self._expected:
             self._expected[place] = _tokens_of(self.footer(key.step), place[1])
@@ -198,6 +198,7 @@ class TraceReader:
         if piece.path not in self._handles:
             self._handles[piece.path] = self._stack.enter_context(open_file(piece.path))
         tensor = _read(self._handles[piece.path], piece)
+        # CRC-32 here, since every read pays; ``verify`` compares SHA-256.
         if tensor.shape != piece.record.stored_shape or compute_tensor_crc32(tensor) != piece.record.crc32:
             raise TraceError(f"{piece.path}: {piece.record.stored_name} does not match its digest; {DAMAGED}")
         return tensor

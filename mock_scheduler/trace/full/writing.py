@@ -2,7 +2,7 @@
 
 Contract: an entry is copied when it is given. Its digests are computed at once, in the background; when the part that
 is being filled has reached its size, that part is written there too, and the next one is begun. ``add`` waits only
-where the part before is not written yet, so that at most two parts (and one entry) are in memory. An error of the
+where the part before is not written yet, so at most two parts (and one entry) are in memory. An error of the
 background is raised by the next call, and by every later one; no part follows one that failed. The last part, without
 which a rank's step does not count as complete, is missing then, and the earlier ones are removed by ``close`` or
 ``abandon``: a step that cannot be written leaves neither files nor a full disk.
@@ -35,7 +35,7 @@ _MAX_PIECES = 1 << 13
 
 @dataclass(slots=True)
 class _Part:
-    """A part that is being filled. records: of its tensors, while their digests are being computed."""
+    """A part being filled. records: of its tensors, while their digests are being computed."""
 
     index: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -89,6 +89,7 @@ class FullSink:
         part.tensors[name] = owned.tensor
         part.records.append(self._jobs.compute(partial(record_entry, owned, step=self._rank_step.step, name=name)))
         part.size_bytes += owned.tensor.nbytes
+        # With one job held at most, this waits while the part before is written: two parts are in memory, never three.
         if part.size_bytes >= self._part_bytes or len(part.tensors) >= _MAX_PIECES:
             self._jobs.submit(lambda: partial(self._write, part, None))
             self._part = _Part(index=part.index + 1)
@@ -126,13 +127,14 @@ class FullSink:
             paths[0].parent.rmdir()
 
     def _write(self, part: _Part, footer: StepFooter | None) -> None:
-        """In the background: one part; its digests are there, since they were asked for earlier."""
+        """Writes one part, in the background; its digests are there, since they were asked for earlier."""
         digest = write_part(
             self._trace_dir,
             self._rank_step,
             part=part.index,
             tensors=part.tensors,
             records=[record.result() for record in part.records],
+            # The last part seals the others by their digests, and is the completeness of the step.
             ending=None if footer is None else Ending(footer=footer, earlier_parts=tuple(self._written)),
         )
         self._written.append(digest)

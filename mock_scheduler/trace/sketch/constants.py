@@ -1,6 +1,6 @@
 """The pseudo-random constants of sketches, as functions of an element's canonical flat index i alone.
 
-Contract, so that any other program computes the same sketches. All arithmetic is on unsigned 64-bit integers.
+Contract, so any other program computes the same sketches. All arithmetic is on unsigned 64-bit integers.
 
 - ``mix(z)``: the output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): ``z += 0x9E3779B97F4A7C15;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^ z >> 31``.
@@ -11,8 +11,8 @@ Contract, so that any other program computes the same sketches. All arithmetic i
 - ``key(i) = (random(2, p) | 1) * (random(5, k) | 1)``
 - bucket b of B has weight ``sign of random(6, slot * MAX_BUCKETS + b) / sqrt(B)`` for a slot.
 
-NUM_SLOTS is prime, so that the elements of a column of a matrix, a fixed distance apart, spread over all
-slots unless that distance is a multiple of it. One table serves all blocks, so that a CPU keeps it in its cache.
+NUM_SLOTS is prime, so the elements of a column of a matrix, a fixed distance apart, spread over all
+slots unless that distance is a multiple of it. One table serves all blocks, so a CPU keeps it in its cache.
 """
 
 from __future__ import annotations

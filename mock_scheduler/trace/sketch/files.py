@@ -5,18 +5,18 @@ This is the format, version 1::
     {trace_dir}/step_000000/rank_00000.sketch.safetensors
 
 A file is written aside, fsynced and renamed: its presence is its completeness. It stores three tables with one row for
-each traced tensor that the rank holds in whole or in part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
-``counts`` int64 ``[K, 4]``: elements, NaN, infinities, and the fingerprint as a signed integer; ``sketch`` says what
-these are. One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that carries its own SHA-256 as ``digest``
+each traced tensor the rank holds in whole or in part: ``sums`` float64 ``[K, B]``, ``squares`` float64 ``[K]`` and
+``counts`` int64 ``[K, 4]``: elements, NaN, infinities, and the fingerprint as a signed integer (``sketch`` defines
+them). One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that carries its own SHA-256 as ``digest``
 (``digests.seal``):
 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
 - ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
-- ``parts``: the elements of the whole tensor that a rank holds: lists of rectangles ``[origin, sizes]``, put together
-  where they touch, so that ranks that hold the same elements say the same;
+- ``parts``: the elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
+  where they touch, so ranks holding the same elements say the same;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
-Equal content gives equal bytes. ``sketch_reader`` reads.
+Equal content gives equal bytes. ``sketch.reader`` reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEn
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
 from mock_scheduler.trace.full.header import RankStep, check_spec, footer_as_json, rank_step_as_json
 from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
-from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -46,20 +45,8 @@ from mock_scheduler.trace.sketch.opening import (
     StoredTensor,
     StoredTensors,
 )
-from mock_scheduler.trace.sketch.reader import MergedSketch, SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, Sketch, finish_sketches
 from mock_scheduler.trace.sketch.sums import SketchSums
-
-__all__ = [
-    "MergedSketch",
-    "SketchConflict",
-    "SketchReader",
-    "SketchSink",
-    "has_full",
-    "has_sketches",
-    "open_sketches",
-    "sketch_path",
-]
 
 
 def has_full(trace_dir: Path) -> bool:
@@ -79,7 +66,7 @@ def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """The form that all pieces of a tensor share."""
+    """The common form of all pieces of a tensor."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
@@ -89,7 +76,7 @@ class _Form:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Held:
-    """The part of one tensor that a rank has given."""
+    """The part of one tensor a rank has given."""
 
     form: _Form
     sums: SketchSums
@@ -153,6 +140,7 @@ class SketchSink:
         """Write the file; raises ``TraceError`` where it cannot be, and where an element was given twice."""
         self._check_open()
         self._is_closed = True
+        # Again, since another process may have written the step while this one collected.
         check_unwritten(self._trace_dir, self._rank_step)
         held = sorted(self._held.items(), key=lambda item: (item[0].update, item[0].kind, item[0].name))
         joined: _Joined = {}
@@ -192,6 +180,7 @@ class SketchSink:
         if rectangles not in joined:
             joined[rectangles] = join(rectangles), count_union(rectangles)
         part, num_elements = joined[rectangles]
+        # Sums would count an element twice, and no reader could tell.
         if num_elements != held.sums.num_elements:
             twice = held.sums.num_elements - num_elements
             raise TraceError(f"{self._rank_step.describe()}: {twice} elements of the {key.describe()} are given twice")

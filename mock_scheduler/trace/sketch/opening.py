@@ -1,6 +1,6 @@
 """Opens the files of a trace of level ``sketch``: reads and checks each, and that the ranks' files fit together.
 
-Nothing in a header is believed before its digest is checked. The format is in ``sketch_files``.
+Nothing in a header is believed before its digest is checked. The format is in ``sketch.files``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ STORED_TENSORS = Document[StoredTensors](StoredTensors)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankSketches:
-    """One file: everything that a rank traced of a step."""
+    """One file: a rank's whole trace of a step."""
 
     path: Path
     step: int
@@ -83,7 +83,7 @@ class RankSketches:
 
 
 def open_sketch_steps(trace_dir: Path) -> dict[int, tuple[RankSketches, ...]]:
-    """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch_reader.open_sketches`` does."""
+    """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch.reader.open_sketches`` does."""
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")
@@ -114,7 +114,7 @@ def _name_problems(folder: Path, ranks: Sequence[RankSketches]) -> list[str]:
 
 
 def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
-    """Lists ranks that are missing, that should not be there, or that do not fit the others."""
+    """Lists missing ranks, unexpected ranks, and ranks that do not fit the others."""
     sizes = {item.sketch.num_buckets for rank in ranks for item in rank.tensors.values()}
     problems = [f"files of runs with different numbers of buckets {sorted(sizes)}"] if len(sizes) > 1 else []
     return problems + writer_problems(

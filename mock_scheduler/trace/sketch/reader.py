@@ -1,8 +1,8 @@
 """Reads a trace of level ``sketch``: gives the sketch of each whole tensor, whatever layout wrote it.
 
-Ranks that hold the same elements must have the same fingerprint and count once; ranks that hold other elements add up.
+Ranks holding the same elements must have the same fingerprint and count once; ranks holding other elements add up.
 Whether they hold all that there is, and nothing twice, is known from the headers alone. The format is in
-``sketch_files``.
+``sketch.files``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
-    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens that are not trained on, and
-    in a trace that not all ranks wrote. ``missing``: as of ``MergedTensor``.
+    ``sketch.num_elements`` is less than the shape says for a token tensor with tokens left out of training, and
+    in a trace of some ranks only. ``missing``: as of ``MergedTensor``.
     """
 
     sketch: Sketch
@@ -56,14 +56,14 @@ class _Part:
 
     @property
     def sketch(self) -> Sketch:
-        """That of the lowest rank."""
+        """The sketch of the lowest rank."""
         return self.holders[0][1]
 
 
 def open_sketches(trace_dir: Path) -> SketchReader:
     """Read every file of a trace of sketches, and check that they are complete and fit together.
 
-    Raises ``TraceError`` that lists everything that is wrong with a step, and at once where there is no trace, or a
+    Raises ``TraceError`` listing everything wrong with a step, and at once where there is no trace, or a
     file is unreadable or was changed.
     """
     return SketchReader(open_sketch_steps(trace_dir))
@@ -89,7 +89,7 @@ class SketchReader:
         return len(self._steps[step]) == self._steps[step][0].world_size
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor that any rank wrote at ``step``."""
+        """Every tensor of any rank at ``step``."""
         return frozenset(key for rank in self._steps[step] for key in rank.tensors)
 
     def has(self, key: TraceKey) -> bool:
@@ -105,15 +105,15 @@ class SketchReader:
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
-        """The ranks that hold elements of a tensor, by global rank."""
+        """The ranks holding elements of a tensor, by global rank."""
         return tuple(place for place, stored in self._stored(key) if stored.part)
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """The sketch of the whole tensor, and the replicas that disagree.
+        """The sketch of the whole tensor, and disagreeing replicas.
 
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
-        tensor that is not masked, these are the elements of the update's rows. ``may_lack_tokens``: of a run that is
+        tensor without a mask, only the elements of the update's rows count. ``may_lack_tokens``: of a run that is
         judged, tokens held by no rank are a finding, told by ``missing``, and no error.
         """
         stored = self._stored(key)
@@ -144,7 +144,7 @@ class SketchReader:
     def _describe_missing(
         self, key: TraceKey, first: StoredSketch, stored: Sequence[tuple[RankPlace, StoredSketch]], num_elements: int
     ) -> str:
-        """Elements that no rank holds, in words; empty where all are held, or some may be lacking."""
+        """Elements held by no rank, in words; empty where all are held, or some may be lacking."""
         expected = _count_expected(key, first, self.footer(key.step))
         is_exact = self.is_complete(key.step) and not first.is_masked
         ranks = ", ".join(str(place.global_rank) for place, _ in stored)
@@ -155,7 +155,7 @@ class SketchReader:
 
 
 def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:
-    """Elements of the whole tensor; of a token tensor those of the rows that its step or update has."""
+    """Elements of the whole tensor; of a token tensor the elements of its step's or update's rows."""
     shape = stored.global_shape
     if stored.dims[:1] != ("token",) or key.kind in STEP_KINDS or not footer.update_rows:
         return math.prod(shape)
@@ -173,8 +173,9 @@ def _parts(stored: Sequence[tuple[RankPlace, StoredSketch]]) -> list[_Part]:
 
 
 def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch, list[SketchConflict]]:
-    """Adds up one set of parts that hold everything once; every other such set must give the same sum."""
+    """Adds up one set of parts holding everything once; every other such set must give the same sum."""
     conflicts = [conflict for part in parts for conflict in _replica_conflicts(key, part)]
+    # Replicas count once: one cover is summed, and every further one is compared with it.
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))
     left = [part for part in parts if part not in chosen]
@@ -224,7 +225,7 @@ def _conflict(
 
 
 def _check_agreement(key: TraceKey, stored: Sequence[tuple[RankPlace, StoredSketch]]) -> None:
-    """All ranks that hold the tensor say the same whole shape and dtype."""
+    """All ranks holding the tensor say the same whole shape and dtype."""
     forms = {(item.dtype, item.global_shape): place.global_rank for place, item in reversed(stored)}
     if len(forms) > 1:
         found = ", ".join(f"global rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in forms.items())

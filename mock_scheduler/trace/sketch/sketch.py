@@ -1,12 +1,12 @@
 """Sketches: a few hundred bytes of a tensor that say whether another has the same bits, and about how far it is off.
 
-Contract. A sketch is linear: those of disjoint parts of a tensor add up to that of the whole, exactly in its counts and
-its fingerprint, and to rounding in its sums. The factor of an element depends on its index in the whole
-tensor alone (``constants``), so two layouts, or two programs, give sketches that can be compared.
+Contract. A sketch is linear: sketches of disjoint parts of a tensor add up to the sketch of the whole, exactly in
+counts and fingerprint, to rounding in sums. The factor of an element depends on its index in the whole tensor alone
+(``constants``), so two layouts, or two programs, give comparable sketches.
 
 - *Sums*: an element goes with its sign into one of 2,039 slots, and the slots with further signs into each of the B
   buckets, divided by sqrt(B), all in float64. The squares of the buckets add up to about the tensor's squared norm, and
-  so do those of the difference of two sketches to that of the tensors' difference (Charikar, Chen and Farach-Colton,
+  so do the squares of two sketches' difference to the tensors' difference (Charikar, Chen and Farach-Colton,
   ICALP 2002, for the slots; Achlioptas, JCSS 2003, for the buckets). NaN and infinities count as 0 there.
 - *Fingerprint*: the sum over all elements of ``key(i) * word(x_i)`` mod 2^64, times a factor of the dtype. The word is
   the integer of the element's bits, in two's complement; of a 64-bit element the lower half plus ``UPPER_HALF`` times
@@ -15,7 +15,7 @@ tensor alone (``constants``), so two layouts, or two programs, give sketches tha
   where nothing but signs changed, which the sums show unless it is the sign of zeros.
 
 Error bar. If d is the difference of two tensors and e the estimate of its norm, then e² / ‖d‖² has the mean 1 and a
-variance of at most 2 / n with 1 / n = 1 / B + 1 / 2039: the second term is that of slots in which elements meet. For
+variance of at most 2 / n with 1 / n = 1 / B + 1 / 2039: the second term comes from elements that meet in a slot. For
 spread differences e² / ‖d‖² is distributed as chi² with n degrees of freedom divided by n. For concentrated ones it
 varies less: a single element is estimated exactly, and k elements of equal size miss each other in the slots but with a
 chance of k² / 4078, and random signs over buckets have no larger moments than normal variables (Achlioptas, lemma 5.2).
@@ -78,14 +78,14 @@ class Sketch:
     def is_identical(self, other: Sketch) -> bool:
         """Whether both tensors, if they have the same shape and dtype, have the same bits.
 
-        Of other dtypes all fingerprints differ but that of zeros alone.
+        Fingerprints of other dtypes all differ, except of zeros alone.
         """
         return (self.fingerprint, self.num_elements) == (other.fingerprint, other.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """How far the tensors of two sketches are apart, over elements that are finite, others being taken as 0.
+    """How far the tensors of two sketches are apart, over finite elements, others being taken as 0.
 
     norm_difference: about ||a - b||. norm_baseline: ||a||. relative: their ratio; 0/0 = 0, x/0 = inf.
     low, high: between them lies the true relative difference in at least 95 % of all cases; 0 and 0 for equal bits.
@@ -110,7 +110,7 @@ def sketch_piece(tensor: torch.Tensor, spec: ShardSpec, *, num_buckets: int = NU
 
 
 def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_buckets: int = NUM_BUCKETS) -> Sketch:
-    """The sketch of a whole tensor; where ``present`` is not ``None``, of just its elements where that is True.
+    """The sketch of a whole tensor; where ``present`` is not ``None``, of just its elements where it is True.
 
     ``present``: bool, of the tensor's shape or one that broadcasts to it.
     """
@@ -125,7 +125,7 @@ def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_
 
 
 def finish_sketches(all_sums: Sequence[SketchSums], *, num_buckets: int) -> list[Sketch]:
-    """Finishes the sketches of these sums; raises ``TraceError`` where there are not 1 to 4096 buckets."""
+    """Finishes the sketches of the given sums; raises ``TraceError`` where there are not 1 to 4096 buckets."""
     if not 1 <= num_buckets <= MAX_BUCKETS:
         raise TraceError(f"a sketch has 1 to {MAX_BUCKETS} buckets, not {num_buckets}; change trace.sketch_buckets")
     sketches: list[Sketch] = []
@@ -189,7 +189,7 @@ def relative_bounds(num_buckets: int) -> tuple[float, float]:
 
 
 def rounding_bound(norm: float, num_elements: int) -> float:
-    """How far the sums of the same elements may be apart that were added in other orders, as a norm."""
+    """How far sums of the same elements in two orders may be apart, as a norm."""
     num_additions = ROWS + num_elements / BLOCK + NUM_SLOTS
     return _ROUNDING * sqrt(num_additions) * norm
 

@@ -1,8 +1,8 @@
 """Sums a tensor's elements into the parts of a sketch, one piece at a time, on the device where the piece is.
 
-A piece is walked through in windows of the canonical order, a cache's worth at a time: one that holds just the elements
+A piece is walked through in windows of the canonical order, a cache's worth at a time: one holding just the elements
 of a whole window is read where it lies, any other is first put into a window of zeros, which add nothing. So a piece
-cut along its last dimension costs as much as the part of the whole tensor that it lies in.
+cut along its last dimension costs as much as the part of the whole tensor it lies in.
 Every sum has a fixed order: there are no atomic operations, and a number of threads changes rounding at most.
 """
 
@@ -34,7 +34,7 @@ _SIGNED_UPPER_HALF = UPPER_HALF - (1 << 64)
 
 
 class SketchSums:
-    """Sums over the pieces of one tensor that were added, all of one dtype; they stay on the device of the first."""
+    """Sums over the added pieces of one tensor, all of one dtype; they stay on the device of the first."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         if dtype.is_complex:
@@ -51,9 +51,9 @@ class SketchSums:
 
     @torch.no_grad()
     def add(self, tensor: torch.Tensor, spec: ShardSpec) -> list[Rectangle]:
-        """Add a piece, and return the elements of the whole that it holds.
+        """Add a piece, and return the elements of the whole it holds.
 
-        Raises ``TraceError`` where its shape is not that of its spec.
+        Raises ``TraceError`` where its shape is not its spec's.
         """
         parts = list(rectangles_of(tensor.detach(), spec))
         runs = [run for rectangle, values in parts for run in _runs(rectangle, values, spec.global_shape)]
@@ -91,7 +91,7 @@ class _WindowSums:
         self._scratch = torch.empty(0, dtype=torch.float64, device=device)
 
     def add_rows(self, row: int, window: torch.Tensor) -> None:
-        """Add rows of one block, from ``row`` on; on the host, in a scratch memory that stays in the cache."""
+        """Add rows of one block, from ``row`` on; on the host, in a scratch memory within the cache."""
         size = window.numel()
         if len(self._scratch) < size:
             self._scratch = torch.empty(size, dtype=torch.float64)
@@ -193,7 +193,7 @@ class _Run:
 
 
 def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[_Run]:
-    """The rectangle as runs of equal distance: trailing dimensions that are whole lie in one row."""
+    """The rectangle as runs of equal distance: trailing whole dimensions lie in one row."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -208,7 +208,7 @@ def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) ->
 
 
 def _first_of_whole(sizes: tuple[int, ...], shape: tuple[int, ...], end: int) -> int:
-    """The first of the dimensions before ``end`` that are one after another: all but it are whole."""
+    """The first of the contiguous dimensions before ``end``: all but it are whole."""
     dim = max(end - 1, 0)
     while dim > 0 and sizes[dim] == shape[dim]:
         dim -= 1
@@ -216,7 +216,7 @@ def _first_of_whole(sizes: tuple[int, ...], shape: tuple[int, ...], end: int) ->
 
 
 def _windows(runs: list[_Run], dtype: torch.dtype, *, num_blocks: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Windows that hold all runs, each with its first row and its elements, in canonical order.
+    """Windows holding all runs, each with its first row and its elements, in canonical order.
 
     A window lies in ``num_blocks`` blocks; it is rows of one of them, or whole ones.
     """
@@ -231,7 +231,7 @@ def _windows(runs: list[_Run], dtype: torch.dtype, *, num_blocks: int) -> Iterat
 
 
 def _fill_window(runs: list[_Run], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-    """The first row of a window that the runs lie in, and its elements; those that no run has are zeros."""
+    """The first row of a window the runs lie in, and its elements; elements of no run are zeros."""
     start, end = min(run.start for run in runs), max(run.end for run in runs)
     unit = NUM_SLOTS if start // BLOCK == (end - 1) // BLOCK else BLOCK
     first, last = start // unit * unit, -(-end // unit) * unit

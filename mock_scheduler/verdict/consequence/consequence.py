@@ -9,7 +9,7 @@ for its quantiles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,19 +21,27 @@ from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.errors import TraceError
+from mock_scheduler.program import ClipRule
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
 from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 
 
-def find_consequence(baseline_dir: Path, candidate_dir: Path, *, selection: Selection = EVERYTHING) -> Consequence:
+def find_consequence(
+    baseline_dir: Path,
+    candidate_dir: Path,
+    *,
+    load_clip_rule: Callable[[Path], ClipRule],
+    selection: Selection = EVERYTHING,
+) -> Consequence:
     """What the difference between two finished runs does to the training, over the steps that both traced.
 
-    Of ``selection`` only the steps count. Raises ``AlignmentError`` where a configuration cannot be read, and
+    ``load_clip_rule``: reads out of a run's ``config.yaml`` how its loss clips, as the program has it. Of ``selection``
+    only the steps count. Raises ``AlignmentError`` where a configuration cannot be read, and
     ``TraceError`` where a trace is missing or damaged.
     """
     rules = load_clip_rule(baseline_dir / CONFIG_FILE), load_clip_rule(candidate_dir / CONFIG_FILE)
@@ -178,7 +186,7 @@ class _Collected:
         for side, rule in enumerate(self.rules):
             before = _old_logprobs(rule, side, old, rollout)
             log_ratio = new.values[side][present] - before[present].to(new.values[side].dtype)
-            own = rule.states(log_ratio, advantages.values[side][present].to(log_ratio.dtype))
+            own = clip_states(rule, log_ratio, advantages.values[side][present].to(log_ratio.dtype))
             if kept is not None:
                 own[~kept.values[side][present].bool()] = 0
             states.append(own)

@@ -1,4 +1,4 @@
-"""What a candidate's difference does to the training itself, as figures; ``wording.consequence`` says them."""
+"""The effect of a candidate's difference on the training itself, as figures; ``wording.consequence`` says them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KlTarget = Literal["reference", "rollout"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGap:
-    """How far the trainer's own log-probabilities are from those of the engine that sampled, in one run.
+    """How far the trainer's own log-probabilities are from the sampling engine's, in one run.
 
     Over all response tokens before each step's first update, |train - rollout| in nats: ``median``, ``p99`` (NumPy's
-    linear quantiles) and ``largest``. ``mult_prob_error``: the mean of exp(|train - rollout|), which is NeMo-RL's
+    linear quantiles) and ``largest``. ``mult_prob_error``: the mean of exp(|train - rollout|), NeMo-RL's
     metric ``token_mult_prob_error``: 1 where both agree.
     """
 
@@ -43,7 +43,7 @@ class RolloutGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFlip:
-    """Response tokens that are in one clip state in the baseline and in another in the candidate."""
+    """Response tokens in one clip state in the baseline and in another in the candidate."""
 
     baseline: ClipState
     candidate: ClipState
@@ -52,16 +52,16 @@ class ClipFlip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consequence:
-    """What a candidate's difference does to the training itself, over all steps compared.
+    """The effect of a candidate's difference on the training itself, over all compared steps.
 
-    A figure is ``None`` (``update_cosine``: empty) where the traces do not hold what it is made of.
+    A figure is ``None`` (``update_cosine``: empty) where the traces lack its tensors.
 
     Args:
-        num_tokens: Response tokens, counted once in every update that trains on them.
-        num_clipped: Of these, clipped in the baseline; ``None`` also where neither loss has a clip.
-        num_clip_flips: Of these, in another clip state in the candidate; ``None`` likewise.
-        kl_to: Between which policies the KL is.
-        kl_baseline: Mean over these tokens, in nats, by the estimator k3.
+        num_tokens: Response tokens, counted once in each of their updates.
+        num_clipped: Clipped tokens of the baseline; ``None`` also where neither loss has a clip.
+        num_clip_flips: Tokens in another clip state in the candidate; ``None`` likewise.
+        kl_to: The other policy of the KL.
+        kl_baseline: Mean over all tokens, in nats, by the estimator k3.
         kl_candidate: Likewise.
         max_advantage_change: Largest |a - b|.
         max_advantage: Largest |a|.
@@ -73,7 +73,7 @@ class Consequence:
         gaps: Baseline and candidate.
         updates: (step, update), in order.
         update_ratio: ‖candidate's change‖ / ‖baseline's change‖, for each of ``updates``.
-        left_out: Parameters that the two runs did not both trace whole.
+        left_out: Parameters without a whole trace in both runs.
     """
 
     num_tokens: int | None

@@ -1,6 +1,6 @@
 """The direction of whole parameter updates in two runs: cosine and ratio of lengths, for each update of a step.
 
-Parameters without gradient, which rules of their own move (``decisions``), have no say: their steps do not follow from
+Parameters without gradient move by rules of their own (``expert_bias``) and have no say: their steps do not follow from
 the loss, and are often larger than all others together.
 Contract: in float64, one tensor at a time and in chunks, so that memory is a few times the largest tensor as stored.
 Sums over chunks and names are in a fixed order.
@@ -64,13 +64,13 @@ class _Sums:
 
 @dataclass(slots=True)
 class UpdateDirections:
-    """Collects the updates of all steps. ``left_out``: names of parameters that were not traced whole by both."""
+    """Collects the updates of all steps. ``left_out``: names of parameters without a whole trace in both runs."""
 
     found: list[UpdateDirection] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
     def add_step(self, traces: TracePair, step: int) -> None:
-        """All updates of a step that both runs traced. Raises ``TraceError`` where a tensor cannot be read."""
+        """Adds all shared updates of a step. Raises ``TraceError`` where a tensor cannot be read."""
         ours, theirs = (reader.keys(step) for reader in traces.readers)
         by_rule = find_without_gradient(ours) & find_without_gradient(theirs)
         ours, theirs = (frozenset(key for key in keys if key.name not in by_rule) for keys in (ours, theirs))

@@ -1,4 +1,4 @@
-"""How far a verdict reaches, in words: what was compared, the smallest error that would be found, and the limits."""
+"""How far a verdict reaches, in words: the compared things, the smallest detectable error, and the limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe_nearest(tensors: TensorComparison | None) -> str:
 
 
 def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
-    """The smallest error that would have been called a divergence, for each kind that was compared."""
+    """The smallest detectable error of each compared kind."""
     found = find_smallest_error(metrics, tensors)
     parts = []
     if found.bounds:
@@ -65,7 +65,7 @@ def describe_smallest_tensor(tensors: TensorComparison) -> str:
 
 
 def describe_limits(tensors: TensorComparison | None) -> list[str]:
-    """Everything that limits a verdict which passes, a clause for each."""
+    """The limits of a verdict, a clause for each."""
     if tensors is None:
         return ["metrics alone do not prove that gradients are equal"]
     limits = find_limits(tensors)

@@ -1,4 +1,4 @@
-"""A divergence in words: the place, the tensor, by how much and where it differs, what it looks like, and before it."""
+"""A divergence in words: the place, the tensor, the size, place and look of its difference, and the tensors before."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe_divergence(divergence: Divergence) -> str:
 
 
 def describe_evidence(divergence: Divergence) -> str:
-    """What differs, and by how much, without the place in the step."""
+    """The difference and its size, without the place in the step."""
     evidence = divergence.evidence
     match evidence:
         case TensorDifference():
@@ -70,7 +70,7 @@ def name_place(step: int, update: int | None, kind: TraceKind) -> str:
 
 
 def describe_tensor(difference: TensorDifference) -> str:
-    """What differs, by how much, where and what it looks like: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
+    """Size, look and place of a difference: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
     key = difference.key
     amount = f"differs by {difference.relative:.3g} (bound {difference.tolerance:.2g})"
     if difference.low is not None and difference.high is not None:
@@ -87,7 +87,7 @@ def describe_tensor(difference: TensorDifference) -> str:
 
 
 def describe_metric(difference: MetricDifference) -> str:
-    """A metric beyond its bound: from which step on, by how much, and where it is furthest beyond."""
+    """A metric beyond its bound: since when, by how much, and where it is furthest beyond."""
     return (
         f"{difference.name} from step {difference.first_exceeding_step} on: relative difference up to "
         f"{difference.max_relative:.3g}, |a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} "
@@ -96,7 +96,7 @@ def describe_metric(difference: MetricDifference) -> str:
 
 
 def _describe_before(before: Before, *, is_compared: bool) -> str:
-    """The tensors before a divergence; ``is_compared``: it is a tensor that was compared itself."""
+    """The tensors before a divergence; ``is_compared``: it is a compared tensor itself."""
     if not before.num_compared:
         return "it is the first tensor that was compared" if is_compared else "nothing was compared before it"
     tensors = f"the {count_of(before.num_compared, 'tensor')} before it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from mock_scheduler.errors import ExitCode
 from mock_scheduler.verdict.reasons import ProofName
 from mock_scheduler.verdict.verdict import Outcome, VerdictKind
 
@@ -43,3 +44,12 @@ PROOF_MEANINGS: Mapping[ProofName, str] = {
 
 #: A sign for each outcome, for where colour alone would tell them apart.
 PROOF_MARKS: Mapping[Outcome, str] = {"proved": "✓", "refuted": "✗", "open": "?", "not tried": "–"}
+
+#: How to read the exit code of an alignment.
+EXIT_MEANINGS: Mapping[ExitCode, str] = {
+    ExitCode.ALIGNED: "every candidate passes",
+    ExitCode.DIVERGED: "at least one candidate diverged",
+    ExitCode.SUSPECT: "at least one candidate is suspect, and none diverged",
+    ExitCode.INCOMPARABLE: "at least one candidate could not be compared",
+    ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
+}

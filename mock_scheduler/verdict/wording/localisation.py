@@ -1,4 +1,4 @@
-"""A localisation in words: the one sentence, the finding of each graft, and the command that opens the traces."""
+"""A localisation in words: the one sentence, the finding of each graft, and the command to open the traces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PARALLEL = 1e-9
 
 
 def describe_localisation(found: Localisation) -> str:
-    """The one sentence: the place, the tensor, what it looks like, and how far the rest follows from it."""
+    """The one sentence: the place, the tensor, its look, and how far the rest follows from it."""
     place = [f"step {found.step}", *([f"update {found.update}"] if found.update else []), found.phase]
     if len(found.causes) > 1:
         tensors = [cause.tensor for cause in found.causes if cause.tensor is not None]
@@ -50,7 +50,7 @@ def describe_localisation(found: Localisation) -> str:
 
 
 def localisation_rows(found: Localisation | None) -> tuple[tuple[str, str], ...]:
-    """Where a divergence begins, its causes, the modules that only pass it on, and the traces, as label and text."""
+    """Where a divergence begins, its causes, the modules behind them, and the traces, as label and text."""
     if found is None:
         return ()
     rows = [("where", f"step {found.step}, update {found.update}, {found.phase}: {found.name}")]
@@ -81,12 +81,12 @@ def describe_module(module: GraftedModule, found: Localisation, *, is_first: boo
 
 
 def compare_command(found: Localisation) -> str:
-    """The command that opens the two traces."""
+    """The command to open the two traces."""
     return shlex.join(["mock-scheduler", "compare", *map(str, found.trace_dirs), "--steps", str(found.step)])
 
 
 def describe_look(item: DifferingTensor) -> str:
-    """What a difference looks like and where it lies, or at least how large it is."""
+    """The look and place of a difference, or at least its size."""
     difference = item.difference
     if difference is None:
         return _describe_problem(item)
@@ -121,7 +121,7 @@ def _name_module(module: GraftedModule) -> str:
 
 
 def _describe_maker(found: Localisation) -> str:
-    """The backward pass that made a gradient at an output, whose own gradient is still equal."""
+    """The backward pass behind a gradient at an output; its own gradient is still equal."""
     if not found.made_by:
         return ""
     behind = "that of the loss" if found.made_by == "loss" else f"the backward pass behind {found.made_by}"
@@ -149,7 +149,7 @@ def _list_rest(found: Localisation) -> list[str]:
 
 
 def _list_grafts(found: Localisation) -> list[str]:
-    """How many tensors before the causes are equal, and what the grafts leave."""
+    """How many tensors before the causes are equal, and the rest behind the grafts."""
     what = "activations" if found.causes[0].kind == "activation" else "activation gradients"
     both = "it" if len(found.causes) == 1 else "them"
     put_in = f"with the reference's {what} in the place of {both}"
@@ -173,7 +173,7 @@ def _list_grafts(found: Localisation) -> list[str]:
 
 
 def _list_also(found: Localisation) -> list[str]:
-    """The other tensors of the same pass that differ, and whether they look as the first one does."""
+    """The other differing tensors of the same pass, and whether they look as the first one does."""
     if not found.also:
         return []
     names = _list_names(found.also)

@@ -78,7 +78,7 @@ def describe_times(ratio: float) -> str:
 
 
 def describe_ratio(difference: TensorDifference) -> str:
-    """``12% of its bound``, ``31 times its bound``, or that it is not judged."""
+    """``12% of its bound``, ``31 times its bound``; or it says: not judged."""
     if not difference.is_judged:
         return "not judged: no larger than rounding"
     return describe_times(bound_ratio(difference))

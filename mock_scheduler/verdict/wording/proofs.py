@@ -1,4 +1,4 @@
-"""What each proof found, in words."""
+"""The finding of each proof, in words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOT_TRIED: Mapping[NotTriedCause, str] = {
 
 
 def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
-    """The finding of a proof; ``said``: a divergence that stands above, which is only pointed to."""
+    """The finding of a proof; ``said``: a divergence above it, to point to."""
     match proof.facts:
         case NotTried():
             return _describe_not_tried(proof, proof.facts)
@@ -62,7 +62,7 @@ def describe_order(layout: str) -> str:
 
 
 def describe_changes(changes: OwnChanges) -> str:
-    """Everything that may move a bit, in one phrase."""
+    """All changes with a chance to move a bit, in one phrase."""
     code = (f"its module {changes.entry}",) if changes.entry else ()
     return ", ".join((*changes.keys, *code, *changes.versions)) or "nothing"
 

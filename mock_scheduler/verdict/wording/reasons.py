@@ -1,4 +1,4 @@
-"""The reason of one comparison in words, whole or beside a first divergence that was said already."""
+"""The reason of one comparison in words, whole or beside its first divergence."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ _TOO_SMALL = "every update changes less than parameters can be stored with; rais
 
 
 def describe_comparison(verdict: Verdict, *, said: Divergence | None = None) -> str:
-    """The whole reason; where the first divergence is ``said``, which stands above, it is only pointed to."""
+    """The whole reason; where its first divergence is ``said`` above, it only points there."""
     return _join([*_list_clauses(verdict, verdict.why, _name_first(verdict, said)), *_list_next(verdict)])
 
 
 def describe_rest(verdict: Verdict) -> str:
-    """The reason without the first divergence and without what to do next, which a report says by themselves."""
+    """The reason without the first divergence and the advice; a report says both by themselves."""
     return _join(_list_clauses(verdict, verdict.why, ""))
 
 
@@ -165,7 +165,7 @@ def _list_unjudged(verdict: Verdict, why: NothingJudged) -> list[str]:
 
 
 def _describe_no_bound(bounds: Bounds | None, why: NothingJudged) -> str:
-    """Why nothing is judged, and what would let it be."""
+    """Why nothing is judged, and how it would be."""
     if why.because == "noise":
         return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
     advice = "" if bounds is None else bounds.advice()
@@ -227,7 +227,7 @@ def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:
 
 
 def _list_causes(verdict: Verdict, first: Divergence) -> list[str]:
-    """What may have led to the first divergence, or makes it less than it seems."""
+    """Possible causes of the first divergence, and reasons to think less of it."""
     assert verdict.tensors is not None
     causes = find_causes(first, verdict.tensors)
     parts = []

@@ -1,4 +1,4 @@
-"""A verdict in words: its one line, its reason with all proofs, what decided it, and the error that it would find."""
+"""A verdict in words: its one line, its reason with all proofs, the deciding proofs, the smallest detectable error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_sentence(verdict: Verdict) -> str:
 
 
 def describe_reason(verdict: Verdict) -> str:
-    """Everything that a verdict rests on, in the order in which it decides."""
+    """The whole reason, the deciding proof first."""
     why = verdict.why
     match why:
         case RefutedBy():
@@ -57,7 +57,7 @@ def describe_reason(verdict: Verdict) -> str:
 
 
 def describe_beside_proofs(verdict: Verdict) -> str:
-    """The reason as far as neither the first divergence nor the proofs, which stand beside it, say it."""
+    """The rest of a reason beside its first divergence and its proofs."""
     why = verdict.why
     if not verdict.proofs:
         return describe_rest(verdict)
@@ -71,7 +71,7 @@ def describe_beside_proofs(verdict: Verdict) -> str:
 
 
 def describe_proved_by(verdict: Verdict) -> str:
-    """The proofs that decided: ``emulation``; ``noise, referee``; of a divergence ``refuted by noise``."""
+    """The deciding proofs: ``emulation``; ``noise, referee``; of a divergence ``refuted by noise``."""
     if verdict.kind is VerdictKind.IDENTICAL:
         return "bit-equality"
     if verdict.kind is VerdictKind.EMULATED:
@@ -89,7 +89,7 @@ def write_headline(
 
     Args:
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
-        localisation: Where further runs found that the divergence begins.
+        localisation: Where the divergence begins, by further runs.
     """
     match verdict.kind:
         case VerdictKind.IDENTICAL:
@@ -113,7 +113,7 @@ def write_headline(
 
 
 def describe_smallest_error(verdict: Verdict) -> str:
-    """The smallest error that would have been found, where the verdict passes; empty else."""
+    """The smallest detectable error, where the verdict passes; empty else."""
     if verdict.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
         return "one changed bit"
     if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:

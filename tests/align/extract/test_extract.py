@@ -19,16 +19,18 @@ from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.cli import main
 from mock_scheduler.commands.extract import run_extract
-from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
 from mock_scheduler.recording import Contract, RecordingReader
 from mock_scheduler.recording.writing.subset import load_train_step
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_row
 from tests.recording.builders import make_info
 from tests.recording.recordings import open_writer
 
 #: Four groups of two; updates of two groups.
+OWN = ("mock_scheduler", "pipelines")
 CONFIG = """\
 exp_name: lake-baseline
 max_steps: 3
@@ -205,7 +207,7 @@ def test_both_sides_are_in_the_configuration(alignment: Alignment) -> None:
     alignment.write()
     config = load_config("config", config_path=extract(alignment))
     assert [(item.name, item.overrides, item.entry) for item in config.align.candidates] == [
-        ("change", ["pg_clip=0.1"], "pipelines.agentic")
+        ("change", ["pg_clip=0.1"], None)
     ]
     assert (config.align.baseline, config.exp_name, config.output_dir) == ([], "lake-reproduction", "output")
     assert config.align.tolerance is not None
@@ -403,11 +405,11 @@ def test_the_users_code_goes_with_it_and_what_that_imports(
 
 
 def test_installed_code_is_left_and_said() -> None:
-    files = find_entry_files("pytest")
+    files = find_entry_files("pytest", OWN)
     assert (files.paths, files.left) == ((), "pytest is of an installed package")
-    assert find_entry_files("pipelines.agentic").left == "pipelines.agentic is part of this project"
+    assert find_entry_files("pipelines.agentic", OWN).left == "pipelines.agentic is part of this project"
     with pytest.raises(ConfigError, match=r"'no\.such\.module' is no Python module in the working directory"):
-        find_entry_files("no.such.module")
+        find_entry_files("no.such.module", OWN)
 
 
 def test_groups_with_different_rewards_come_first() -> None:

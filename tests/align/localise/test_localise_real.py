@@ -10,14 +10,16 @@ import pytest
 
 from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.plan.overrides import quote_override
-from mock_scheduler.align.plan.plan import build_loader
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
+from pipelines.config.loading import build_loader
+from pipelines.program import PROGRAM
 from tests.align.output_scaled_on_one_rank import FAULTY
 from tests.pipelines.tiny_runs import ROOT, write_tiny_config
 
@@ -47,6 +49,7 @@ class Bench:
             *("trace.level=full", quote_override("output_dir", str(self.folder / name)), *overrides),
         )
         return PlannedRun(
+            program=PROGRAM,
             name=name,
             entry=entry,
             own_overrides=overrides,
@@ -68,10 +71,10 @@ class Bench:
         """Start its processes and wait for them."""
         plan = plan_launch(
             planned.config,
-            config_name="tiny",
-            config_path=str(self.configs),
-            overrides=planned.overrides,
-            entry=planned.entry,
+            PROGRAM.arguments(
+                planned.entry,
+                ConfigSource(config_name="tiny", config_path=str(self.configs), overrides=planned.overrides),
+            ),
         )
         exit_code = run_plan(plan, log_path=planned.log_path, cwd=ROOT)
         assert exit_code == 0, planned.log_path.read_text(encoding="utf-8")[-4000:]

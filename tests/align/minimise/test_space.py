@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 
 from mock_scheduler.align.minimise.space import ReductionSpace, build_space
-from mock_scheduler.config.loading import load_config
+from pipelines.config.loading import load_config
 from pipelines.config.schema import CandidateConfig
+from pipelines.program import PROGRAM
 
 CONFIG = """
 exp_name: lake
@@ -33,6 +34,7 @@ def open_space(
 ) -> ReductionSpace:
     (folder / "lake.yaml").write_text(CONFIG)
     return build_space(
+        PROGRAM,
         load_config("lake", config_path=folder, overrides=baseline),
         load_config("lake", config_path=folder, overrides=[*baseline, *overrides]),
         CandidateConfig(name="x", overrides=list(overrides), entry=entry, python=python),
@@ -161,7 +163,7 @@ def test_packed_rows_have_no_micro_batch_to_enlarge(tmp_path: Path) -> None:
         config_path=tmp_path,
         overrides=["training.batching=dynamic", "training.max_tokens_per_micro_batch=512"],
     )
-    names = [item.name for item in build_space(config, config, CandidateConfig(name="x")).dimensions]
+    names = [item.name for item in build_space(PROGRAM, config, config, CandidateConfig(name="x")).dimensions]
     assert cast("list[str]", names) == [
         "steps",
         "validation every",

@@ -11,6 +11,7 @@ import mock_scheduler
 from mock_scheduler.align.plan.interpreters import InterpreterReader, describe_versions, find_executable
 from mock_scheduler.errors import ConfigError
 
+PACKAGES = ("pipelines",)
 CHECKOUT = Path(mock_scheduler.__file__).parents[1]
 # Takes the project away from an environment that has it, as one where it was never installed.
 HIDE = f"""
@@ -28,19 +29,19 @@ def write_script(path: Path, *lines: str) -> Path:
 
 def refusal(python: str | Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        InterpreterReader().read(str(python))
+        InterpreterReader(packages=PACKAGES).read(str(python))
     return str(caught.value)
 
 
 def test_this_interpreter_is_read_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.run", lambda *arguments, **options: pytest.fail("a process was started"))
-    found = InterpreterReader().read(None)
+    found = InterpreterReader(packages=PACKAGES).read(None)
     assert found.path == sys.executable
     assert found.versions["python"] == platform.python_version()
     assert found.versions["torch"] == metadata.version("torch")
     assert found.versions["megatron-core"] == metadata.version("megatron-core")
     assert found.sources == (CHECKOUT / "mock_scheduler", CHECKOUT / "pipelines")
-    assert InterpreterReader().read(sys.executable) == found
+    assert InterpreterReader(packages=PACKAGES).read(sys.executable) == found
 
 
 def test_an_environment_without_the_project_is_given_this_checkout(
@@ -54,11 +55,11 @@ def test_an_environment_without_the_project_is_given_this_checkout(
         f'PYTHONPATH={tmp_path / "site"}:$PYTHONPATH exec {sys.executable} "$@"',
     )
     monkeypatch.chdir(tmp_path)
-    reader = InterpreterReader(environ={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/other"})
+    reader = InterpreterReader(packages=PACKAGES, environ={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/other"})
     found = reader.read(str(script))
     assert found.path == str(script)
     assert found.env == {"PYTHONPATH": f"{CHECKOUT}:/other"}
-    assert found.versions == InterpreterReader().read(None).versions
+    assert found.versions == InterpreterReader(packages=PACKAGES).read(None).versions
     assert found.sources == (CHECKOUT / "mock_scheduler", CHECKOUT / "pipelines")
     assert reader.read(str(script)) == found
     assert (tmp_path / "log").read_text() == "started\n"  # once for both

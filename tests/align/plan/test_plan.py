@@ -8,10 +8,11 @@ import pytest
 
 from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.align.plan.interpreters import Interpreter
-from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, build_loader, plan_alignment
+from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, plan_alignment
 from mock_scheduler.align.plan.planned_run import group_runs
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import build_loader, load_config
+from pipelines.program import PROGRAM
 from tests.recording.recordings import record
 
 CONFIG = """
@@ -47,6 +48,7 @@ def plan(
     (folder / "lake.yaml").write_text(CONFIG + text)
     return plan_alignment(
         build_loader("lake", folder),
+        program=PROGRAM,
         overrides=overrides,
         output_dir=folder / "align",
         recording_dir=recording,
@@ -196,6 +198,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[PlannedRun]:
     def planned(name: str, *overrides: str, entry: str = "pipelines.agentic", python: str = "python") -> PlannedRun:
         config = load_config("lake", config_path=folder, overrides=overrides)
         return PlannedRun(
+            program=PROGRAM,
             name=name,
             entry=entry,
             own_overrides=(),

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.runs import execution
 from mock_scheduler.align.runs.execution import Outcome, Watch, execute_runs
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.sessions import RunStatus, write_status
@@ -154,26 +153,36 @@ def test_groups_that_go_at_a_time_are_taken_by_the_thread_that_asked(tmp_path: P
     assert set(threads.values()) == {threading.current_thread()}
 
 
-def test_an_interrupt_starts_nothing_anew_in_the_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes that it ended had not come to all runs, and these were started anew, alone, to their end."""
-    started: list[list[str]] = []
-    is_interrupted, others_go = threading.Event(), threading.Event()
-    monkeypatch.setattr(execution, "end_running", is_interrupted.set)
+@dataclass(frozen=True)
+class _InterruptedLaunch:
+    """Two groups that go until the interrupt ends them; ``started``: the runs of every start."""
 
-    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        started.append([run.name for run in runs])
+    started: list[list[str]] = field(default_factory=list)
+    is_interrupted: threading.Event = field(default_factory=threading.Event)
+    others_go: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
+        self.started.append([run.name for run in runs])
         if runs[0].name == "three":
-            others_go.set()
-            assert is_interrupted.wait(timeout=60)
+            self.others_go.set()
+            assert self.is_interrupted.wait(timeout=60)
             return {}  # ended by the interrupt
-        assert others_go.wait(timeout=60)
+        assert self.others_go.wait(timeout=60)
         write_status(runs[0].output_dir, RunStatus(started_s=0.0, elapsed_s=2.0, exit_code=0))
         watch()
-        assert is_interrupted.wait(timeout=60)
+        assert self.is_interrupted.wait(timeout=60)
         return {runs[0].name: 0}
 
+    def end_running(self) -> None:
+        self.is_interrupted.set()
+
+
+def test_an_interrupt_starts_nothing_anew_in_the_other_threads(tmp_path: Path) -> None:
+    """The processes that it ended had not come to all runs, and these were started anew, alone, to their end."""
+    launch = _InterruptedLaunch()
+
     def interrupt(run: PlannedRun, outcome: Outcome) -> None:
-        if not is_interrupted.is_set():
+        if not launch.is_interrupted.is_set():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -184,7 +193,7 @@ def test_an_interrupt_starts_nothing_anew_in_the_other_threads(tmp_path: Path, m
             at_once=2,
             on_done=interrupt,
         )
-    assert sorted(started) == [["one", "two"], ["three", "four"]]
+    assert sorted(launch.started) == [["one", "two"], ["three", "four"]]
 
 
 def python_plan(code: str) -> LaunchPlan:

@@ -178,7 +178,7 @@ def test_another_rate_is_judged_as_every_update(tmp_path: Path) -> None:
     bias = bias_of(found)
     assert (bias.num_decisions, bias.exceeds) == (0, True)
     assert bias.relative == 0.25
-    assert f"parameter of {BIAS} differs by 0.25 (bound 0.0001)" in (judge(found).sentence or "")
+    assert f"parameter of {BIAS} differs by 0.25 (bound 0.0001)" in describe_sentence(judge(found))
 
 
 def test_a_sign_turns_only_where_other_tokens_were_counted(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 
 SECTION = "algorithm.rollout_correction"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import load_config
 from tests.correction.config.configs import (
     SECTION,
     VETO,

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import dump_config, load_config
+from mock_scheduler.config.loading import dump_config
 from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from tests.correction.config.configs import (
     SECTION,

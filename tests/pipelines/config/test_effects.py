@@ -13,8 +13,8 @@ import pytest
 from mock_scheduler.align.plan.changes import change_kind
 from mock_scheduler.config.base import ConfigSection, Decides
 from mock_scheduler.config.effects import effects_of
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.support.digests import JSON
+from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer

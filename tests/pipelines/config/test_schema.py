@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import ConfigError
+from pipelines.config.loading import load_config
 from pipelines.config.schema import (
     ActorInferConfig,
     CustomEnvConfig,

@@ -18,11 +18,11 @@ import yaml
 from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.report import describe_verdict
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.loading import load_config
 from mock_scheduler.errors import ConfigError, ServiceError
 from mock_scheduler.recording.step.container import decode_step
 from mock_scheduler.remote.client import TrainingClient
 from mock_scheduler.remote.protocol import encode_datums, with_values
+from pipelines.config.loading import load_config
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config
 

@@ -58,7 +58,10 @@ def test_the_whole_is_as_grave_as_its_gravest_candidate(view: AlignmentView) -> 
 
 
 def test_each_verdict_is_said_in_one_line_with_what_proved_it(view: AlignmentView) -> None:
-    said = {item.name: (item.headline, item.proved_by, item.smallest_error) for item in view.candidates}
+    said = {
+        item.name: (item.verdict.headline, item.verdict.proved_by, item.verdict.smallest_error)
+        for item in view.candidates
+    }
     assert said["pp2.plain"] == ("every bit is equal, in 26 tensors over 2 steps", "bit-equality", "one changed bit")
     assert said["tp2.plain"] == (
         "every bit is equal to a reference that adds in its order, in 26 tensors over 2 steps",
@@ -90,19 +93,19 @@ def test_the_ladder_is_complete_and_in_order(view: AlignmentView) -> None:
     ]
     failed = candidate(view, "broken").proofs
     assert {(proof.outcome, proof.text) for proof in failed} == {("not tried", "nothing could be compared")}
-    assert candidate(view, "tp2.plain").emulated == (
+    assert candidate(view, "tp2.plain").differences.emulated == (
         "26 of 26 tensors equal to the last bit to the reference that adds in its order"
     )
 
 
 def test_a_divergence_has_its_tensors_with_bounds_and_its_place(view: AlignmentView) -> None:
     found = candidate(view, "tp2.clip")
-    first, doubled = found.tensors[0], found.tensors[1]
+    first, doubled = found.differences.tensors[0], found.differences.tensors[1]
     assert (first.kind, first.name, first.step) == ("output", "logprobs", 1)
     assert first.relative == f"{0.25 / (0.5 * math.sqrt(28)):.1e}"
     assert (first.bound, first.exceeds) == ("1.0e-04", True)
     assert (doubled.name, doubled.relative) == (WRONG, "1.0e+00")
-    assert found.localisation[:3] == (
+    assert found.origin.localisation[:3] == (
         ("where", f"step 1, update 0, backward: {WRONG}"),
         (
             "cause",
@@ -115,7 +118,7 @@ def test_a_divergence_has_its_tensors_with_bounds_and_its_place(view: AlignmentV
             "times its relative difference",
         ),
     )
-    assert found.consequence == (
+    assert found.consequence.rows == (
         ("clipping", "3 of 24 response tokens (12.50%) change their state; 2 are clipped in the baseline"),
         ("KL to the reference policy", "0.0125 in the baseline, 0.025 here"),
         ("advantages", "move by 0 at most; the largest is 1.5"),
@@ -124,19 +127,19 @@ def test_a_divergence_has_its_tensors_with_bounds_and_its_place(view: AlignmentV
 
 
 def test_curves_have_both_runs_their_difference_and_its_bounds(view: AlignmentView) -> None:
-    (curve,) = candidate(view, "tp2.clip").curves
+    (curve,) = candidate(view, "tp2.clip").metrics.curves
     assert (curve.name, curve.steps) == ("pg_loss", (0, 1))
     assert (curve.baseline, curve.candidate) == ((0.5, 0.5), (0.5, 0.75))
     assert curve.differences == (0.0, 0.25)
     assert curve.bounds == (pytest.approx(0.5e-4), pytest.approx(0.75e-4))
     assert curve.first_exceeding_step == 1
     assert curve.ratio == "3,333 times its bound"
-    (equal,) = candidate(view, "pp2.plain").curves
+    (equal,) = candidate(view, "pp2.plain").metrics.curves
     assert (equal.bit_equal, equal.ratio) == (True, "")
 
 
 def test_the_error_map_shows_the_update_in_which_the_runs_part(view: AlignmentView) -> None:
-    found = candidate(view, "tp2.clip").error_map
+    found = candidate(view, "tp2.clip").differences.error_map
     assert found is not None
     assert (found.step, found.update, found.is_parting) == (1, 0, True)
     tables = {table.title: table for table in found.layers}
@@ -155,7 +158,7 @@ def test_the_error_map_shows_the_update_in_which_the_runs_part(view: AlignmentVi
     assert logprobs.words.startswith("output of logprobs at step 1, update 0: 9.4e-02, bound 1.0e-04")
     assert found.steps is not None
     assert found.steps.columns == ("0", "1")
-    assert candidate(view, "pp2.plain").error_map is None
+    assert candidate(view, "pp2.plain").differences.error_map is None
 
 
 def test_the_worst_sample_is_read_turn_by_turn_with_its_tokens_differences(view: AlignmentView) -> None:
@@ -205,7 +208,7 @@ def test_a_folder_that_is_gone_leaves_its_part_empty_and_says_so(result: Alignme
     gone = replace(first, run=replace(first.run, output_dir=tmp_path / "gone"), localisation=None)
     view = build_view(replace(result, candidates=(gone,), recording_dir=None))
     (found,) = view.candidates
-    assert (found.curves, found.verdict) == ((), VerdictKind.DIVERGED)
+    assert (found.metrics.curves, found.verdict.kind) == ((), VerdictKind.DIVERGED)
     assert found.environment is not None
     assert found.environment.notes[0].startswith(f"{tmp_path / 'gone' / 'config.yaml'} cannot be read: No such file")
     assert found.sample is not None
@@ -217,9 +220,9 @@ def test_a_view_that_is_not_full_reads_no_folder(result: AlignmentResult, tmp_pa
     moved = replace(result, baseline=replace(result.baseline, output_dir=tmp_path), recording_dir=tmp_path)
     view = build_view(moved, is_full=False)
     assert view.notes == ()
-    assert {(item.environment, item.error_map, item.sample, item.curves) for item in view.candidates} == {
-        (None, None, None, ())
-    }
+    assert {
+        (item.environment, item.differences.error_map, item.sample, item.metrics.curves) for item in view.candidates
+    } == {(None, None, None, ())}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +264,7 @@ def test_a_grid_of_many_columns_is_shrunk_and_what_is_outside_of_layers_stays_ap
 
 def test_an_axis_has_as_many_digits_as_tell_its_ends_apart(view: AlignmentView) -> None:
     """0.5 and 0.500001 were both labelled 0.5."""
-    (curve,) = candidate(view, "dp2.plain").curves
+    (curve,) = candidate(view, "dp2.plain").metrics.curves
     drawing = draw_curve(curve)
     assert [label for _, label in drawing.values] == ["0.5", "0.500001"]
     assert [bar.exceeds for bar in drawing.bars] == [False, False]
@@ -292,8 +295,8 @@ def test_a_first_divergence_is_told_once(result: AlignmentResult) -> None:
         told = replace(diverged, verdict=replace(of_noise, first=first, why=why, proofs=(emulation, noise)))
         (view,) = build_view(replace(result, candidates=(told,)), is_full=False).candidates
         said = next(proof.text for proof in view.proofs if proof.name == "noise")
-        texts = [view.first_divergence, view.reason, *(proof.text for proof in view.proofs)]
-        assert (view.first_divergence, view.reason) == (describe_divergence(first), "")
+        texts = [view.verdict.first_divergence, view.verdict.reason, *(proof.text for proof in view.proofs)]
+        assert (view.verdict.first_divergence, view.verdict.reason) == (describe_divergence(first), "")
         assert "; beyond the stated bounds: 1 of 2 metrics, 2 of 26 tensors" in said
         assert sum(describe_divergence(of_noise.first) in text for text in texts) == 1
         assert sum(describe_divergence(first) in text for text in texts) == 1
@@ -302,4 +305,4 @@ def test_a_first_divergence_is_told_once(result: AlignmentResult) -> None:
 def test_a_reason_keeps_what_neither_sentence_nor_proofs_say(result: AlignmentResult) -> None:
     failed = next(item for item in result.candidates if item.name == "broken")
     (view,) = build_view(replace(result, candidates=(failed,)), is_full=False).candidates
-    assert view.reason == describe_reason(failed.verdict)
+    assert view.verdict.reason == describe_reason(failed.verdict)

@@ -17,15 +17,9 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split, whole
-from mock_scheduler.trace.sketch.files import (
-    SketchReader,
-    SketchSink,
-    has_full,
-    has_sketches,
-    open_sketches,
-    sketch_path,
-)
+from mock_scheduler.trace.sketch.files import SketchSink, has_full, has_sketches, sketch_path
 from mock_scheduler.trace.sketch.opening import METADATA_KEY
+from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import difference, sketch_of
 
 W = "decoder.layers.0.mlp.linear_fc1.weight"

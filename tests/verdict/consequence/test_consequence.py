@@ -14,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mock_scheduler.errors import AlignmentError, TraceError
+from mock_scheduler.program import ClipRule
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, ClipRule, load_clip_rule
-from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
+from mock_scheduler.verdict.consequence.consequence import find_consequence as find_consequence_by
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFlip, Consequence
 from mock_scheduler.verdict.wording.consequence import describe_consequence
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
+from pipelines.config.clip_rule import load_clip_rule
 from tests.trace.builders import entry, place, save, token_piece
 
 #: Two rows of 4 tokens, of which those at 0 to 2 and 4 to 6 say something about a response token.
@@ -93,6 +95,10 @@ def tokens(
     ]
     found += [] if ref is None else [by_token("score", "ref_logprobs", ref)]
     return found + ([] if kept is None else [by_token("advantage", "kept", kept)])
+
+
+def find_consequence(ours: Path, theirs: Path) -> Consequence:
+    return find_consequence_by(ours, theirs, load_clip_rule=load_clip_rule)
 
 
 def consequence(tmp_path: Path, ours: Sequence[TraceEntry], theirs: Sequence[TraceEntry]) -> Consequence:
@@ -340,7 +346,7 @@ def test_states_are_where_the_loss_itself_clips(
     config = PolicyLossConfig(pg_clip=0.2, pg_clip_high=0.3, dual_clip=dual)
     output = (compute_geometric_loss if is_geometric else compute_policy_loss)(inputs, config)
     sums = dict(zip(METRIC_SUMS, output.metrics.tolist(), strict=True))
-    states = ClipRule(low=0.2, high=0.3, dual=dual, is_geometric=is_geometric).states(new, advantages)
+    states = clip_states(ClipRule(low=0.2, high=0.3, dual=dual, is_geometric=is_geometric), new, advantages)
     counts = {name: int((states == number).sum()) for number, name in enumerate(CLIP_STATES)}
     assert counts["clipped low"] + counts["clipped high"] == sums["clip_frac"]
     assert counts["dual clipped"] == sums["dual_clip_frac"]

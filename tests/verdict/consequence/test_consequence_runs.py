@@ -13,6 +13,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
+from pipelines.config.clip_rule import load_clip_rule
 from tests.pipelines.tiny_runs import run_cli, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}
@@ -60,7 +61,7 @@ def count_states(trace: TraceReader, *, clip: float) -> tuple[dict[tuple[int, in
 
 
 def test_flips_are_those_counted_from_the_losses_own_ratios(runs: Mapping[str, Path]) -> None:
-    found = find_consequence(runs["baseline"], runs["candidate"])
+    found = find_consequence(runs["baseline"], runs["candidate"], load_clip_rule=load_clip_rule)
     with open_trace(runs["baseline"] / "trace") as ours, open_trace(runs["candidate"] / "trace") as theirs:
         before, metric = count_states(ours, clip=CLIPS["baseline"])
         after, _ = count_states(theirs, clip=CLIPS["candidate"])
@@ -75,7 +76,7 @@ def test_flips_are_those_counted_from_the_losses_own_ratios(runs: Mapping[str, P
 
 def test_the_first_updates_agree_and_later_ones_turn_away(runs: Mapping[str, Path]) -> None:
     """Before anything is clipped both are the same run, to the last bit."""
-    found = find_consequence(runs["baseline"], runs["candidate"])
+    found = find_consequence(runs["baseline"], runs["candidate"], load_clip_rule=load_clip_rule)
     assert found.updates == tuple(itertools.product((0, 1), range(4)))
     assert found.update_cosine[0] == 1.0
     assert min(found.update_cosine) < 0.999

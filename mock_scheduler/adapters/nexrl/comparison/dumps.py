@@ -15,7 +15,7 @@ from mock_scheduler.errors import ExitCode, TraceError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What a step's comparison found. ``num_ranks``, ``num_micros``: that were compared."""
+    """The result of a step's comparison. ``num_ranks``, ``num_micros``: numbers compared."""
 
     step: int
     dumps: Dumps
@@ -31,7 +31,7 @@ class StepReport:
                 yield section, item
 
     def first_failure(self, *, missing_too: bool = True) -> tuple[Section, Item] | None:
-        """The first comparison that does not hold, in the order in which training computes: by update, then section."""
+        """The first comparison that does not hold, in the order of training: by update, then section."""
         failures = [
             (section, item)
             for section, item in self.items()
@@ -65,7 +65,7 @@ def compare_dumps(
 ) -> StepReport:
     """Compare one step. ``num_ranks``, ``num_micros``: how many there must be; None: as many as there are.
 
-    Raises ``StepNotFoundError`` that lists the steps of a folder which lacks the step, ``TraceError`` for a folder that
+    Raises ``StepNotFoundError`` listing the steps of a folder without the step, ``TraceError`` for a folder that
     is not there or a file that cannot be read.
     """
     dumps = Dumps(
@@ -91,7 +91,7 @@ def compare_dumps(
 
 
 def _count_section(counts: dict[str, tuple[int | None, int]]) -> tuple[Section, ...]:
-    """A section for numbers that were given and are others in the dumps."""
+    """A section for given numbers that differ from those in the dumps."""
     items = [
         missing("dumps", name, in_first=True, detail=f"{given} were asked for, and the dumps hold {found}")
         for name, (given, found) in counts.items()

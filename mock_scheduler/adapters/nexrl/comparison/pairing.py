@@ -1,8 +1,8 @@
 """Compares the files that two dumps hold of a step's micro-batches, token by token and number by number.
 
-Contract: files that say whose tokens they hold are paired by sample and position, so that ranks, micro-batches, their
+Contract: files that say whose tokens they hold are paired by sample and position, so ranks, micro-batches, their
 order and padding do not matter; others by rank and micro-batch. All files and tokens of both sides are accounted for:
-what only one side holds is missing on the other.
+values of one side alone are missing on the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Files = Mapping[FileKey, DumpFile]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One comparison: ``place`` as ``rank0_micro1``, or whose trajectory; ``where``: of the worst element; ``update``:
-    the optimizer update of the step that it belongs to.
+    the optimizer update of the step it belongs to.
     """
 
     place: str
@@ -49,8 +49,8 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What is compared of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; and numbers, each
-    with the values by token that it is the mean of. ``optional``: what counts only where either side has it.
+    """The values to compare of a kind of file: by token, where ``masks`` say; ``inputs`` at every token; numbers,
+    with the values by token whose mean it is. ``optional``: names that count only where either side has them.
     """
 
     tensors: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Wanted:
 
 
 def missing(place: str, name: str, *, in_first: bool, detail: str) -> Item:
-    """What one side does not hold."""
+    """Makes the item for a value one side lacks."""
     status: Status = "missing_first" if in_first else "missing_second"
     return Item(place=place, name=name, difference=Difference(status=status, detail=detail))
 
@@ -86,7 +86,7 @@ def compare_files(
 
 
 class _UpdatePair:
-    """The files of one update of both sides, all of which say whose tokens they hold."""
+    """The files of one update of both sides, each with identities of its tokens."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _UpdatePair:
         self._own, self._other = TokenTable(first), TokenTable(second)
 
     def items(self) -> list[Item]:
-        """Those of each file of the first side, then what only the second one holds."""
+        """Compares each file of the first side, then lists tokens of the second side alone."""
         items = [item for file in self._first for item in self._of_file(file)]
         items += [
             item
@@ -122,7 +122,7 @@ class _UpdatePair:
         return [Item(place=side, name="tokens", difference=Difference(status="unusable", detail=detail))]
 
     def _unpaired(self, file: DumpFile, table: TokenTable, *, in_first: bool) -> list[Item]:
-        """Tokens of a file that the other side's table does not hold."""
+        """Tokens of a file the other side's table does not hold."""
         if file.keys is None or file.mask is None:
             return []
         _, is_there = table.find(file.keys)
@@ -150,7 +150,7 @@ class _UpdatePair:
     def _tokens(
         self, file: DumpFile, name: str, places: np.ndarray, is_there: np.ndarray, chosen: np.ndarray
     ) -> Iterator[Item]:
-        """Of a file's cells, those that are ``chosen``, which the other side has as well (``is_there``)."""
+        """Compares a file's cells that are ``chosen``, among the cells of both sides (``is_there``)."""
         mine, theirs = file.values(name), self._other.values(name, places[is_there])
         absent = _absent(file, name, mine is None, theirs is None, self._wanted)
         if absent is not None or mine is None or theirs is None:
@@ -186,7 +186,7 @@ class _UpdatePair:
 
 
 def _absent(file: DumpFile, name: str, no_first: bool, no_second: bool, wanted: Wanted) -> Item | None:
-    """What is missing where either side has not got it; None where both have, or neither and it is optional."""
+    """Makes an item where either side lacks the value; None where both have it, or neither and it is optional."""
     if no_first and no_second and name in wanted.optional:
         return None
     if no_first or no_second:
@@ -245,7 +245,7 @@ def _compare_whole(first: DumpFile, second: DumpFile, name: str, tolerance: Tole
 
 
 def _compare_masked(first: DumpFile, second: DumpFile, name: str, tolerance: Tolerance) -> Item:
-    """Where both masks are True; everywhere where a file has no mask."""
+    """Compares where both masks are True; everywhere where a file has no mask."""
     one, other = as_pair(first.content[name], second.content[name])
     if one is None or other is None or one.shape != other.shape:
         return _compare_whole(first, second, name, tolerance)

@@ -1,7 +1,7 @@
-"""Compares the trajectories of two dumps, and a remote run's datums with the trajectories that they were made of.
+"""Compares the trajectories of two dumps, and a remote run's datums with the trajectories they were made of.
 
 Contract: records are paired by the sample they are of, else by ``(group_id, run_id)``, never by their place in a file;
-all of them are compared, and what only one side holds is missing on the other.
+all of them are compared, and a record of one side alone is missing on the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPTIONAL = ("logprobs", "advantages")
 
 def compare_trajectories(first: Content, second: Content, tolerance: Tolerance) -> tuple[list[Item], list[str]]:
     """Tokens, masks and rewards of all trajectories, and log-probabilities and advantages where both sides keep them;
-    and notes on what was left out."""
+    and notes on the values left out."""
     ones, others = _flat_records(first.get("trajectories")), _flat_records(second.get("trajectories"))
     items: list[Item] = []
     own, own_items = _by_id(ones, others, "first")
@@ -47,7 +47,7 @@ def compare_trajectories(first: Content, second: Content, tolerance: Tolerance) 
 
 
 def compare_datums(datums: Content, trajectories: Content | None, tolerance: Tolerance) -> tuple[list[Item], list[str]]:
-    """What was sent, against the trajectories of the self-hosted run; and notes that describe it."""
+    """Compares the datums sent with the trajectories of the self-hosted run; and notes that describe them."""
     sent = _flat_records(datums.get("datums"))
     notes = [f"datums: {len(sent)}"]
     if sent:
@@ -81,7 +81,7 @@ def _compare_datum(label: str, one: Record, other: Record, tolerance: Tolerance)
 
 
 def _as_datum(record: Record) -> Record:
-    """What a datum of a trajectory holds, as far as the trajectory's file says."""
+    """A datum of a trajectory, as far as the trajectory's file says."""
 
     def moved(name: str) -> object:
         values = as_tensor(record.get(name))
@@ -102,7 +102,7 @@ def _as_datum(record: Record) -> Record:
 
 
 def _input_tokens(datum: Record) -> list[int]:
-    """The tokens that the model reads: a list, ``tokens`` of a dict, or those of its chunks one after another."""
+    """The tokens the model reads: a list, ``tokens`` of a dict, or those of its chunks one after another."""
     given = datum.get("model_input", datum.get("input_tokens"))
     if isinstance(given, dict):
         chunks = given.get("chunks")
@@ -137,7 +137,7 @@ def _any_has(records: Sequence[Record], name: str) -> bool:
 
 
 def _by_id(records: Sequence[Record], others: Sequence[Record], side: str) -> tuple[dict[str, Record], list[Item]]:
-    """Records by the ids that both sides have: of the sample, else of group and run, else the place in the file."""
+    """Records by the ids both sides have: of the sample, else of group and run, else the place in the file."""
     everyone = [*records, *others]
     if all("sample_id" in record for record in everyone):
         labels = [str(record["sample_id"]) for record in records]

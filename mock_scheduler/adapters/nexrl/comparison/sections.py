@@ -1,7 +1,7 @@
-"""The sections of a comparison: NexRL's five, and what else both dumps hold.
+"""The sections of a comparison: NexRL's five, and everything else both dumps hold.
 
-Contract: a section is compared where either dump has its files; then what the other one lacks is missing. ``notes``
-say what was not compared, and why.
+Contract: a section is compared where either dump has its files; a file the other lacks is missing. ``notes``
+name the parts left out, and why.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dumps:
-    """The folders to compare. ``second``: what the self-hosted one is compared with, for most sections Weaver's."""
+    """The folders to compare. ``second``: compared with the self-hosted one, for most sections Weaver's."""
 
     self_hosted: Path
     remote_api: Path | None = None
     weaver: Path | None = None
 
     def all(self) -> dict[str, Path]:
-        """Those that were given, by their names in the report."""
+        """The given folders, by their names in the report."""
         named = {"Self-Hosted": self.self_hosted, "Remote API": self.remote_api, "Weaver": self.weaver}
         return {name: path for name, path in named.items() if path is not None}
 
@@ -81,7 +81,7 @@ class SectionMaker:
     _samples: SampleNumbers = field(default_factory=SampleNumbers)
 
     def sections(self) -> Iterator[Section]:
-        """NexRL's five in their order, and between them what they do not look at."""
+        """Yields NexRL's five in their order, and between them the sections NexRL does not compare."""
         yield self._trajectories()
         yield from self._old_logprobs()
         yield from self._inputs()
@@ -96,7 +96,7 @@ class SectionMaker:
         return {} if dump_dir is None else load_files(dump_dir, kind, self.step, self._samples)
 
     def _content(self, dump_dir: Path | None, *kinds: DumpKind) -> Content | None:
-        """The step's file of the whole batch of the first of these kinds that a dump has."""
+        """The step's file of the whole batch of the first of these kinds a dump has."""
         if dump_dir is None:
             return None
         for kind in kinds:
@@ -162,7 +162,7 @@ class SectionMaker:
             yield self._pair("BATCH_INPUTS_ALL", "Input", INPUTS, first, second)
 
     def _is_loss(self) -> Section:
-        """Weaver's ``is_loss_debug`` against what the self-hosted run keeps of its loss."""
+        """Compares Weaver's ``is_loss_debug`` with the self-hosted run's own record of its loss."""
         second = self._files(self.dumps.weaver, "is_loss_debug")
         if not second:
             losses = self._files(self.dumps.weaver, "loss")
@@ -174,7 +174,7 @@ class SectionMaker:
         return self._pair("IS_LOSS_DEBUG_ALL", "IS loss", IS_LOSS, first, second)
 
     def _losses_with_outputs(self) -> dict[FileKey, DumpFile]:
-        """The self-hosted losses; what another system's lack, from its forward data of the same micro-batch."""
+        """The self-hosted losses; another system's are completed from its forward data of the same micro-batch."""
         outputs = self._files(self.dumps.self_hosted, "forward_data")
         losses = self._files(self.dumps.self_hosted, "loss")
         for key, file in losses.items():
@@ -217,7 +217,7 @@ class SectionMaker:
 
 
 def _merge(files: Mapping[FileKey, DumpFile], kind: str, side: str) -> tuple[dict[str, torch.Tensor], list[Item]]:
-    """The whole tensors of a dump by update and name, and what is wrong with them."""
+    """Merges a dump's tensors by update and name, and lists problems with them."""
     pieces: dict[str, list[Piece]] = {}
     for key, file in files.items():
         for piece in _pieces(file, kind):
@@ -238,7 +238,7 @@ def _merge(files: Mapping[FileKey, DumpFile], kind: str, side: str) -> tuple[dic
 
 
 def _pieces(file: DumpFile, kind: str) -> list[Piece]:
-    """The parts of a file; NexRL's own have one tensor, which is a whole one of its rank."""
+    """The parts of a file; NexRL's own has one tensor, a whole one of its rank."""
     listed = file.content.get("parameters")
     if isinstance(listed, list):
         return [read_piece(item, str(file.path)) for item in listed]
@@ -251,7 +251,7 @@ def _pieces(file: DumpFile, kind: str) -> list[Piece]:
 
 
 def find_place_counts(dumps: Dumps, step: int) -> tuple[int, int]:
-    """Ranks and micro-batches per rank of which any dump has a file of a step."""
+    """Counts ranks, and micro-batches per rank, with a file of a step in any dump."""
     kinds: tuple[DumpKind, ...] = ("forward_data", "loss", "is_loss_debug")
     keys = [
         key

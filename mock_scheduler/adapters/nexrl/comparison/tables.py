@@ -43,7 +43,7 @@ class DumpFile:
         return self.keys is not None
 
     def masked_keys(self) -> _Keys:
-        """Keys of the tokens at which values are defined, ascending; none where tokens are not known."""
+        """Keys of the tokens with defined values, ascending; none where tokens are not known."""
         if self.keys is None or self.mask is None:
             return np.empty(0, dtype=np.int64)
         return np.sort(self.keys[self.mask])
@@ -84,7 +84,7 @@ class SampleNumbers:
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """A dense real tensor of a file, or a list of numbers, of which floats are float64; None for anything else.
+    """A dense real tensor of a file, or a list of numbers (floats as float64); None for anything else.
 
     In a list the texts ``NaN``, ``Infinity`` and ``-Infinity`` are numbers, as ``.jsonl`` writes them.
     """
@@ -101,7 +101,7 @@ def as_tensor(value: object) -> torch.Tensor | None:
 
 
 def as_pair(one: object, other: object) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both as tensors; where just one of them is a list, which has no dtype, both as float64 or as int64."""
+    """Both as tensors; where just one of them is a list, without a dtype, both as float64 or as int64."""
     first, second = as_tensor(one), as_tensor(other)
     if first is None or second is None or isinstance(one, list) == isinstance(other, list):
         return first, second
@@ -129,7 +129,7 @@ def as_size(value: object) -> int:
 
 
 def load_files(dump_dir: Path, kind: DumpKind, step: int, samples: SampleNumbers) -> dict[FileKey, DumpFile]:
-    """All files of a kind and step, by what they are of; raises ``TraceError`` as ``load_content``."""
+    """All files of a kind and step, by their keys; raises ``TraceError`` as ``load_content``."""
     return {
         key: _index(key, path, load_content(path), samples)
         for key, path in find_files(dump_dir, kind).items()
@@ -174,7 +174,7 @@ class TokenTable:
 
     @property
     def doubled(self) -> _Keys:
-        """Keys that are there more than once."""
+        """Keys present more than once."""
         return np.unique(self.keys[1:][self.keys[1:] == self.keys[:-1]])
 
     def find(self, keys: _Keys) -> tuple[_Keys, npt.NDArray[np.bool_]]:
@@ -185,9 +185,9 @@ class TokenTable:
         return places, self.keys[places] == keys
 
     def values(self, name: str, places: _Keys) -> torch.Tensor | None:
-        """1-D, at these places of the table; None where a file that holds one of these tokens has no such values.
+        """1-D, at these places of the table; None where a file holding one of the given tokens has no such values.
 
-        In the dtype of the files that hold them, whatever others have; float64 where they are of several.
+        In the dtype of the files holding them, whatever others have; float64 where they are of several.
         """
         numbers = self._file_of[places]
         parts: list[torch.Tensor] = []

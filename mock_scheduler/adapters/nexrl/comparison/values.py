@@ -1,6 +1,6 @@
 """How far two values are apart: exact, in units in the last place, and against a tolerance.
 
-Contract: nothing is converted before it is compared, but for floats of two precisions, which are compared in float64
+Contract: nothing is converted before it is compared, but for floats of two precisions: they are compared in float64
 and reported as of two dtypes. NaN equals NaN and nothing else.
 """
 
@@ -38,7 +38,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What was found. ``max_abs``, ``mean_abs``: of |a - b|, infinite where NaN stands against a number; None where
+    """The result. ``max_abs``, ``mean_abs``: of |a - b|, infinite where NaN stands against a number; None where
     nothing could be compared. ``max_ulp``: None for integers and across dtypes. ``worst``: flat index of the largest.
     """
 
@@ -86,7 +86,7 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor, tolerance: Tolera
 
 
 def compare_numbers(first: float, second: float, tolerance: Tolerance) -> Difference:
-    """Two numbers of Python's; without ``max_ulp``, since nobody says in which precision they were computed."""
+    """Two numbers of Python's; without ``max_ulp``, since the precision of their computation is unknown."""
     one, other = (torch.tensor([value], dtype=torch.float64) for value in (first, second))
     return replace(compare_tensors(one, other, tolerance), max_ulp=None)
 

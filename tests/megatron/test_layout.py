@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.layout import ParallelConfig, Workload, layout_problems
-from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.layout import Workload, layout_problems
 from mock_scheduler.megatron.rules import known_wrong
 from mock_scheduler.megatron.rules.known_wrong import (
     KNOWN_WRONG,
@@ -21,8 +21,9 @@ from mock_scheduler.megatron.rules.known_wrong import (
 )
 from mock_scheduler.megatron.rules.rule import Effect
 from pipelines.config import schema
+from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import TrainingConfig
+from pipelines.config.training import LOSS_VALUES, TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.16.1", "0.19.2"
@@ -329,7 +330,7 @@ def test_the_rules_leave_alone_what_training_does_not_do(overrides: tuple[str, .
 
 
 def load(*overrides: str, config_path: Path = ROOT / "configs") -> schema.PipelineConfig:
-    return ConfigSource(config_name="quickstart", config_path=str(config_path), overrides=overrides).load()
+    return load_config("quickstart", config_path=config_path, overrides=overrides)
 
 
 def refusal_of(*overrides: str) -> str:
@@ -447,7 +448,9 @@ def test_the_cures_are_accepted(monkeypatch: pytest.MonkeyPatch, overrides: tupl
 def values_of(
     parallel: dict[str, object], model: dict[str, object], training: dict[str, object] | None = None
 ) -> dict[str, object]:
-    return layout_values(ParallelConfig(**parallel), ModelConfig(**model), TrainingConfig(**(training or {})))
+    return layout_values(
+        ParallelConfig(**parallel), ModelConfig(**model), TrainingConfig(**(training or {})), loss_values=LOSS_VALUES
+    )
 
 
 WRONG = {
@@ -492,7 +495,9 @@ def test_experts_that_are_split_more_than_the_rest_are_reduced_wrongly_too() -> 
 
 def test_all_rules_that_apply_are_listed_and_the_line_to_allow_them_keeps_what_is_allowed() -> None:
     parallel = ParallelConfig(**SP2, **CP2, allow_known_wrong=["pipeline-crossing"])
-    values = layout_values(parallel, ModelConfig(**EXPERTS), TrainingConfig(calculate_per_token_loss=False))
+    values = layout_values(
+        parallel, ModelConfig(**EXPERTS), TrainingConfig(calculate_per_token_loss=False), loss_values=LOSS_VALUES
+    )
     with pytest.raises(ConfigError) as caught:
         check_known_wrong(parallel, values, version=OLD)
     lines = str(caught.value).splitlines()

@@ -1,0 +1,298 @@
+# ruff: noqa: D102 - the docstring of each protocol explains its fields
+"""Instruments know a training program by these protocols, and find a configuration's program here; imports no torch.
+
+A *program* reads a configuration, trains, and leaves files under the names of ``support.run_files`` in the run's
+``output_dir``. One exists, the pipeline of this repository. The second, any command that starts a training with a
+mapping from keys to its arguments, will stand beside it and be found in the same way.
+
+Contract: a program is found by name, in this module alone: by the top-level key ``program`` of a configuration's file,
+as ``module:NAME``, else by ``DEFAULT_PROGRAM``, to which the shipped configurations belong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+from mock_scheduler.config.align import AlignConfig
+from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.loading import PROGRAM_KEY, ConfigSource
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
+from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.order_plan import OrderPlan
+
+#: The program of every configuration that names none.
+DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
+
+_NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
+
+Plain: TypeAlias = "int | bool | str | float | None"
+"""The value of one key."""
+
+
+class RunConfig(Protocol):
+    """The checked configuration of one run, of any program: a pydantic model that has at least these keys.
+
+    ``parallel``, ``rollout_mock``, ``trace``, ``align``, ``order``, ``perturbation`` and ``graft`` are sections of the
+    library; an instrument makes a run by overrides of keys in them and of the plain ones. ``max_steps``: training
+    steps, from 0. ``precision``: ``float32``, ``bfloat16`` or ``float64``. ``system_envs``: variables of every process.
+    ``resume_from_checkpoint``: the folder that a run goes on from.
+    """
+
+    @property
+    def exp_name(self) -> str: ...
+    @property
+    def output_dir(self) -> str: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def resume_from_checkpoint(self) -> str | None: ...
+    @property
+    def system_envs(self) -> Mapping[str, str]: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def rollout_mock(self) -> RolloutMockConfig: ...
+    @property
+    def trace(self) -> TraceConfig: ...
+    @property
+    def align(self) -> AlignConfig: ...
+    @property
+    def order(self) -> OrderConfig: ...
+    @property
+    def perturbation(self) -> PerturbationConfig: ...
+    @property
+    def graft(self) -> GraftConfig: ...
+    def model_dump(self, *, mode: str = ..., exclude: set[str] | None = ...) -> dict[str, Any]: ...
+    def model_copy(self, *, update: Mapping[str, Any] | None = ...) -> Self: ...
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self: ...  # noqa: ANN401 - as pydantic has it
+
+
+#: Makes a checked configuration out of overrides ``a.b=c``; raises ``ConfigError``.
+ConfigLoader = Callable[[Sequence[str]], RunConfig]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipRule:
+    """How a run's policy loss clips a token's ratio of new to old probability.
+
+    ``low``, ``high``: how far the ratio counts below and above 1. ``dual``: the dual clip's bound, ``None`` without
+    one. ``is_geometric``: the loss is GMPO. ``is_bypass``: old log-probabilities are the rollout policy's.
+    ``has_clip``: whether the loss has a clip at all.
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+    is_geometric: bool = False
+    is_bypass: bool = False
+    has_clip: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimension:
+    """One thing of a case that can be made smaller, at levels 1, 2, ..., each smaller than the one before.
+
+    ``name``: in words. ``key``: the key that is set, or a name of the program's own. ``original``: the value at level
+    0; ``values``: at the levels from 1 on. Where ``kind`` is ``change``, ``key`` is an override of a candidate,
+    ``entry`` or ``python``, and its only value, ``None``, leaves it out.
+    """
+
+    kind: Literal["workload", "layout", "change"]
+    name: str
+    key: str
+    original: Plain
+    values: tuple[Plain, ...]
+
+    def describe(self, level: int, in_effect: Plain = None) -> str:
+        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: the value that came of the level, where it is known."""
+        if self.kind == "change":
+            return f"without {self.name}"
+        value = self.values[level - 1] if in_effect is None else in_effect
+        return f"{self.name} {_show(self.original)} → {_show(value)}"
+
+
+def halvings(value: int, least: int) -> Iterator[int]:
+    """Yields half of a size, half of that and so on, rounded down, as long as it is not below the least."""
+    while value // 2 >= least:
+        value //= 2
+        yield value
+
+
+def _show(value: Plain) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "1" if value is None else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducedWorkload:
+    """The keys of a smaller workload with their values; ``idle``: dimensions whose level has no effect in it."""
+
+    values: Mapping[str, Plain]
+    idle: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducedBatch:
+    """The number of groups of every batch, and the keys of both sides that become other than they were."""
+
+    num_groups: int
+    values: Mapping[str, Plain]
+
+
+class Reductions(Protocol):
+    """The way in which runs of a program become smaller, for ``minimise`` and ``extract``."""
+
+    def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
+        """Lists the parts of the workload, which baseline and candidate share, that can be made smaller."""
+        ...
+
+    def reduce_workload(self, config: RunConfig, chosen: Mapping[str, Plain], *, num_parts: int) -> ReducedWorkload:
+        """Gives the keys of a workload in which the dimensions of these keys have these values.
+
+        ``num_parts``: micro-batches that the layout needs of an update at least.
+        """
+        ...
+
+    def list_batches(
+        self, baseline: RunConfig, *, num_groups: int, num_all: int, max_steps: int
+    ) -> Sequence[Mapping[str, Plain]]:
+        """Lists values of keys that keep so many of all groups of a batch, and so many steps, the best ones first."""
+        ...
+
+    def follow_batch(self, candidate: RunConfig, batch: ReducedBatch) -> dict[str, Plain]:
+        """Gives the keys that a candidate needs beside the batch's, since it makes another number of updates."""
+        ...
+
+    def checkpoint_name(self, step: int) -> str:
+        """Names the folder of the checkpoint that goes on with a step."""
+        ...
+
+    def describe_seed(self, config: RunConfig) -> str:
+        """Says in a phrase from where the initial weights follow."""
+        ...
+
+    def first_trained_step(self, config: RunConfig) -> int:
+        """Gives the first step in which the policy itself is trained."""
+        ...
+
+    def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
+        """Says whether a candidate can begin from the baseline's checkpoints."""
+        ...
+
+    def next_step(self, checkpoint: Path) -> int | None:
+        """Gives the step that a run goes on with; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
+        ...
+
+    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
+        """Copies a checkpoint so that a run with other batches may go on from it."""
+        ...
+
+
+@runtime_checkable
+class Program(Protocol):
+    """A training program.
+
+    ``schema``: the model of its configurations. ``entry``: the Python module that every process of a run executes;
+    ``session_entry``: the one that makes several runs in one process group, ``None`` where each run has processes of
+    its own; ``replay_entry``: the one that plays recorded actions again, ``None`` where there is none. ``packages``:
+    their sources decide the bits of a run, beside the library's. ``quiet_keys``: keys with values that leave out work
+    and change no training: validation, checkpoints, trackers. ``folder_keys``: keys with values that put all files of a
+    run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
+    """
+
+    @property
+    def schema(self) -> type[ConfigSection]: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def session_entry(self) -> str | None: ...
+    @property
+    def replay_entry(self) -> str | None: ...
+    @property
+    def packages(self) -> tuple[str, ...]: ...
+    @property
+    def quiet_keys(self) -> Mapping[str, Plain]: ...
+    @property
+    def folder_keys(self) -> Mapping[str, Plain]: ...
+    @property
+    def reductions(self) -> Reductions | None: ...
+
+    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+        """Builds a loader of one configuration under any overrides; ``reads_once``: its files are read once for all."""
+        ...
+
+    def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
+        """Gives the arguments of Python for a run of a source by an entry module."""
+        ...
+
+    def first_step(self, config: RunConfig) -> int:
+        """Gives the step that a run begins with: 0, or the one that its checkpoint goes on with."""
+        ...
+
+    def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
+        """Gives overrides that end a run after a step, as far as nothing else moves, and save nothing on the way.
+
+        ``last_step`` ``None``: the run keeps its steps.
+        """
+        ...
+
+    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
+        """Counts, at most, the elements that one token has in a full trace, with their gradients."""
+        ...
+
+    def order_limits(self, config: RunConfig) -> tuple[str, ...]:
+        """Says why the order of sums of a run cannot be followed by one process; empty where it can."""
+        ...
+
+    def plan_order(self, config: RunConfig) -> OrderPlan:
+        """Plans the order in which a run adds; ``ValueError`` where there are ``order_limits``."""
+        ...
+
+    def load_clip_rule(self, config_path: Path) -> ClipRule:
+        """Reads how a finished run clips from its ``config.yaml``; ``AlignmentError`` where that does not say."""
+        ...
+
+
+def find_program(config_name: str, config_path: str | Path) -> Program:
+    """Finds the program of a configuration; raises ``ConfigError`` where the one that it names is none.
+
+    Only the named file is looked at, and the key must stand on a line of its own.
+    """
+    path = Path(config_path) / f"{config_name.removesuffix('.yaml')}.yaml"
+    named = None
+    if path.is_file():
+        named = _NAMED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return import_program(named[1], origin=f"{path}: {PROGRAM_KEY} ") if named else import_program(DEFAULT_PROGRAM)
+
+
+def import_program(name: str, *, origin: str = "") -> Program:
+    """Imports a program by ``module:NAME``; raises ``ConfigError`` where there is none of this name."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = vars(import_module(module_name)).get(attribute)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise ConfigError(f"{origin}{name!r} cannot be imported: {error}; write it as module:NAME") from error
+    if not isinstance(found, Program):
+        raise ConfigError(f"{origin}{name!r} is no program: {module_name} has no {attribute or 'name'} that is one")
+    return found
+
+
+def load_config(source: ConfigSource, program: Program | None = None) -> RunConfig:
+    """Loads the checked configuration of a source; raises ``ConfigError``.
+
+    ``program``: ``None`` is the one of the configuration.
+    """
+    program = program or find_program(source.config_name, source.config_path)
+    return program.build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)

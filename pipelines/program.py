@@ -1,0 +1,86 @@
+"""The pipeline as a program that the instruments run, replay and compare; importing this imports no torch.
+
+``mock_scheduler.program`` finds ``PROGRAM`` by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.megatron.order_plan import OrderPlan, limits, plan_order
+from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
+from pipelines.config.clip_rule import load_clip_rule
+from pipelines.config.loading import build_loader
+from pipelines.config.schema import PipelineConfig
+from pipelines.reductions import PipelineReductions, own_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineProgram:
+    """The pipeline as a ``mock_scheduler.program.Program``."""
+
+    schema: type[ConfigSection] = PipelineConfig
+    entry: str = "pipelines.agentic"
+    session_entry: str | None = "pipelines.session"
+    replay_entry: str | None = "pipelines.replay_actions"
+    packages: tuple[str, ...] = ("pipelines",)
+    quiet_keys: Mapping[str, Plain] = field(
+        default_factory=lambda: {"eval_steps": 0, "save_steps": 0, "track_with": "none"}
+    )
+    folder_keys: Mapping[str, Plain] = field(default_factory=lambda: {"checkpoint_config.output_dir": None})
+    reductions: Reductions | None = field(default_factory=PipelineReductions)
+
+    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+        """Builds a loader, as ``pipelines.config.loading`` does."""
+        return build_loader(config_name, config_path, reads_once=reads_once)
+
+    def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
+        """Starts an entry module with the arguments of ROLL's."""
+        return ("-m", entry, *source.arguments())
+
+    def first_step(self, config: RunConfig) -> int:
+        """Reads the step from the name of the checkpoint's folder, which ends in it."""
+        number = Path(config.resume_from_checkpoint or "").name.rpartition("_")[2]
+        return int(number) if number.isdecimal() else 0
+
+    def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
+        """Shortens the run where its rate has another end and it has no critic.
+
+        A rate that decays over the whole run follows from its length, and a critic's warm-up must be shorter than it.
+        """
+        own = own_config(config)
+        overrides = ["save_steps=0"] if own.save_steps else []
+        is_rate_fixed = own.training.lr_decay_style == "constant" or own.training.lr_decay_iters is not None
+        if last_step is None or not is_rate_fixed or own.adv_estimator == "gae" or last_step + 1 >= own.max_steps:
+            return overrides
+        return [*overrides, f"max_steps={last_step + 1}"]
+
+    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
+        """Counts the outputs of a layer's parts, and logits, with their gradients.
+
+        14 times the hidden size, once more for each chosen expert, and 4 times the MLP's are more than any model here
+        has.
+        """
+        model = own_config(config).model
+        by_layer = (14 + model.moe_router_topk) * model.hidden_size + 4 * model.ffn_size
+        return 2 * (model.num_layers * by_layer + vocabulary)
+
+    def order_limits(self, config: RunConfig) -> tuple[str, ...]:
+        """Says the limits of the run's own layout, as ``mock_scheduler.megatron.order_limits`` does."""
+        own = own_config(config)
+        return limits(own.parallel, own.model, own.training)
+
+    def plan_order(self, config: RunConfig) -> OrderPlan:
+        """Plans the order, as ``mock_scheduler.megatron.order_plan`` does."""
+        return plan_order(own_config(config))
+
+    def load_clip_rule(self, config_path: Path) -> ClipRule:
+        """Reads the keys of the policy loss, as ``pipelines.config.clip_rule`` does."""
+        return load_clip_rule(config_path)
+
+
+PROGRAM: Program = PipelineProgram()
