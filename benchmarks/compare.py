@@ -38,7 +38,7 @@ from safetensors import safe_open
 
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED
 from mock_scheduler.compare.measure.blocks import num_threads
-from mock_scheduler.compare.walk.walk import compare_traces
+from mock_scheduler.compare.walk.traces import compare_traces
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.reader import open_trace

@@ -37,7 +37,7 @@ def run_doctor(
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
 ) -> int:
-    """Replay the steps 0 to ``step`` twice, print where they differ and why, and return the exit code.
+    """Replays the steps 0 to ``step`` twice, prints where they differ and why, and returns the exit code.
 
     The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays. ``{output_dir}/doctor`` is made
     anew and holds the runs and ``doctor.json``; ``json_path`` gets a copy of the latter.

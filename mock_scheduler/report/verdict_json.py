@@ -48,8 +48,10 @@ from mock_scheduler.report.comparison_json import (
     conflict_to_json,
     metric_to_json,
     metrics_to_json,
+    suspicion_to_json,
     tensor_to_json,
     tensors_to_json,
+    test_to_json,
 )
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
@@ -83,8 +85,8 @@ def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
         "full_dump": list(verdict.full_dump),
         "first_divergence": _divergence(verdict.first),
         "proofs": [_proof(proof) for proof in verdict.proofs],
-        "suspicions": [to_json(item) for item in verdict.suspicions],
-        "tests": [to_json(item) for item in verdict.tests],
+        "suspicions": [suspicion_to_json(item) for item in verdict.suspicions],
+        "tests": [test_to_json(item) for item in verdict.tests],
         "limits": _limits(verdict.tensors),
         "smallest_error": _smallest_error(verdict),
         "metrics": None if verdict.metrics is None else metrics_to_json(verdict.metrics),

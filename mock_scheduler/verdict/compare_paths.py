@@ -12,8 +12,8 @@ from pathlib import Path
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.compare.walk.traces import compare_trace_folders, trace_level
-from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader

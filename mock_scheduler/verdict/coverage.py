@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mock_scheduler.compare.findings import Note
 from mock_scheduler.compare.noise.judging import first_hidden_step
 from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
@@ -79,7 +80,7 @@ class Limits:
     num_flipped_tokens: int
     turned: TurnedDecisions | None
     hidden_from_step: int | None
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def find_limits(tensors: TensorComparison) -> Limits:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.differences import Locality, Residual, WorstElement
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.compare.residuals import Locality, Residual
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference

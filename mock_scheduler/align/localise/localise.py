@@ -47,6 +47,7 @@ from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, Localisation, pass_of
+from mock_scheduler.verdict.wording.bounds import describe_bounds_level
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30
@@ -231,7 +232,7 @@ class _Search:
         return self.run(planned, overrides, f"localise-{self.candidate.name}-{name}")
 
     def _nothing(self, where: str) -> AlignmentError:
-        bound = "its bits" if self.bounds is None else f"more than its bound ({self.bounds.level()})"
+        bound = "its bits" if self.bounds is None else f"more than its bound ({describe_bounds_level(self.bounds)})"
         return AlignmentError(
             f"{self.candidate.name}: the divergence cannot be localised: in {where} no tensor differs from "
             f"{self.reference.name} by {bound}"

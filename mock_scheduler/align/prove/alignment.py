@@ -20,7 +20,6 @@ from rich.markup import escape
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.align.prove.candidate_state import CandidateState
 from mock_scheduler.align.prove.closer_look import CloserLook
-from mock_scheduler.align.prove.proof_bounds import WideBounds
 from mock_scheduler.align.prove.proof_runs import (
     describe_order_limits,
     is_same_order,
@@ -30,7 +29,7 @@ from mock_scheduler.align.prove.proof_runs import (
 )
 from mock_scheduler.align.runs.execution import Outcome, failed_run_error
 from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
+from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.prove.proof_bounds import shrinking_factor
 from mock_scheduler.align.prove.proof_runs import is_same_order
+from mock_scheduler.compare.bounds.bounds import shrinking_factor
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.ladder import Evidence, is_settled, judge

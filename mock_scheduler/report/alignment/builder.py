@@ -59,6 +59,7 @@ from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.legend import TONES, Tone
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
@@ -120,7 +121,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         packages=tuple((baseline.packages or recording.packages).items()),
         facts=recording.facts,
         notes=(*recording.problems, *baseline.problems),
-        bounds=result.bounds.describe(),
+        bounds=describe_bounds(result.bounds),
         seconds=all_seconds(result.times),
         total_s=None if result.times is None else result.times.total_s,
     )

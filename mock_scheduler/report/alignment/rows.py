@@ -9,6 +9,8 @@ from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifferen
 from mock_scheduler.report.alignment.folders import RunFacts
 from mock_scheduler.report.comparison.view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
+from mock_scheduler.verdict.wording.bounds import describe_suspicion, describe_test
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.numbers import describe_times
 
 #: Of a list of lines, how many are shown.
@@ -20,9 +22,9 @@ _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "r
 def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...], int], ...]:
     """Findings by heading: the first few, and how many there are."""
     verdict, tensors = candidate.verdict, candidate.verdict.tensors
-    lists = [("Without a number", [item.message for item in unmatched(verdict.metrics, tensors)])]
-    lists.append(("What noise does not explain", [item.text for item in verdict.suspicions]))
-    lists.append(("Tests for what hides within the noise", [test.text for test in verdict.tests]))
+    lists = [("Without a number", [describe_finding(item) for item in unmatched(verdict.metrics, tensors)])]
+    lists.append(("What noise does not explain", [describe_suspicion(item) for item in verdict.suspicions]))
+    lists.append(("Tests for what hides within the noise", [describe_test(test) for test in verdict.tests]))
     if tensors is not None:
         replicas = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]
         replicas += [f"in the baseline: {item.describe()}" for item in tensors.baseline_conflicts]

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from mock_scheduler.compare.differences import Tier
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import TensorDifference, Tier
 from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.numbers import bound_ratio
 
 MAX_POINTS = 1500
@@ -254,7 +254,7 @@ def _point(key: TraceKey, outcome: TensorDifference | Finding, *, is_first: bool
     place = find_place(key.name)
     if isinstance(outcome, Finding):
         return PathPoint(
-            key=key, place=place, tier="missing", difference=None, message=outcome.message, is_first=is_first
+            key=key, place=place, tier="missing", difference=None, message=describe_finding(outcome), is_first=is_first
         )
     return PathPoint(key=key, place=place, tier=tier_of(outcome), difference=outcome, message="", is_first=is_first)
 

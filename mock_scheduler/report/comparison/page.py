@@ -40,6 +40,8 @@ from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.legend import TONES
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
@@ -115,7 +117,7 @@ def render_comparison_page(result: ComparisonResult) -> str:
         "comparison.html",
         title=f"{verdict.kind.value}: {heading}",
         heading=heading,
-        footer=result.bounds.describe(),
+        footer=describe_bounds(result.bounds),
         verdict=_verdict_part(result),
         tensors=None if verdict.tensors is None else _tensor_part(result, verdict.tensors, figures),
         metrics=None if verdict.metrics is None else _metric_part(result, verdict.metrics, figures),
@@ -238,7 +240,7 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 def _list_parts(result: ComparisonResult) -> list[_ListPart]:
     """Lists of lines: findings without a number, replicas, choices of experts, calls, and omissions."""
     verdict, tensors = result.verdict, result.verdict.tensors
-    found = [item.message for item in unmatched(verdict.metrics, tensors)]
+    found = [describe_finding(item) for item in unmatched(verdict.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
     if tensors is not None:
         conflicts = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import NUM_ULPS
 from mock_scheduler.compare.walk.metrics import MetricDifference
 from mock_scheduler.report.comparison.view import (
     TierCounts,

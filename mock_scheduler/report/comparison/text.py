@@ -31,6 +31,8 @@ from mock_scheduler.report.comparison.view import (
 from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
@@ -61,7 +63,7 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
     _print_next(verdict.full_dump, console)
     console.print()
     if verdict.tensors is not None or verdict.metrics is not None:
-        print_wrapped(console, Text(f"Bounds: {result.bounds.describe()}", style="dim"))
+        print_wrapped(console, Text(f"Bounds: {describe_bounds(result.bounds)}", style="dim"))
     for what, path in files.items():
         console.print(Text(f"{what}: {path}"), soft_wrap=True)
 
@@ -124,7 +126,7 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], console: Console, *, more: str) -> None:
-    _print_list("Without a number", [item.message for item in findings], console, more=more, style="red")
+    _print_list("Without a number", [describe_finding(item) for item in findings], console, more=more, style="red")
 
 
 def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:

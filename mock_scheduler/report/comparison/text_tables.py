@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import NUM_ULPS
 from mock_scheduler.compare.walk.metrics import MetricDifference
 from mock_scheduler.display.console import print_wrapped
 from mock_scheduler.display.tables import FittedTable, TextColumn, print_table

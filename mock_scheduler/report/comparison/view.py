@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.compare.differences import Tier, WorstElement
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, NotCompared
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
     LedgerComparison,
-    NotCompared,
     TensorComparison,
     TensorDifference,
+    Tier,
+    WorstElement,
 )
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.console import shortest_names
@@ -27,7 +27,9 @@ from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
 from mock_scheduler.verdict.wording.numbers import format_times
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 #: How a verdict's word looks in a terminal.
 VERDICT_STYLES: Mapping[VerdictKind, str] = {
@@ -207,9 +209,9 @@ def describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace]
 
 def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
     """Describe one tensor beside its figures, as labels and texts: the place and the look of its difference."""
-    rows = [("where", locality.text) for locality in difference.localities[:2]]
+    rows = [("where", describe_locality(locality)) for locality in difference.localities[:2]]
     if difference.residual is not None:
-        rows.append(("looks like", difference.residual.text))
+        rows.append(("looks like", describe_residual(difference.residual)))
     if difference.figures is not None and difference.figures.worst is not None:
         rows.append(("worst", describe_worst(difference.figures.worst)))
     if difference.dtypes is not None:
@@ -239,14 +241,14 @@ def describe_not_compared(tensors: TensorComparison) -> list[str]:
     """List omissions without fault, one line for each reason, kind and side; then the notes."""
     groups: dict[tuple[str, TraceKind, tuple[str, ...]], list[NotCompared]] = {}
     for item in tensors.not_compared:
-        groups.setdefault((item.reason, item.kind, item.sides), []).append(item)
+        groups.setdefault((describe_reasons(item), item.kind, item.sides), []).append(item)
     lines = [
         f"{kind.replace('_', ' ')} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
         f"{' and the '.join(sides)}: {reason}"
         for (reason, kind, sides), items in groups.items()
     ]
-    selected = [finding.message for finding in tensors.findings if finding.is_selection]
-    return [*lines, *selected, *tensors.notes]
+    selected = [describe_finding(finding) for finding in tensors.findings if finding.is_selection]
+    return [*lines, *selected, *map(describe_note, tensors.notes)]
 
 
 def unmatched(metrics: MetricComparison | None, tensors: TensorComparison | None) -> tuple[Finding, ...]:
@@ -261,7 +263,7 @@ def unmatched(metrics: MetricComparison | None, tensors: TensorComparison | None
 def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
     """List differences in the order of steps; then how many calls are equal, one line for each kind."""
     lines = [
-        f"{ledger.kind} at step {ledger.step}: {ledger.difference}"
+        f"{ledger.kind} at step {ledger.step}: {describe_ledger(ledger)}"
         for ledger in ledgers
         if ledger.difference is not None
     ]

@@ -13,7 +13,9 @@ from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger
 from mock_scheduler.verdict.wording.numbers import name_kind
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 #: The part of a step in each phase.
 _PHASE_NAMES: Mapping[Phase, str] = {
@@ -49,12 +51,12 @@ def describe_evidence(divergence: Divergence) -> str:
         case MetricDifference():
             return describe_metric(evidence)
         case ReplicaConflict():
-            looks_like = "" if divergence.residual is None else f": {divergence.residual.text}"
+            looks_like = "" if divergence.residual is None else f": {describe_residual(divergence.residual)}"
             return f"copies within the candidate differ: {evidence.describe()}{looks_like}"
         case Finding():
-            return evidence.message
+            return describe_finding(evidence)
         case LedgerComparison():
-            return evidence.difference or ""
+            return "" if evidence.difference is None else describe_ledger(evidence)
         case ContractDifference():
             return f"the contracts differ in {evidence.describe()}"
         case StepsOfOneSide():
@@ -79,8 +81,8 @@ def describe_tensor(difference: TensorDifference) -> str:
             f"{difference.tolerance:.2g})"
         )
     details = [
-        *([difference.residual.text] if difference.residual is not None else []),
-        *([difference.localities[0].text] if difference.localities else []),
+        *([describe_residual(difference.residual)] if difference.residual is not None else []),
+        *([describe_locality(difference.localities[0])] if difference.localities else []),
         *_describe_worst(difference),
     ]
     return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"

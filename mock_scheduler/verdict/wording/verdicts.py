@@ -18,6 +18,7 @@ from mock_scheduler.verdict.reasons import (
     VanishesInFloat64,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_suspicion
 from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
@@ -130,7 +131,7 @@ def _write_suspect(verdict: Verdict) -> str:
     if isinstance(verdict.why, BeyondBounds):
         return f"beyond an estimated bound only: {describe_sentence(verdict)}"
     if verdict.suspicions:
-        return f"within its bounds, and yet {verdict.suspicions[0].text}"
+        return f"within its bounds, and yet {describe_suspicion(verdict.suspicions[0])}"
     if noise is not None and noise.outcome == "open":
         return f"within its bounds, and yet {describe_proof(noise)}"
     return describe_reason(verdict)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
 from mock_scheduler.report.comparison.view import (
     count_tiers,
@@ -20,7 +20,7 @@ from mock_scheduler.report.comparison.view import (
     format_slope,
     name_sides,
 )
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.numbers import format_times
@@ -106,10 +106,11 @@ def test_everything_beside_the_tensors_is_said(tmp_path: Path) -> None:
         "different gradients at step 0 (64 elements, by up to 0.25)\n",
         "Choice of experts\n  router of decoder.layers.1.mlp.router at step 0, update 0: rounding chose other experts "
         "for 2 of 64 tokens, between logits that are at most 3.0e-07 apart\n",
-        "Calls\n  collective at step 0: rank 1, call 12: all_reduce of 64 in the baseline, all_gather of 64 in the "
-        "candidate\n  random: all 12 calls of 1 step on 2 ranks equal\n",
+        "Calls\n  collective at step 0: step 0, global rank 1 (tp1 pp0 dp0): collective call 12 is all_reduce of 64 "
+        "float32 over ranks 0, 1 in the baseline, and all_gather of 64 float32 over ranks 0, 1 in the candidate\n"
+        "  random: all 12 calls of 1 step on 2 ranks equal\n",
         "Not compared\n  activation of decoder.layers.0.input_layernorm, not in the candidate: fused into the linear "
-        "layer after it\n  the candidate's rank 3 wrote no activations\n",
+        "layer after it\n  the ledger of random calls was not compared: only the candidate traced it\n",
     ):
         assert expected in text
 
@@ -214,13 +215,24 @@ def test_numbers_are_short_and_lose_no_meaning() -> None:
     assert describe_margin(make_difference(KEY, 1e-3, tolerance=0.0)) == "beyond its bound of 0.0e+00"
 
 
+#: The candidate's rank 1 draws once more.
+DREW_MORE = LedgerDifference(
+    position=3,
+    calls=(None, LedgerCall(operation="normal_", group=(), dtype="float32", num_elements=8)),
+    num_calls=(3, 4),
+    places=(TP1,),
+)
+
+
 def render_replicas(result: ReplicaResult) -> str:
     output = io.StringIO()
     print_replicas(result, Console(file=output, width=200), files={})
     return output.getvalue()
 
 
-def make_replicas(*, num_conflicts: int = 0, copies: int = 40, difference: str | None = None) -> ReplicaResult:
+def make_replicas(
+    *, num_conflicts: int = 0, copies: int = 40, difference: LedgerDifference | None = None
+) -> ReplicaResult:
     conflict = ReplicaConflict(key=KEY, first=TP0, second=TP1, num_elements=1, max_abs=0.5)
     ledger = LedgerComparison(kind="random", step=0, num_ranks=2, num_calls=3, difference=difference)
     return ReplicaResult(
@@ -239,12 +251,14 @@ def test_replicas_that_agree_disagree_or_do_not_exist() -> None:
         "  12 tensors of 2 steps in /runs/a; copies by axis: tp 40, dp 0\n"
         "\nCalls\n  random: all 3 calls of 1 step on 2 ranks equal\n"
     )
-    assert render_replicas(make_replicas(num_conflicts=6, difference="rank 1 drew more")) == (
+    assert render_replicas(make_replicas(num_conflicts=6, difference=DREW_MORE)) == (
         "replicas disagree: in 6 tensors and the calls of 1 step\n"
         "  12 tensors of 2 steps in /runs/a; copies by axis: tp 40, dp 0\n"
         "\nReplicas\n"
-        + "  output_layer.weight: ranks tp0 and tp1 hold different gradients at step 0 (1 element, by up to 0.5)\n" * 5
-        + "  and 1 more (with --json)\n\nCalls\n  random at step 0: rank 1 drew more\n"
+        + "  output_layer.weight: ranks tp0 and tp1 hold different gradients at step 0 (1 element, by up to 0.5)\n"
+        * 5
+        + "  and 1 more (with --json)\n\nCalls\n  random at step 0: step 0, global rank 1 (tp1 pp0 dp0): "
+        "random call 3 is absent (3 in all) in the baseline, and normal_ of 8 float32 in the candidate\n"
     )
     text = render_replicas(make_replicas(copies=0))
     assert text.startswith("nothing compared: no element of this trace is held twice\n")

@@ -1,18 +1,24 @@
-"""Traces that give sketches: those that have them, and whole tensors of which they are made."""
+"""Traces as a comparison reads them, and traces of whole tensors read as sketches."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from mock_scheduler.compare.pairing.ledgers import LedgerSource
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.sketch.reader import MergedSketch
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
 
-class SketchSource(LedgerSource, Protocol):
-    """A trace that gives sketches."""
+class LedgerSource(Protocol):
+    """A trace with ledgers."""
+
+    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
+        """Returns the footer of each rank of a step, by global rank."""
+
+
+class StepSource(LedgerSource, Protocol):
+    """A trace of any level."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -22,14 +28,18 @@ class SketchSource(LedgerSource, Protocol):
         """Whether all ranks wrote it."""
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor of a step."""
+        """Returns every tensor of a step."""
+
+
+class SketchSource(StepSource, Protocol):
+    """A trace with sketches."""
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """Of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
+        """Returns the sketch of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
 
 
 class FullAsSketches:
-    """A trace of whole tensors, as one of sketches; ``num_buckets``: as the other side has them."""
+    """A trace of whole tensors, read as sketches of ``num_buckets``."""
 
     def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
         self._reader = reader
@@ -45,7 +55,7 @@ class FullAsSketches:
         return self._reader.steps
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """The sketch of the merged tensor; replicas that disagree are found by the merge."""
+        """Returns the sketch of the merged tensor; the merge finds unequal copies."""
         merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
         return MergedSketch(
             sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.compare.differences import Figures
-
-#: What an explanation must account for.
-ENOUGH = 0.9
-#: Elements that a fitted number needs.
-FEWEST_ELEMENTS = 16
-_MOST_ELEMENTS = 1 << 20
+from mock_scheduler.compare.residuals import Sample
+from mock_scheduler.compare.tensors import Figures
+from mock_scheduler.compare.thresholds import FEWEST_ELEMENTS, SAMPLE_ELEMENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FlatPair:
     """Flat float64 elements, 0 in both where absent; a is the baseline.
 
-    stride: between them in the tensor. square: ||a - b||². num_elements: of the tensor, that are present. eps: the
-    spacing of its numbers at 1; 0 where it has no floats. rounding: what is no larger, relative to the tensor, may be
-    rounding. seen: of how many elements these are, for the text; empty where they are all.
+    Args:
+        stride: Distance of neighbouring elements in the tensor.
+        square: ``||a - b||²``.
+        num_elements: Elements of the tensor that are present.
+        eps: Spacing of its numbers at 1; 0 where it has no floats.
+        rounding: A relative difference that is no larger may be rounding.
+        sample: How many elements these are; ``None`` where they are all.
     """
 
     baseline: torch.Tensor
@@ -34,7 +34,7 @@ class FlatPair:
     num_elements: int
     eps: float
     rounding: float
-    seen: str
+    sample: Sample | None
 
     @property
     def is_small(self) -> bool:
@@ -42,7 +42,7 @@ class FlatPair:
         return self.num_elements < FEWEST_ELEMENTS
 
     def explained(self, remainder: torch.Tensor) -> float:
-        """The part of ||a - b||² that an explanation with this remainder accounts for."""
+        """Returns the part of ||a - b||² an explanation with this remainder accounts for."""
         return 1.0 - square_of(remainder) / self.square if self.square else 0.0
 
 
@@ -54,9 +54,10 @@ def flatten(
     *,
     rounding: float,
 ) -> FlatPair:
-    """At most 1 Mi evenly spaced elements of both; rounding: as of ``FlatPair``."""
-    stride = max(math.ceil(baseline.numel() / _MOST_ELEMENTS), 1)
-    stride += stride > 1 and stride % 2 == 0  # an even one would skip columns of most tensors
+    """Takes at most 1 Mi evenly spaced elements of both; ``rounding``: as of ``FlatPair``."""
+    stride = max(math.ceil(baseline.numel() / SAMPLE_ELEMENTS), 1)
+    # Columns are mostly even in number, so that an even stride would never see half of them.
+    stride += stride > 1 and stride % 2 == 0
     mask = None if present is None else present.expand(baseline.shape).reshape(-1)[::stride]
     mine, other = (spread(side, stride, mask) for side in (baseline, candidate))
     difference = other - mine
@@ -70,17 +71,18 @@ def flatten(
         num_elements=figures.num_elements,
         eps=torch.finfo(baseline.dtype).eps if baseline.is_floating_point() else 0.0,
         rounding=rounding,
-        seen=f" (seen in {mine.numel():,} of {baseline.numel():,} elements)" if stride > 1 else "",
+        sample=Sample(num_seen=mine.numel(), num_elements=baseline.numel()) if stride > 1 else None,
     )
 
 
 def spread(tensor: torch.Tensor, stride: int, mask: torch.Tensor | None) -> torch.Tensor:
-    """float64: every ``stride``-th element; 0 where the mask is False and where it is not finite."""
+    """Returns float64: every ``stride``-th element; 0 where the mask is False and where it is not finite."""
     values = tensor.reshape(-1)[::stride].double()
+    # NaN and infinity are findings by themselves, and would explain nothing else.
     values = values.where(values.isfinite(), 0.0)
     return values if mask is None else values.where(mask, 0.0)
 
 
 def square_of(values: torch.Tensor) -> float:
-    """The sum of squares of a flat float64 tensor."""
+    """Returns the sum of squares of a flat float64 tensor."""
     return float(torch.dot(values, values))
