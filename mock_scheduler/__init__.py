@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from mock_scheduler.support.version import VERSION
+
+__version__ = VERSION
 
 #: The public names by what they are for, with the modules that define them.
 PUBLIC_NAMES: dict[str, dict[str, str]] = {

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from mock_scheduler import __version__
 from mock_scheduler.errors import ExitCode, MockSchedulerError
+from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
     from mock_scheduler.config.loading import ConfigSource
@@ -395,7 +395,7 @@ def plot(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(__version__)
+    typer.echo(VERSION)
 
 
 def print_error(message: str) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mock_scheduler
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
 from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME
@@ -23,6 +22,7 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
+from mock_scheduler.support.version import PACKAGE
 
 _DIVERGED = "diverged"
 
@@ -61,7 +61,7 @@ class DivergedCandidate:
     @property
     def own_packages(self) -> tuple[str, ...]:
         """The packages of the library and of the program."""
-        return (mock_scheduler.__name__, *self.program.packages)
+        return (PACKAGE, *self.program.packages)
 
     @property
     def own_keys(self) -> frozenset[str]:

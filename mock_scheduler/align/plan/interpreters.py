@@ -18,16 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mock_scheduler
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_versions
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.version import PACKAGE, ROOT
 
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0
 _NUM_LINES = 15
 #: The folder that this project is imported from.
-_CHECKOUT = Path(mock_scheduler.__file__).parents[1]
+_CHECKOUT = ROOT
 
 # What the other interpreter runs. It finds the project as ``python -m`` would, in the working directory or installed;
 # only where it does not, the checkout's folder is added. Reading a configuration is what every run begins with.
@@ -88,7 +88,7 @@ class InterpreterReader:
         path = sys.executable if python is None else find_executable(python)
         if path not in self._known:
             is_own = path == sys.executable
-            packages = (mock_scheduler.__name__, *self.packages)
+            packages = (PACKAGE, *self.packages)
             self._known[path] = _read_own(packages) if is_own else _probe(path, packages, self.environ or os.environ)
         return self._known[path]
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler import __version__
 from mock_scheduler.align.plan.overrides import find_module
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.cache import (
@@ -37,6 +36,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away
+from mock_scheduler.support.version import VERSION
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _QUERY_S = 20.0
@@ -119,7 +119,7 @@ class RunCache:
         key = (run.sources, run.entry)
         if key not in self._codes:
             self._codes[key] = {
-                "mock-scheduler": __version__,
+                "mock-scheduler": VERSION,
                 "sources": digest_sources(run.sources),
                 "entry": _digest_entry(run),
             }

@@ -87,7 +87,7 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspicion:
-    """A systematic difference.
+    """A systematic difference that hides within the noise, found by a test of slope, place or drift.
 
     Args:
         test: The test it was found by.
