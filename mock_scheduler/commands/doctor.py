@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
-from mock_scheduler.display.console import build_console
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis

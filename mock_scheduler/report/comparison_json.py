@@ -31,7 +31,7 @@ NUM_NEAREST = 20
 
 
 def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
-    """What a comparison's bounds are and where they are from."""
+    """The bounds of a comparison: their source, words, advice and measured noise."""
     noise = bounds.noise
     measured: JSON = None
     if noise is not None:
@@ -61,7 +61,7 @@ def ledger_to_json(ledger: LedgerComparison) -> dict[str, JSON]:
 
 
 def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = to_json) -> dict[str, JSON]:
-    """``{name: the first MAX_LISTED, num_name: how many there are}``; only what is listed is converted."""
+    """``{name: the first MAX_LISTED, num_name: how many there are}``; only listed items are converted."""
     return {name: [convert(item) for item in items[:MAX_LISTED]], f"num_{name}": len(items)}
 
 
@@ -75,7 +75,7 @@ def metrics_to_json(metrics: MetricComparison) -> JSON:
 
 
 def metric_to_json(difference: MetricDifference) -> JSON:
-    """All but its changes, which the two logs have."""
+    """All but its changes: the two logs have them."""
     return {name: value for name, value in dataclass_to_json(difference).items() if name != "changes"}
 
 

@@ -5,7 +5,7 @@ Contract: one object, ``format_version`` 3, and in it, by command,
 - ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run),
   ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
-  ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of a verdict.
+  ``run``), ``recordings`` (null, or as ``mock-scheduler diff --json``) and all of a verdict.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
 
 ``verdict_json`` describes a verdict, and how lists are bounded.

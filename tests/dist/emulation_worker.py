@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TraceConfig
 from pipelines.algorithm.losses import PolicyLossOutput
 from pipelines.config.schema import PipelineConfig

@@ -30,11 +30,12 @@ from safetensors.torch import save_file
 
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.layers.expert_router import all_reduce_router_sums, attach_router_ledger
+from pipelines.megatron.layers.router_ledger import all_reduce_router_sums
+from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
 from pipelines.megatron.process.full_precision import prepare_optimizer
 from pipelines.megatron.process.host_device import use_host_device
-from pipelines.megatron.layers.norm import TorchNorm
+from pipelines.megatron.layers.repairs import TorchNorm
 from pipelines.megatron.process.runtime import leave_layout
 
 HIDDEN, EXPERTS, LENGTH, VOCAB = 8, 4, 8, 16

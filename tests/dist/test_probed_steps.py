@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import random_batch
+from benchmarks.layouts.training import random_batch
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from tests.dist.traced_steps import LAYOUTS, WAYS, traced_steps

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron import learner, trained_model, weights
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
 from tests.faults.patching import dp_rank, dp_size, ep_size, pp_rank, replacing, tp_rank

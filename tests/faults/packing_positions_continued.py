@@ -18,10 +18,10 @@ def plant(fired: Fired) -> None:
 
     import torch
 
+    from pipelines.batching.plan import MicroBatch
     from pipelines.megatron import learner
     from pipelines.megatron.places import OwnBatch, own_batch
     from pipelines.megatron.process.runtime import Runtime
-    from pipelines.micro_batches import MicroBatch
 
     def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:  # noqa: ANN401
         own = own_batch(batch, runtime, **options)

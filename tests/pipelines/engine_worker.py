@@ -17,12 +17,11 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
 from pipelines.config.schema import GeneratingArgs, PipelineConfig
-from pipelines.megatron.forward import run_chunk
+from pipelines.megatron.logprobs import sample_tokens
+from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process.runtime import Runtime, stop_runtime
-from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import build_step_plan
 from pipelines.rollout.engine import PolicyEngine
 from tests.dist.rollout_worker import (
     MODELS,
@@ -34,6 +33,7 @@ from tests.dist.rollout_worker import (
     rollout_config,
     save_batch,
 )
+from tests.pipelines.step_plans import build_step_plan
 
 UNCACHED = {"actor_infer": {"use_kv_cache": False}}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {

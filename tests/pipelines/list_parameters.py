@@ -9,8 +9,9 @@ import json
 import sys
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.model import build_chunks, build_transformer_config
+from pipelines.megatron.model import build_chunks
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.transformer_config import build_transformer_config
 from pipelines.megatron.weights import ModelShape, iterate_parameters
 
 
@@ -21,7 +22,13 @@ def main() -> None:
     for config in configs:
         vocab_size = config.model.vocab_size
         assert vocab_size is not None
-        chunks = build_chunks(config, build_transformer_config(config), vocab_size=vocab_size, runtime=runtime)
+        chunks = build_chunks(
+            config,
+            build_transformer_config(config),
+            vocab_size=vocab_size,
+            vocab_parts=runtime.tp_size,
+            runtime=runtime,
+        )
         shape = ModelShape(model=config.model, vocab_size=vocab_size)
         specs = [parameter.spec for parameter in iterate_parameters(chunks, shape, runtime)]
         print(json.dumps([[spec.name, list(spec.global_shape)] for spec in specs]))

@@ -12,10 +12,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.utils.checkpoint import checkpoint
 
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import ModelShape
-from pipelines.micro_batches import MicroBatch
 
 HIDDEN, HEADS, FFN, VOCAB = 8, 2, 6, 10
 

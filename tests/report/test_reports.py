@@ -14,8 +14,8 @@ from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import compare_metrics
-from mock_scheduler.display.console import build_console
 from mock_scheduler.display.json_values import to_json
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.json_file import save_result

@@ -24,16 +24,7 @@ from mock_scheduler.report.comparison.page_tables import (
     build_tier_table,
 )
 from mock_scheduler.report.comparison.path_figure import path_figure
-from mock_scheduler.report.comparison.view import (
-    describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_margin,
-    describe_not_compared,
-    metrics_to_show,
-    name_sides,
-    unmatched,
-)
+from mock_scheduler.report.comparison.view import describe_equal_metrics, metrics_to_show, name_sides, unmatched
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
@@ -42,9 +33,14 @@ from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.findings import describe_finding
-from mock_scheduler.verdict.wording.legend import TONES
 from mock_scheduler.verdict.wording.reasons import describe_rest
-from mock_scheduler.verdict.wording.verdicts import describe_sentence
+from mock_scheduler.verdict.wording.tensors import (
+    describe_flips,
+    describe_ledgers,
+    describe_margin,
+    describe_not_compared,
+)
+from mock_scheduler.verdict.wording.verdicts import TONES, describe_sentence
 
 MAX_LINES = 50
 MAX_PANELS = 8
@@ -221,7 +217,7 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
 
 
 def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
-    """The least size that a difference is divided by where it is relative."""
+    """The least divisor of a relative difference."""
     return result.bounds.metric(metric.nearest_step, metric.name).floor
 
 

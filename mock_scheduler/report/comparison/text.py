@@ -14,16 +14,13 @@ from rich.text import Text
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison.text_tables import print_metrics, print_tensors, print_tiers
 from mock_scheduler.report.comparison.view import (
     VERDICT_STYLES,
     count_tiers,
     describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_not_compared,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -34,6 +31,7 @@ from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.tensors import describe_flips, describe_ledgers, describe_not_compared
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 _NUM_SHOWN = 5

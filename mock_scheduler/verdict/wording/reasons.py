@@ -46,14 +46,9 @@ from mock_scheduler.verdict.wording.coverage import (
     describe_smallest,
     describe_turned,
 )
-from mock_scheduler.verdict.wording.divergences import (
-    describe_divergence,
-    describe_evidence,
-    describe_metric,
-    describe_tensor,
-)
+from mock_scheduler.verdict.wording.divergences import describe_divergence, describe_evidence
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection
-from mock_scheduler.verdict.wording.numbers import name_kind
+from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
 _WITHOUT_REWARD = (

@@ -25,9 +25,10 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.batching.plan import LossAggMode, MicroBatch
 from pipelines.config.training import TrainingConfig
-from pipelines.micro_batches import LossAggMode, MicroBatch, build_step_plan
 from tests.batches import SAMPLING, make_row
+from tests.pipelines.step_plans import build_step_plan
 
 LOSS_TYPES: tuple[LossType, ...] = ("ppo_clip", "reinforce", "ratio")
 F, T = False, True

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.config.rules import LoneSurvivor
 from pipelines.algorithm.advantages import AdvantageConfig, AdvantageInputs, compute_advantages
-from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.algorithm.training_values import prepare_advantages
 from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_row
 

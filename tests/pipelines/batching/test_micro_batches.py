@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError
+from pipelines.batching.checks import check_plan
+from pipelines.batching.placement import place_step
+from pipelines.batching.plan import MicroBatch, StepPlan, Update
+from pipelines.batching.values import compute_loss_weights, fill_step, response_values, with_values
 from pipelines.config.training import TrainingConfig
-from pipelines.micro_batches import (
-    MicroBatch,
-    StepPlan,
-    Update,
-    build_step_plan,
-    check_plan,
-    compute_loss_weights,
-    fill_step,
-    place_step,
-    response_values,
-    with_values,
-)
+from tests.pipelines.step_plans import build_step_plan
 from tests.recording.builders import SAMPLING, make_row
 
 T, F = True, False

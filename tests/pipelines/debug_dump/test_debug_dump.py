@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
+from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files
@@ -18,8 +18,7 @@ from mock_scheduler.compare_debug_dumps import main as compare
 from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
-from pipelines.debug_dump.composite import CompositeProbe, combine
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
+from pipelines.megatron.probing.interface import NO_PROBE, CompositeProbe, TrainingProbe, combine
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_cli, run_command, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for all runs

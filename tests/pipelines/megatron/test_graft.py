@@ -17,15 +17,15 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import whole
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource, put_elements
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.module_probe import ModuleProbe
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import TokenIndex
 from pipelines.megatron.probing.watches import watch_expert_outputs
 from pipelines.observation import StepObservation
+from pipelines.tracking import Clock
 from tests.dist.conftest import launch
 from tests.dist.traced_steps import SHORT
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of

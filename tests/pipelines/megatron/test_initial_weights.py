@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pipelines.config.schema import ModelConfig, PipelineConfig
-from pipelines.megatron.initial_weights import Shape, compute_initial_weights_digest, parameter_shapes
-from pipelines.megatron.weights import canonical_initial_weight
+from pipelines.megatron.weights import Shape, canonical_initial_weight, compute_initial_weights_digest, parameter_shapes
 from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "parameters.json").read_text(encoding="utf-8"))
@@ -170,7 +169,7 @@ def test_one_bit_of_one_weight_changes_the_digest(monkeypatch: pytest.MonkeyPatc
             weight.view(torch.int32).view(-1)[-1] ^= 1
         return weight
 
-    monkeypatch.setattr("pipelines.megatron.initial_weights.canonical_initial_weight", flipped)
+    monkeypatch.setattr("pipelines.megatron.weights.canonical_initial_weight", flipped)
     assert digest() != clean
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from safetensors.torch import load_file
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import random_batch
+from benchmarks.layouts.training import random_batch
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
@@ -23,7 +23,7 @@ from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import place_shard
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.module_probe import ModuleProbe
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import TokenIndex
 from pipelines.megatron.probing.watches import (
     chosen_experts,
     watch_choice,

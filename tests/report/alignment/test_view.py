@@ -10,7 +10,7 @@ import pytest
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.report.alignment.builder import build_view, split_name
-from mock_scheduler.report.alignment.curve_drawing import draw_curve
+from mock_scheduler.report.alignment.curves import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference
 from mock_scheduler.report.alignment.heat import shrink_grid
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
@@ -20,7 +20,7 @@ from mock_scheduler.verdict.reasons import RefutedBy
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import EmulationFacts, Proof, VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_divergence
-from mock_scheduler.verdict.wording.numbers import describe_times, format_share
+from mock_scheduler.verdict.wording.tensors import describe_times, format_share
 from mock_scheduler.verdict.wording.verdicts import describe_reason
 from tests.report.alignments import SENTENCE, WORST_SAMPLE, WORST_TOKEN, WRONG, make_result
 

@@ -13,7 +13,7 @@ import pytest
 
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display import pages
-from mock_scheduler.display.figures import MAX_STEPS
+from mock_scheduler.display.pages import MAX_STEPS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.comparison.page import render_comparison_page, write_comparison_page
 from mock_scheduler.run_folder.inputs import ComparedInput

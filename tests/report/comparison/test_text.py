@@ -12,18 +12,17 @@ from rich.console import Console
 
 from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
-from mock_scheduler.report.comparison.view import (
-    count_tiers,
+from mock_scheduler.report.comparison.view import count_tiers, name_sides
+from mock_scheduler.trace.entries import LedgerCall, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.tensors import (
     describe_margin,
     describe_ranks,
     format_relative,
     format_slope,
-    name_sides,
+    format_times,
 )
-from mock_scheduler.trace.entries import LedgerCall, TraceKey
-from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.numbers import format_times
 from tests.report.comparisons import (
     SENTENCE,
     TP0,
@@ -91,8 +90,8 @@ def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path
         "      looks like  a partial sum of tp is missing",
         "      worst       sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the "
         "candidate;",
-        "                  held by the baseline's global rank 0 (tp0 pp0 dp0) and the candidate's global rank 0 "
-        "(tp0 pp0 dp0),",
+        "                  held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
+        "global rank 1",
     ]
     assert "  and 291 more (with --json)" in lines
 
@@ -178,11 +177,11 @@ def test_the_reason_does_not_repeat_the_sentence(tmp_path: Path) -> None:
 
 def test_ranks_are_named_once_where_both_runs_have_the_same() -> None:
     assert describe_ranks((TP0,), (TP0,)) == "global rank 0 (tp0 pp0 dp0) in both runs"
-    assert describe_ranks((TP0,), ()) == "the baseline's global rank 0 (tp0 pp0 dp0)"
+    assert describe_ranks((TP0,), ()) == "global rank 0 (tp0 pp0 dp0) in the baseline"
     assert describe_ranks((), ()) == ""
     many = describe_ranks((TP0, TP1) * 3, (TP1,))
-    assert many.count("global rank") == 4
-    assert "and 3 more and the candidate's global rank 1 (tp1 pp0 dp0)" in many
+    assert many.count("global rank") == 5
+    assert "and 2 more in the baseline and global rank 1 (tp1 pp0 dp0) in the candidate" in many
 
 
 def test_two_sides_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
