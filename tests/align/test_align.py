@@ -15,7 +15,7 @@ from rich.console import Console
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
-from mock_scheduler.api import alignments
+from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
