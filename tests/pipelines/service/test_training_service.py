@@ -26,6 +26,8 @@ from pipelines.config.loading import load_config
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config
 
+pytestmark = pytest.mark.timeout(900)  # the first test may pay for an alignment of eight runs
+
 SERVICE_STARTS_S = 240.0
 
 
