@@ -1,4 +1,4 @@
-"""Where two runs of the same step first differ, by their operation logs, and which setting is responsible.
+"""Finds where two runs of the same step first differ, by their operation logs, and the responsible setting.
 
 Contract: imports no torch.
 """

@@ -1,7 +1,7 @@
-"""Which settings bear on an operation that was not repeatable, and whether they were in effect.
+"""Settings with a bearing on an operation that was not repeatable, and whether they were in effect.
 
-Contract: imports no torch. A table from operators and devices to rows of ``settings.SETTINGS``, which say what is
-required and why; combined with what both runs read back.
+Contract: imports no torch. A table leads from operators and devices to rows of ``settings.SETTINGS``, with their
+required values and reasons; it is combined with the values both runs read back.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ _READERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Which settings bear on which operators.
+    """Settings with a bearing on some operators.
 
-    ``operators``: a regular expression for the whole name. ``device``: ``None`` for any. ``settings``: names of the
-    settings table, the likeliest first.
+    Args:
+        operators: A regular expression for the whole name.
+        device: ``None`` for any.
+        why: The reason, for the verdict.
+        settings: Names of the settings table, the likeliest first.
     """
 
     operators: str
@@ -146,7 +149,7 @@ _NOT_DISPATCHED = Rule(
 
 
 class State(StrEnum):
-    """What was found of a setting."""
+    """The state of a setting in both runs."""
 
     DIFFERS = "differs between the two runs"
     NOT_AS_REQUIRED = "is not as required"
@@ -157,7 +160,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingFound:
-    """One setting that bears on the difference, as both runs read it back."""
+    """One setting with a bearing on the difference, as both runs read it back."""
 
     name: str
     state: State
@@ -167,7 +170,7 @@ class SettingFound:
     remedy: str
 
     def describe(self) -> str:
-        """One line with the value, what it must be, and why."""
+        """Writes one line with the value, the required one, and the reason."""
         if self.state is State.DIFFERS:
             return f"{self.name} was {self.first} in the first run and {self.second} in the second: {self.remedy}"
         must = f", must be {self.required}" if self.state is State.NOT_AS_REQUIRED else ""
@@ -176,7 +179,13 @@ class SettingFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why it differs. ``settings``: those that bear on it, those to blame first; ``others``: that differ besides."""
+    """The reason for a difference.
+
+    Args:
+        why: In words.
+        settings: With a bearing on it, settings to blame first.
+        others: Unequal in the two runs besides.
+    """
 
     why: str
     settings: tuple[SettingFound, ...]
@@ -184,7 +193,7 @@ class Cause:
 
     @property
     def responsible(self) -> tuple[SettingFound, ...]:
-        """The settings to blame: first those that differ, then those that are not as required; may be empty."""
+        """The settings to blame: unequal ones first, then ones not as required; may be empty."""
         return tuple(
             setting
             for state in (State.DIFFERS, State.NOT_AS_REQUIRED)
@@ -193,7 +202,7 @@ class Cause:
         )
 
     def describe(self) -> str:
-        """The verdict on settings in words."""
+        """Says the verdict on settings."""
         if self.responsible:
             return f"responsible:{bullet_list([setting.describe() for setting in self.responsible], limit=None)}"
         differing = bullet_list([setting.describe() for setting in self.others], limit=None)
@@ -207,7 +216,7 @@ class Cause:
 
 
 def find_rule(difference: Difference) -> Rule:
-    """The row of the table for a difference."""
+    """Finds the row of the table for a difference."""
     match difference.kind:
         case DifferenceKind.OTHER_PATH | DifferenceKind.OTHER_TENSOR | DifferenceKind.ENDED_EARLIER:
             return _OTHER_PATH
@@ -224,7 +233,7 @@ def find_rule(difference: Difference) -> Rule:
 
 
 def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping[str, str]) -> Cause:
-    """What the settings that both runs read back say about a difference."""
+    """Finds the settings to blame for a difference, from the values both runs read back."""
     rule = find_rule(difference)
     found = [_look_up(name, first, second) for name in rule.settings]
     order = list(State)
@@ -237,7 +246,7 @@ def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping
 
 
 def _without(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Random hashes differ in every process; they explain nothing where the path is the same."""
+    """Leaves out random hashes, which differ in every process; they explain nothing where the path is the same."""
     return [name for name in names if name not in set(known)]
 
 

@@ -1,8 +1,9 @@
-"""Where two runs of the same step first differ, from their operation logs: a pure comparison.
+"""Finds where two runs of the same step first differ, from their operation logs: a pure comparison.
 
-Contract: reads operation logs, imports no torch. Within a rank (and there within a lane) records are compared in order,
-and the first that differs is that rank's difference; what follows from it is not looked at. Of several ranks, one whose
-first difference is a communication that another rank fed with other bits only received it, and is not the origin.
+Contract: reads operation logs, imports no torch. Within a rank (and there within a lane) records are compared in order;
+the first unequal one is the rank's difference, and its consequences are not looked at. Where another rank fed a
+communication with other bits, a rank whose first difference is this communication only received it, and is not the
+origin.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RankComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """All ranks of one step. ``origin``: the difference that the others follow from, as far as the logs show."""
+    """All ranks of one step. ``origin``: the difference the others follow from, as far as the logs show."""
 
     step: int
     ranks: tuple[RankComparison, ...]
@@ -38,17 +39,21 @@ class StepComparison:
 
     @property
     def num_operations(self) -> int:
-        """Operations that were compared and are equal, over all ranks."""
+        """Equal operations, over all ranks."""
         return sum(compared.num_operations for compared in self.ranks)
 
     @property
     def num_digests(self) -> int:
-        """Tensors that were compared by their digests and are equal, over all ranks."""
+        """Tensors with equal digests, over all ranks."""
         return sum(compared.num_digests for compared in self.ranks)
 
 
 def compare_step(step: int, first: Mapping[int, ReadableLog], second: Mapping[int, ReadableLog]) -> StepComparison:
-    """Compare one step's operation logs, by global rank. Raises ``TraceError`` where a rank has none in one run."""
+    """Compares one step's operation logs, by global rank.
+
+    Raises:
+        TraceError: A rank has none in one run.
+    """
     if first.keys() != second.keys() or not first:
         raise TraceError(
             f"step {step}: the first run has operation logs of ranks {sorted(first)}, the second of "
@@ -60,7 +65,7 @@ def compare_step(step: int, first: Mapping[int, ReadableLog], second: Mapping[in
 
 
 def compare_rank(first: ReadableLog, second: ReadableLog) -> RankComparison:
-    """Compare two operation logs of one rank record by record.
+    """Compares two operation logs of one rank record by record.
 
     Views are passed over: megatron-core 0.19.2 makes some in the order of a set of parameters, which differs between
     processes and changes no bit.
@@ -77,6 +82,7 @@ def compare_rank(first: ReadableLog, second: ReadableLog) -> RankComparison:
         num_operations += one.completes is None
         num_digests += one.num_digests
     if difference is not None and difference.kind is DifferenceKind.NOT_DISPATCHED:
+        # Only then the logs are read once more, to find who last touched the memory.
         difference = _explain_input(difference, first, second)
     return RankComparison(
         global_rank=first.header.global_rank,
@@ -94,7 +100,7 @@ _Pair = tuple[OperationRecord | None, OperationRecord | None]
 
 
 def _pair_lanes(first: Iterable[OperationRecord], second: Iterable[OperationRecord]) -> Iterator[_Pair]:
-    """The n-th record of each lane with the n-th of the same lane: threads may interleave in another way."""
+    """Pairs the n-th record of each lane with the n-th of the same lane: threads may interleave in another way."""
     waiting: dict[str, tuple[deque[OperationRecord], deque[OperationRecord]]] = {}
     for pair in zip_longest(first, second):
         for side, record in enumerate(pair):
@@ -123,6 +129,7 @@ def _compare_records(
     if first is None or second is None:
         kind = DifferenceKind.ENDED_EARLIER
     elif _path(first) != _path(second):
+        # From the outside in: bits mean something only where both runs do the same with the same inputs.
         kind = DifferenceKind.OTHER_PATH
     elif tensors := _differing(first.inputs, second.inputs):
         kind = DifferenceKind.NOT_DISPATCHED
@@ -143,7 +150,7 @@ def _compare_records(
 
 
 def _path(record: OperationRecord) -> tuple[object, ...]:
-    """What two runs of one program must have alike before their bits can be compared."""
+    """Returns the part of a record two runs of one program must have in common before their bits can be compared."""
     return (
         *(record.operator, record.phase, record.module, record.node, record.place, record.device, record.arguments),
         *(record.group, record.peer, record.completes is None),
@@ -166,7 +173,7 @@ def _differing(first: Sequence[TensorRecord], second: Sequence[TensorRecord]) ->
 
 
 def _explain_input(difference: Difference, first: ReadableLog, second: ReadableLog) -> Difference:
-    """Whether the program took another tensor, and if not, up to which record the changed memory was equal."""
+    """Finds whether the program took another tensor, and if not, up to which record the changed memory was equal."""
     index = next(
         position
         for position, tensor in enumerate(difference.record.inputs)
@@ -182,7 +189,7 @@ def _explain_input(difference: Difference, first: ReadableLog, second: ReadableL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mentions:
-    """What earlier records of one run say about an input: the memory, its last record, whether its bits were seen."""
+    """An input in earlier records of one run: the memory, its last record, whether its bits were seen."""
 
     storage: int
     last: OperationRecord | None

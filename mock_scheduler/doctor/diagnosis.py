@@ -1,4 +1,4 @@
-"""What two replays of the same steps show: operation logs, batches and metrics, compared to the last bit.
+"""Compares two replays of the same steps: operation logs, batches and metrics, to the last bit.
 
 Contract: reads the folders of two completed runs; writes and starts nothing.
 """
@@ -19,10 +19,13 @@ from mock_scheduler.support.run_files import METRICS_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What two replays showed.
+    """The result of two replays.
 
-    ``steps``: those whose logs were compared, up to the first that differs. ``cause``: of the last one's origin.
-    ``others``: batches and metrics that differ, in words. ``num_metrics``: metrics that were compared.
+    Args:
+        steps: Steps with compared logs, up to the first unequal one.
+        cause: Of the last step's origin.
+        num_metrics: Metrics compared.
+        others: Unequal batches and metrics, in words.
     """
 
     steps: tuple[StepComparison, ...]
@@ -32,12 +35,12 @@ class Diagnosis:
 
     @property
     def num_operations(self) -> int:
-        """Operations that are equal, over all steps and ranks."""
+        """Equal operations, over all steps and ranks."""
         return sum(step.num_operations for step in self.steps)
 
     @property
     def num_digests(self) -> int:
-        """Tensors that are equal, over all steps and ranks."""
+        """Equal tensors, over all steps and ranks."""
         return sum(step.num_digests for step in self.steps)
 
     @property
@@ -57,10 +60,11 @@ class Diagnosis:
 
 
 def diagnose(first_dir: Path, second_dir: Path, *, step: int) -> Diagnosis:
-    """Compare two finished runs with ``trace.operations``, by their ``output_dir``; ``step`` must be among theirs.
+    """Compares two finished runs with ``trace.operations``, by their ``output_dir``; ``step`` must be among theirs.
 
-    Raises ``TraceError`` for operation logs or metrics that are missing or cannot be read, ``AlignmentError`` for what
-    the runs say about themselves.
+    Raises:
+        TraceError: Operation logs or metrics are missing or cannot be read.
+        AlignmentError: A run's own summary cannot be read.
     """
     first, second = find_operation_logs(first_dir), find_operation_logs(second_dir)
     steps: list[StepComparison] = []
@@ -88,7 +92,7 @@ def _find_cause(step: StepComparison, first: _Logs, second: _Logs) -> Cause | No
 
 
 def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
-    """How many metrics were compared, and what differs: batches of steps, metrics of steps."""
+    """Counts the compared metrics, and lists unequal ones: batches of steps, metrics of steps."""
     one, other = load_batches(first), load_batches(second)
     problems = [f"the batch of step {step}" for step in sorted({*one, *other}) if one.get(step) != other.get(step)]
     ones, others = _load_computed(first), _load_computed(second)
@@ -100,7 +104,7 @@ def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
 
 
 def _load_computed(output_dir: Path) -> dict[tuple[int, str], float]:
-    """The metrics that a run computed itself, by step and name."""
+    """Loads the metrics a run computed itself, by step and name."""
     return {
         (step, name): value
         for step, metrics in load_metrics(output_dir / METRICS_FILE).items()

@@ -1,4 +1,4 @@
-"""The first difference of one rank between two runs of a step: what it is, and how it reads.
+"""The first difference of one rank between two runs of a step, and its words.
 
 Contract: imports no torch.
 """
@@ -14,18 +14,18 @@ from mock_scheduler.determinism.operations import OperationLogHeader, OperationR
 
 
 class ReadableLog(Protocol):
-    """What is compared: ``operations.OperationLog``, or records in memory."""
+    """A log to be compared: ``operations.OperationLog``, or records in memory."""
 
     @property
     def header(self) -> OperationLogHeader:
         """Step, rank and settings."""
 
     def records(self) -> Iterable[OperationRecord]:
-        """All records in order; may be asked for more than once."""
+        """Returns all records in order; may be asked for more than once."""
 
 
 class DifferenceKind(StrEnum):
-    """What a first difference means."""
+    """The meaning of a first difference."""
 
     NOT_REPEATABLE = "operation is not repeatable"
     DIFFERED_BEFORE = "differed before the step used it"
@@ -39,9 +39,15 @@ class DifferenceKind(StrEnum):
 class Difference:
     """The first difference of one rank.
 
-    ``first``, ``second``: the record of each run; ``None`` where that run had ended. ``tensors``: names of the tensors,
-    or ``returned value``, that differ. ``previous``: the last record before it that is equal in both. ``writer``: where
-    something changed outside of torch's operations, the last record that had that memory, up to which it was equal.
+    Args:
+        global_rank: Of the rank.
+        kind: Its meaning.
+        first: The first run's record; ``None`` where the run had ended.
+        second: The second run's record; as ``first``.
+        tensors: Names of the unequal tensors, or ``returned value``.
+        previous: The last record before it, equal in both runs.
+        writer: Where something changed outside of torch's operations, the last record with this memory, up to which it
+            was equal.
     """
 
     global_rank: int
@@ -54,13 +60,13 @@ class Difference:
 
     @property
     def record(self) -> OperationRecord:
-        """The record of the run that has one."""
+        """The record of the run with one."""
         record = self.first or self.second
         assert record is not None  # a difference is one of records
         return record
 
     def describe(self) -> str:
-        """The difference in one or two sentences, without the rank."""
+        """Says the difference in one or two sentences, without the rank."""
         what = self.record.describe()
         names = ", ".join(self.tensors)
         match self.kind:

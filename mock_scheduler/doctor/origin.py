@@ -1,8 +1,8 @@
-"""Of several ranks that differ, the one whose difference the others follow from.
+"""Finds the one of several unequal ranks from which the others follow.
 
-Contract: imports no torch. A rank whose first difference is what a communication gave it, with equal inputs of its own,
-only received it where another rank of that communication differed before it took part. The n-th communication of one
-kind in one group is the same on all its ranks; a receive matches the n-th send of its peer to it.
+Contract: imports no torch. A rank may first differ in the result of a communication, with equal inputs of its own. It
+only received the difference where another rank of the communication differed before it took part. The n-th
+communication of one kind in one group is the same on all its ranks; a receive matches the n-th send of its peer to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mock_scheduler.doctor.differences import Difference, DifferenceKind, Readab
 
 
 def find_origin(differences: Sequence[Difference], logs: Mapping[int, ReadableLog]) -> Difference | None:
-    """The earliest difference that no other rank's explains; logs: of one run, by global rank."""
+    """Finds the earliest difference no other rank's explains; ``logs``: of one run, by global rank."""
     by_rank = {difference.global_rank: difference for difference in differences}
     origins = [difference for difference in differences if not _was_received(difference, by_rank=by_rank, logs=logs)]
     # Differences that explain each other in a circle cannot be; were they to, the earliest is as good as any.
@@ -28,7 +28,7 @@ def _when(difference: Difference) -> tuple[int, int]:
 def _was_received(
     difference: Difference, *, by_rank: Mapping[int, Difference], logs: Mapping[int, ReadableLog]
 ) -> bool:
-    """Whether another rank's bits differed before it took part in the communication that brought this difference."""
+    """Whether another rank's bits differed before it took part in the communication behind this difference."""
     record = difference.record
     if record.group is None or difference.kind is not DifferenceKind.NOT_REPEATABLE:
         return False
@@ -47,14 +47,14 @@ def _was_received(
 
 
 def _is_same_result(difference: Difference, took_part: int) -> bool:
-    """Whether a rank differs only in what that communication gave it, with equal inputs: no cause, a victim as well."""
+    """Whether a rank differs only in the result of the communication, with equal inputs: no cause, a victim as well."""
     record = difference.record
     began = record.number if record.completes is None else record.completes
     return began == took_part and difference.kind is DifferenceKind.NOT_REPEATABLE
 
 
 def _count_alike(log: ReadableLog, communication: OperationRecord, *, before: int) -> int:
-    """How many communications of the same kind and group (and peer) this rank began earlier."""
+    """Counts earlier communications of the same kind and group (and peer) on this rank."""
     return sum(
         record.completes is None
         and record.number < before
@@ -65,7 +65,7 @@ def _count_alike(log: ReadableLog, communication: OperationRecord, *, before: in
 
 
 def _nth_alike(log: ReadableLog, communication: OperationRecord, *, index: int, sends_to: int | None) -> int | None:
-    """Number of the record with which another rank took part; ``sends_to``: for a receive, the rank that received."""
+    """Returns the number of the record with which another rank took part; ``sends_to``: for a receive, its rank."""
     operator = communication.operator if sends_to is None else "c10d.send.default"
     alike = (
         record.number

@@ -1,7 +1,7 @@
-"""Which runs ``mock-scheduler doctor`` makes: a recording where there is none, and two replays; nothing runs here.
+"""Plans the runs of ``mock-scheduler doctor``: a recording where there is none, and two replays; nothing runs here.
 
-All train the same steps, from the first to the one that is asked for, under the configuration's own layout. What must
-be equal by design and costs time is left out: validation, checkpoints, trackers.
+All train the same steps, from the first to the requested one, under the configuration's own layout. Work that costs
+time and is equal by design is left out: validation, checkpoints, trackers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ _NOT_FOR_USERS = ("max_steps", "trace.level", "trace.operations")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPlan:
-    """``recorder``: the run that makes the recording; ``None`` where there is one. ``step``: the last one replayed."""
+    """The runs of the doctor.
+
+    Args:
+        step: The last one replayed.
+        output_dir: Of all runs.
+        recording_dir: Of the replayed recording.
+        recorder: The run making the recording; ``None`` where there is one.
+        replays: Both.
+    """
 
     step: int
     output_dir: Path
@@ -55,7 +63,7 @@ class DoctorPlan:
         return (*([self.recorder] if self.recorder else []), *self.replays)
 
     def describe(self) -> str:
-        """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
+        """Writes ``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
         steps = "1 step (0)" if self.step == 0 else f"{count_of(self.step + 1, 'step')} (0 to {self.step})"
         return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"
 

@@ -17,7 +17,7 @@ _NUM_SHOWN = 5
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print how much was compared, the verdict, the first difference and what is responsible for it."""
+    """Prints how much was compared, the verdict, the first difference and its cause."""
     console.print()
     where = f"{count_of(len(diagnosis.steps), 'step')} and {count_of(len(diagnosis.steps[-1].ranks), 'rank')}"
     console.print(
@@ -67,7 +67,7 @@ def _print_indented(text: str, console: Console) -> None:
 
 
 def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:
-    """The whole diagnosis as JSON values."""
+    """Returns the whole diagnosis as JSON values."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(diagnosis.exit_code),

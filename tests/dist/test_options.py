@@ -23,7 +23,7 @@ from pipelines.megatron.model import wrap_data_parallel
 from pipelines.megatron.process.host_device import has_cuda
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches
 # Megatron-core 0.16.1 warns of its own default where its configuration is made.
 ignores_default = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 

@@ -23,13 +23,13 @@ def plant(fired: Fired) -> None:
     from pipelines.megatron.places import OwnBatch, own_batch
     from pipelines.megatron.process.runtime import Runtime
 
-    def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:  # noqa: ANN401
+    def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:
         own = own_batch(batch, runtime, **options)
         columns = torch.arange(batch.tokens.shape[1], device=runtime.device).expand_as(own.inputs.tokens)
         fired.count += 1
         return replace(own, inputs=replace(own.inputs, positions=columns))
 
-    learner.own_batch = own_batch_by_column
+    learner.own_batch = own_batch_by_column  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

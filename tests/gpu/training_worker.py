@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.layouts.training import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
 from pipelines.config.schema import PipelineConfig

@@ -22,12 +22,12 @@ from pipelines.megatron.places import ModelInputs, OwnBatch
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def config(*, emulate: dict[str, Any] | None = None, **sections: Any) -> PipelineConfig:  # noqa: ANN401
+def config(*, emulate: dict[str, Any] | None = None, **sections: Any) -> PipelineConfig:
     values: dict[str, Any] = {"exp_name": "order", "rollout_batch_size": 128, "val_batch_size": 128, **sections}
     return PipelineConfig.model_validate({**values, "order": {"emulate": emulate}})
 
 
-def plan(layout: dict[str, Any], **sections: Any) -> OrderPlan:  # noqa: ANN401
+def plan(layout: dict[str, Any], **sections: Any) -> OrderPlan:
     return plan_order(config(emulate=layout, training={"micro_batch_size": 8}, **sections))
 
 

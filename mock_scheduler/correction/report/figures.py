@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mock_scheduler.correction.report.view import StepHealth
-from mock_scheduler.display.figures import axis_title, finite_or_none, plain_layout, soft_font, thin_out
+from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, soft_font, thin_out
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.digests import JSON
 

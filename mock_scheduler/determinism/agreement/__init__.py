@@ -1,4 +1,4 @@
-"""Whether all ranks of a run hold the same values, at a cost that does not grow with their number.
+"""Checks whether all ranks of a run hold the same values, at a cost independent of their number.
 
 ``agreement.rounds`` is the exchange alone, without torch; this package imports torch.
 """

@@ -1,8 +1,8 @@
-"""Whether all ranks of a run hold the same values, at a cost per rank that does not grow with their number.
+"""Checks whether all ranks of a run hold the same values, at a cost per rank independent of their number.
 
 Contract: collective; every rank of the group must call, and every rank raises or none does. One reduction of eight
-integers where all agree. Where they do not, a fixed number of reductions whose size depends on the keys and the values
-that differ (``agreement_rounds``); nothing is gathered from every rank.
+integers where all agree. Where they do not, a fixed number of reductions, sized by the keys and the unequal values
+(``agreement_rounds``); nothing is gathered from every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REDUCE_OPS = {Op.MIN: dist.ReduceOp.MIN, Op.SUM: dist.ReduceOp.SUM}
 
 
 class RankGroup(Protocol):
-    """The ranks that must agree."""
+    """The ranks to agree."""
 
     @property
     def global_rank(self) -> int:
@@ -40,10 +40,10 @@ class RankGroup(Protocol):
         """Number of ranks in the group."""
 
     def reduce(self, reduction: Reduction) -> Words:
-        """The minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
+        """Returns the minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The bytes of every rank, by rank; collective, same answer on every rank. They may differ in length."""
+        """Returns the bytes of every rank, by rank, of any lengths; collective, same answer on every rank."""
 
 
 class TorchRankGroup:
@@ -55,14 +55,14 @@ class TorchRankGroup:
         self.world_size = dist.get_world_size()
 
     def reduce(self, reduction: Reduction) -> Words:
-        """One all-reduce of int64 words."""
+        """Makes one all-reduce of int64 words."""
         words = torch.tensor(reduction.words, dtype=torch.int64, device=self._device)
         dist.all_reduce(words, op=_REDUCE_OPS[reduction.op])
         reduced: Words = words.tolist()
         return reduced
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, which travel padded to the longest: nothing is pickled."""
+        """Gathers every rank's bytes, padded to the longest: nothing is pickled."""
         sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device=self._device))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if payload:  # torch.frombuffer refuses none
@@ -77,10 +77,10 @@ class TorchRankGroup:
 
 
 def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
-    """Raise RankDisagreementError on *every* rank where any rank's values differ.
+    """Raises RankDisagreementError on *every* rank where any rank's values differ.
 
-    It names each key, its values and the ranks that hold them, the rarest value first:
-    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``. Collective.
+    It names each key, its values and the ranks holding them, the rarest value first: ``NCCL_ALGO: rank 3 'Tree'; 4095
+    other ranks (first rank 0) 'Ring'``. Collective.
     """
     lines = _drive(agreement_rounds(values, global_rank=group.global_rank, world_size=group.world_size), group)
     if lines:
@@ -93,7 +93,7 @@ def all_equal(digest: bytes, group: RankGroup) -> bool:
 
 
 def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
-    """Carry a generator's reductions out in this group."""
+    """Makes a generator's reductions in this group."""
     try:
         reduction = next(rounds)
         while True:

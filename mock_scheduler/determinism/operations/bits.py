@@ -21,7 +21,7 @@ _SHIFTS = (30, 27, 31)
 
 
 def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with one element in place of each dimension that only repeats the same memory."""
+    """Returns the tensor with one element in place of each dimension that only repeats the same memory."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -29,7 +29,9 @@ def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_digest(tensor: torch.Tensor) -> str:
-    """The digest of a strided CPU tensor: SHA-256, its first 8 bytes. Copies only what is not contiguous."""
+    """Returns the digest of a strided CPU tensor: SHA-256, its first 8 bytes. Copies only tensors that are not
+    contiguous.
+    """
     plain = tensor if tensor.is_contiguous() else unrepeated(tensor.detach()).contiguous()
     if plain.is_conj() or plain.is_neg():
         plain = plain.detach().resolve_conj().resolve_neg()
@@ -40,7 +42,7 @@ def host_digest(tensor: torch.Tensor) -> str:
 
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of a strided tensor on any device as an int64 scalar there: it waits for nothing.
+    """Returns the digest of a strided tensor on any device as an int64 scalar there: it waits for nothing.
 
     Each element's bits and its position are mixed by the finaliser of splitmix64, and the results are added modulo
     2^64: a sum of integers is exact in any order. Elements wider than 64 bits count as several.
@@ -65,5 +67,5 @@ def _mix(bits: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def as_hex(digest: int) -> str:
-    """A device digest, read back as a signed number, as 16 hexadecimal digits."""
+    """Returns a device digest, read back as a signed number, as 16 hexadecimal digits."""
     return f"{digest & 0xFFFFFFFFFFFFFFFF:016x}"

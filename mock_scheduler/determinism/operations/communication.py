@@ -1,4 +1,4 @@
-"""What a dispatched communication is: its group, its peer, which of its tensors count, and when its results are there.
+"""Reads a dispatched communication: its group, its peer, the tensors that count, and when its results are there.
 
 Contract: communicates nothing itself, waits for nothing and keeps no tensor alive.
 """
@@ -28,10 +28,14 @@ _NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """One communication. ``group``: global ranks, in the group's order. ``peer``: a global rank, for send and receive.
+    """One communication.
 
-    ``unread``, ``undefined``: arguments whose content it does not read, or does not define, on this rank.
-    ``is_async``: whether its results may come after the call.
+    Args:
+        group: Global ranks, in the group's order.
+        peer: A global rank, for send and receive.
+        unread: Arguments whose content it does not read on this rank.
+        undefined: Arguments whose content it does not define on this rank.
+        is_async: Its results may come after the call.
     """
 
     group: tuple[int, ...]
@@ -43,7 +47,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """An asynchronous communication and those of its results that are still there."""
+    """An asynchronous communication and its results still in memory."""
 
     number: int
     operator: str
@@ -52,7 +56,7 @@ class Completed:
 
 
 class PendingResults:
-    """Results of asynchronous communications that nothing has used yet."""
+    """Results of asynchronous communications nothing has used yet."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
@@ -64,7 +68,7 @@ class PendingResults:
         communication: Communication,
         results: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        """Wait for the first use of any of the results."""
+        """Waits for the first use of any of the results."""
         if results:
             self._waiting[number] = _Waiting(
                 operator=operator,
@@ -73,9 +77,9 @@ class PendingResults:
             )
 
     def take(self, used: Iterable[torch.Tensor]) -> Iterator[Completed]:
-        """Those of whose memory a part is about to be used; they are not waiting any more.
+        """Returns results with memory about to be used, and forgets them.
 
-        A program that uses it has waited for the communication; other parts of the same storage prove nothing.
+        A program using it has waited for the communication; other parts of the same storage prove nothing.
         """
         if not self._waiting:
             return
@@ -105,7 +109,7 @@ class _Waiting:
 
 
 def read_communication(facts: OperatorFacts, bound: Mapping[str, Any]) -> Communication | None:
-    """The communication that an operation is, or ``None`` where it is none."""
+    """Reads an operation as a communication; ``None`` where it is none."""
     group = _find_group(bound) if facts.is_communication and facts.name != WAIT else None
     if group is None:
         return None
@@ -132,7 +136,7 @@ def _find_group(bound: Mapping[str, Any]) -> ProcessGroup | None:
 
 
 def _memory_of(tensor: torch.Tensor) -> _Span:
-    """Device, first byte and byte after the last that a tensor may touch; empty for what has no plain memory."""
+    """Returns device, first byte and byte after the last a tensor may touch; empty without plain memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.device, 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,9 +1,9 @@
 """The operation log of one training step on one rank, as a file.
 
 Contract: imports no torch. ``{output_dir}/operations/step_000000/rank_0.jsonl`` has one JSON object per line: a header
-(format version, step, rank, settings read back), then one record per operation in the order in which the rank began
-them, then a footer with their number. A file's presence is its completeness, as ``files`` says; one whose footer is
-missing or wrong is refused.
+(format version, step, rank, settings read back), then one record per operation in the order the rank began them, then a
+footer with their number. A file's presence is its completeness, as ``files`` says; a file without its right footer is
+refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 
 
 class Phase(StrEnum):
-    """What a rank was doing when it began an operation."""
+    """The part of a step a rank was in when it began an operation."""
 
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
@@ -37,11 +37,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRecord:
-    """A tensor that an operation read or wrote.
+    """A tensor an operation read or wrote.
 
-    ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: which memory it is in,
-    numbered in order of appearance; it says what in one run shares memory and is not compared between runs.
-    ``digest``: of its bytes in row-major order; ``None`` where there is none, and then ``note`` says why.
+    Args:
+        name: The operator's own name for it, such as ``mat2`` or ``tensors[0]``.
+        storage: Number of its memory in order of appearance, the same for tensors sharing memory; not compared between
+            runs.
+        digest: Of its bytes in row-major order; ``None`` where there is none, and then ``note`` says why.
     """
 
     name: str
@@ -58,16 +60,21 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationRecord:
-    """One operation. What is not known is empty.
+    """One operation; unknown fields are empty.
 
-    ``lane``: the thread that began it, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
-    ``module``: the module whose forward was running; in backward, the one whose forward made the autograd node.
-    ``node``: that autograd node. ``place``: file and line of the call, outside torch.
-    ``arguments``: its arguments that are no tensors. ``inputs``: before it ran, those that it overwrites left out;
-    ``outputs``: what it returned or wrote in place, and ``values`` what it returned that is no tensor.
-    ``group``: the global ranks of a communication's group. ``peer``: the other side of a send or receive.
-    ``completes``: this is no operation, but the moment when the results of that earlier, asynchronous one were first
-    used; they are its outputs.
+    Args:
+        lane: The thread it began in, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
+        module: The module whose forward was running; in backward, the one whose forward made the autograd node.
+        node: Of autograd.
+        place: File and line of the call, outside torch.
+        arguments: Its arguments other than tensors.
+        inputs: Before it ran, without inputs it overwrites.
+        outputs: Returned, or written in place.
+        values: Returned values other than tensors.
+        group: Global ranks of a communication's group.
+        peer: The other side of a send or receive.
+        completes: The record is no operation, but the first use of the results of this earlier, asynchronous one; they
+            are its outputs.
     """
 
     number: int
@@ -93,7 +100,7 @@ class OperationRecord:
 
     @property
     def is_computation(self) -> bool:
-        """Whether it read, made or sent anything; a view, which only names memory, did not."""
+        """Whether it read, made or sent anything; a view only names memory."""
         return bool(self.num_digests or self.values or self.group is not None or self.completes is not None)
 
     def describe(self) -> str:
@@ -106,7 +113,7 @@ class OperationRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLogHeader:
-    """Whose log it is. ``settings``: what determinism settings this rank read back when the step began."""
+    """Step and rank of a log. ``settings``: determinism settings this rank read back when the step began."""
 
     step: int
     global_rank: int
@@ -116,14 +123,18 @@ class OperationLogHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLog:
-    """A whole operation log on disk: its header, and its records, which are read anew each time they are asked for."""
+    """A whole operation log on disk: its header, and its records, read anew each time they are asked for."""
 
     path: Path
     header: OperationLogHeader
 
     @classmethod
     def open(cls, path: Path) -> OperationLog:
-        """Read the header; raises ``TraceError`` where the file cannot be read or is no operation log."""
+        """Reads the header.
+
+        Raises:
+            TraceError: The file cannot be read or is no operation log.
+        """
         content = _parse(path, next(_read_lines(path), ""))
         version = content.pop("format_version", None)
         if version != FORMAT_VERSION:
@@ -134,7 +145,11 @@ class OperationLog:
             raise TraceError(f"{path}: the header is no operation log's: {error}") from error
 
     def records(self) -> Iterator[OperationRecord]:
-        """Every record in order; raises ``TraceError`` where the file is cut off or is no operation log's."""
+        """Yields every record in order.
+
+        Raises:
+            TraceError: The file is cut off or is no operation log's.
+        """
         num_records, num_stated = 0, None
         for line in islice(_read_lines(self.path), 1, None):
             content = _parse(self.path, line)
@@ -154,12 +169,16 @@ class OperationLog:
 
 
 def operation_log_path(output_dir: Path, *, step: int, global_rank: int) -> Path:
-    """Where the operation log of one step and rank lies."""
+    """Returns the path of the operation log of one step and rank."""
     return output_dir / OPERATIONS_FOLDER / f"step_{step:06d}" / f"rank_{global_rank}.jsonl"
 
 
 def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
-    """The operation logs of a run by step and global rank, in order; empty where it has none. Raises ``TraceError``."""
+    """Finds the operation logs of a run by step and global rank, in order; empty where it has none.
+
+    Raises:
+        TraceError: A file cannot be read.
+    """
     found: dict[int, dict[int, OperationLog]] = {}
     for path in (output_dir / OPERATIONS_FOLDER).glob("*/*"):
         step, global_rank = _STEP_FOLDER.fullmatch(path.parent.name), _RANK_FILE.fullmatch(path.name)
@@ -169,7 +188,7 @@ def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
 
 
 def _parse_record(content: Mapping[str, Any]) -> OperationRecord:
-    """A record from its JSON object."""
+    """Makes a record from its JSON object."""
     fields = dict(content)
     for side in ("inputs", "outputs"):
         fields[side] = tuple(

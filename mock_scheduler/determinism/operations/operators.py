@@ -1,4 +1,4 @@
-"""What an operator's schema says about its tensors: which it overwrites, which hold no meaning, which are a view's.
+"""Facts of an operator from its schema: tensors it overwrites, tensors without meaning, and views.
 
 Contract: facts of operators alone, from torch's schemas and the tables below (torch 2.13); nothing is run.
 """
@@ -44,9 +44,11 @@ BROADCASTS = "c10d.broadcast_.default"
 class OperatorFacts:
     """One operator overload.
 
-    ``written``: names of the arguments that it writes; ``overwritten``: those of them whose content it never reads.
-    ``results``: names of what it returns, ``None`` for what is one of its arguments.
-    ``has_digests``: whether bits are worth a digest; not those of a view, nor what an allocator returns.
+    Args:
+        written: Names of the arguments it writes.
+        overwritten: Written arguments whose content it never reads.
+        results: Names of its results, ``None`` for a result equal to an argument.
+        has_digests: Its bits are worth a digest; bits of a view or of fresh memory are not.
     """
 
     name: str
@@ -59,16 +61,16 @@ class OperatorFacts:
     is_communication: bool
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The given arguments by name; defaults that were left out are not in it."""
+        """Returns the given arguments by name, without defaults left out."""
         if not self.arguments:
             return {f"argument{position}": value for position, value in enumerate(args)} | dict(kwargs)
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def unread(self, bound: Mapping[str, Any]) -> frozenset[str]:
-        """Arguments whose content this call does not read.
+        """Returns arguments whose content this call does not read.
 
         ``addmm`` and its kin ignore ``self`` where ``beta`` is 0 (torch documentation); Megatron's attention gives
-        memory there that nothing has written.
+        memory there nothing has written.
         """
         is_ignored = "beta" in self.arguments and bound.get("beta", 1) == 0
         return self.overwritten | {"self"} if is_ignored else self.overwritten
@@ -76,7 +78,7 @@ class OperatorFacts:
 
 @cache
 def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or HigherOrderOperator, untyped in torch
-    """The facts of one overload; of a higher-order operator, which has no schema, only the name."""
+    """Returns the facts of one overload; of a higher-order operator, which has no schema, only the name."""
     if isinstance(operator, HigherOrderOperator):
         return OperatorFacts(
             name=f"higher_order.{operator}",
@@ -115,7 +117,7 @@ def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or Hi
 
 
 def argument_of(name: str) -> str:
-    """``tensors`` for ``tensors[0]``."""
+    """Returns ``tensors`` for ``tensors[0]``."""
     return name.partition("[")[0]
 
 
@@ -125,7 +127,7 @@ def is_scratch(name: str) -> bool:
 
 
 def flatten_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in an argument or result, with its name: ``tensors[0]``."""
+    """Yields every tensor in an argument or result, with its name: ``tensors[0]``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """Where in the program an operation is: phase, module, autograd node, and line of code.
 
-Contract: global forward hooks that only keep a stack of names; no hook on a tensor or in the autograd graph. In
+Contract: global forward hooks keep a stack of names and nothing else; no hook on a tensor or in the autograd graph. In
 backward, the module is the one whose forward made the node: autograd numbers nodes as forward makes them (torch 2.13,
-``Node::sequence_nr``), and the numbers that appear while a module runs are its own.
+``Node::sequence_nr``), and the numbers appearing while a module runs are its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ACCUMULATION = "AccumulateGrad"
 
 
 class ProgramPlace:
-    """While entered, knows which module is running; ``modules``: the roots by the name that they shall have."""
+    """Knows the running module while entered; ``modules``: the roots, by name."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._names = {
@@ -56,7 +56,7 @@ class ProgramPlace:
             handle.remove()
 
     def now(self) -> tuple[Phase, str, str, str]:
-        """Phase, module, autograd node and ``file.py:line`` of the operation that begins now; empty: unknown."""
+        """Returns phase, module, autograd node and ``file.py:line`` of the operation beginning now; empty: unknown."""
         is_backward = torch._C._current_graph_task_id() != -1
         if self._running:
             self._name_new_nodes()
@@ -84,7 +84,7 @@ class ProgramPlace:
         self._running.pop()
 
     def _name_new_nodes(self) -> None:
-        """Give the autograd nodes that were made since the last call to the module that is running."""
+        """Gives the autograd nodes made since the last call to the running module."""
         # Each thread counts for itself: where one recomputes on a GPU, an equal number of another gets its name.
         next_node, thread = torch._C._autograd._get_sequence_nr(), threading.get_ident()
         module = self._running[-1] if self._running else ""
@@ -93,7 +93,7 @@ class ProgramPlace:
         self._next_node[thread] = next_node
 
     def _line(self) -> str:
-        """The innermost line of Python that is neither torch's nor this package's; empty within autograd's engine."""
+        """Returns the innermost line of Python outside torch and this package; empty within autograd's engine."""
         frame = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
@@ -108,7 +108,7 @@ class ProgramPlace:
 
 
 def _short(filename: str) -> str:
-    """From the innermost folder that is a package's outside on: ``megatron/core/transformer/mlp.py``."""
+    """Shortens a path to its part from the innermost package folder on: ``megatron/core/transformer/mlp.py``."""
     parts = Path(filename).parts
     if "site-packages" in parts:
         return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])

@@ -1,10 +1,10 @@
-"""Writes every operation that torch dispatches in a block, with digests of what it read and wrote, in order.
+"""Writes every operation torch dispatches in a block, with digests of its inputs and outputs, in order.
 
 Contract: observing changes no bit of the run: nothing is drawn from a generator, no tensor of the run is written, kept
-alive or moved, compiled code stays compiled, no communication is waited for that the program does not wait for in the
-same call. On a GPU digests stay there until some hundreds are read back at once. What a kernel outside torch's
-dispatcher does (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself, but
-in the digests of the next operation that reads it.
+alive or moved, compiled code stays compiled, and a communication is waited for only where the program waits for it in
+the same call. On a GPU digests stay there until some hundreds are read back at once. A kernel outside torch's
+dispatcher (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself, but in
+the digests of the next operation reading its results.
 
 Backward on a GPU runs in other threads: autograd carries the mode there with the rest of the calling thread's state
 (torch 2.13, ``GraphTask.thread_locals_``, an ``at::ThreadLocalState``). Records of such a thread have their own lane.
@@ -49,10 +49,13 @@ _NamedTensors = list[tuple[str, torch.Tensor]]
 def record_operations(
     output_dir: Path, header: OperationLogHeader, *, modules: Mapping[str, torch.nn.Module]
 ) -> Iterator[None]:
-    """Write the block's operation log to ``operation_log_path(output_dir, ...)`` when it ends; nothing where it raises.
+    """Writes the block's operation log to ``operation_log_path(output_dir, ...)`` when it ends; nothing where it
+    raises.
 
-    ``modules``: the roots whose submodules are to be named in it, by name. Does not communicate.
-    Raises ``OSError`` where the file cannot be written.
+    ``modules``: the roots with submodules to be named in it, by name. Does not communicate.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     path = operation_log_path(output_dir, step=header.step, global_rank=header.global_rank)
     with written_aside(path) as aside, aside.open("w", encoding="ascii") as lines:
@@ -63,7 +66,7 @@ def record_operations(
 
 
 class OperationRecorder(WatchingMode):
-    """The mode that sees each operation; its records go to ``writer``."""
+    """Sees each operation; its records go to ``writer``."""
 
     def __init__(self, writer: OperationLogWriter, place: ProgramPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +79,7 @@ class OperationRecorder(WatchingMode):
         self._lanes = {threading.get_ident(): "main"}
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the operation, and write down what is asked of it."""
+        """Runs the operation, and writes it down."""
         facts = facts_of(func)
         bound = facts.bind(args, kwargs)
         tensors = [pair for name, value in bound.items() for pair in flatten_tensors(name, value)]
@@ -103,7 +106,7 @@ class OperationRecorder(WatchingMode):
         tensors: _NamedTensors,
         communication: Communication | None,
     ) -> OpenRecord:
-        """The record of an operation that is about to run; it is open until ``_end``."""
+        """Returns the record of an operation about to run; it is open until ``_end``."""
         unread = facts.unread(bound) if communication is None else communication.unread
         record = self._start_record(facts.name)
         record |= {
@@ -171,7 +174,7 @@ class OperationRecorder(WatchingMode):
                 self._uninitialised.discard(self._storage_key(tensor))
 
     def _record_completed(self, tensors: _NamedTensors) -> None:
-        """A record for each asynchronous communication whose results are now used for the first time."""
+        """Records each asynchronous communication with results now used for the first time."""
         for done in self._pending.take(tensor for _, tensor in tensors):
             for _, tensor in done.results:
                 self._uninitialised.discard(self._storage_key(tensor))
@@ -218,7 +221,7 @@ class OperationRecorder(WatchingMode):
         return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
     def _forget(self, key: int) -> None:
-        """Number the memory anew: what lay at its address before is gone."""
+        """Numbers the memory anew: its former content is gone."""
         self._storages[key] = self._num_storages
         self._num_storages += 1
         self._uninitialised.discard(key)
@@ -231,7 +234,7 @@ class OperationRecorder(WatchingMode):
 
 
 def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-    """What was returned beside the arguments, by name."""
+    """Returns the results beside the arguments, by name."""
     if not facts.results:
         if result is not None and not facts.written:
             yield "result", result
@@ -252,7 +255,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _describe_arguments(bound: Mapping[str, Any]) -> str:
-    """Arguments that are no tensors, as ``dim=[0], keepdim=False``."""
+    """Writes arguments other than tensors, as ``dim=[0], keepdim=False``."""
     text = ", ".join(
         f"{name}={_describe_value(value)}"
         for name, value in bound.items()
@@ -272,7 +275,7 @@ def _describe_value(value: object) -> str:
 
 
 def _wait(result: Any) -> None:  # noqa: ANN401 - whatever the communication returns
-    """Wait for a communication whose caller waits for it next."""
+    """Waits for a communication its caller waits for next."""
     work = result[-1] if isinstance(result, tuple) else result
     if isinstance(work, torch.ScriptObject):
         # None: NCCL gives no work where the caller is not asynchronous; the stream keeps the order (torch 2.11).

@@ -1,4 +1,4 @@
-"""What every mode that watches torch's operations has in common: what it is shown, and what it leaves alone."""
+"""The base of modes that watch torch's operations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A mode that sees each operation once, by plain tensors, and runs it. ``watch`` is its subclass's own."""
+    """A mode for subclasses, which sees each operation once, by plain tensors, and runs it in ``watch``."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it does without the mode, unseen; torch would run it uncompiled otherwise."""
+        """Lets compiled code run as it does without the mode, unseen; torch would run it uncompiled otherwise."""
         return True
 
     def __torch_dispatch__(
@@ -31,5 +31,5 @@ class WatchingMode(TorchDispatchMode):
         return self.watch(func, args, kwargs or {})
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the operation and return what it returns."""
+        """Runs the operation and returns its result."""
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The table of settings that decide whether a run is repeatable, its rows by area, and how to look one up.
+"""The table of settings on which repeatable runs depend, its rows by area, and their look-up.
 
 Contract: imports no torch.
 """

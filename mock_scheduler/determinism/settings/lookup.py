@@ -1,6 +1,6 @@
-"""The table of settings that decide whether a run is repeatable and which bits it computes.
+"""The table of settings on which repeatable runs and their bits depend.
 
-Contract: imports no torch. The environment that launchers export, the check at the start, the read-back and the
+Contract: imports no torch. The environment of the launchers, the check at the start, the read-back and the
 documentation all come from this one table; the modules beside this one hold its rows by area.
 """
 
@@ -45,17 +45,17 @@ _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
 def environment_settings() -> list[Setting]:
-    """The rows that are environment variables."""
+    """Returns the rows of environment variables."""
     return [setting for setting in SETTINGS if setting.kind is Kind.ENVIRONMENT]
 
 
 def required_lines() -> list[str]:
-    """The lines of ``system_envs`` that every deterministic run has."""
+    """Returns the lines of ``system_envs`` every deterministic run has."""
     return [setting.yaml_line for setting in SETTINGS if setting.required]
 
 
 def find_setting(name: str) -> Setting | None:
-    """The table's row for a name; members of a family such as ``NVTE_*`` have one even unlisted; else ``None``."""
+    """Returns the table's row for a name; members of a family such as ``NVTE_*`` have one; else ``None``."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     for family in FAMILIES:
@@ -65,7 +65,7 @@ def find_setting(name: str) -> Setting | None:
 
 
 def recorded_names(environ: Iterable[str]) -> list[str]:
-    """Every listed environment variable, and every member of a family that is present, sorted."""
+    """Returns every listed environment variable, and every present member of a family, sorted."""
     prefixes = tuple(family.prefix for family in FAMILIES)
     listed = {setting.name for setting in environment_settings()}
     return sorted({*listed, *(name for name in environ if name.startswith(prefixes))})

@@ -1,4 +1,4 @@
-"""Settings of the process and the CPU: hash seed, threads, and which vector kernels compute.
+"""Settings of the process and the CPU: hash seed, threads, and vector kernels.
 
 "measured" in a source: on CPU with gloo, Megatron-core 0.16.1 with torch 2.13.0 and 0.19.2 with torch 2.14.1.
 """

@@ -1,4 +1,4 @@
-"""The four settings that every deterministic run writes in its configuration.
+"""The four settings every deterministic run writes in its configuration.
 
 Source: ROLL, rollout dump mock guide, "Determinism Settings".
 """

@@ -1,4 +1,4 @@
-"""One row of the settings table: what it is, which values are repeatable, who reads it when, and the source of that.
+"""One row of the settings table: its meaning, its repeatable values, its reader and their source.
 
 Contract: imports no torch. The rows are in the modules beside this one; ``lookup.SETTINGS`` is the whole table.
 """
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a setting is, and so how it is read back."""
+    """The kind of a setting, which decides how it is read back."""
 
     ENVIRONMENT = "environment variable"
     FLAG = "flag"  # of Python, torch or a library: read by the probe of the same name (``probes.PROBES``)
@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 
 class ReadAt(StrEnum):
-    """When a library reads a setting; what is set later has no effect."""
+    """The time at which a library reads a setting; a later change has no effect."""
 
     INTERPRETER = "when the Python interpreter starts"
     TORCH_IMPORT = "when torch is imported"
@@ -32,7 +32,7 @@ class ReadAt(StrEnum):
 
 
 class Between(StrEnum):
-    """What the run that records and the run that replays owe each other."""
+    """The agreement owed between the run that records and the run that replays."""
 
     MUST_MATCH = "must match"
     REPORTED = "changes bits: equal for bit-equality, a difference is reported"
@@ -43,12 +43,13 @@ class Between(StrEnum):
 class Setting:
     """One environment variable, flag or version.
 
-    ``pattern``: regular expression that the whole value must match in a deterministic run; ``None`` where any may be.
-    ``recommended``: the value to write, ``None`` where none is recommended.
-    ``required``: a deterministic run must have it in ``system_envs``.
-    ``exported``: launchers export the recommended value under ``DETERMINISTIC_MODE=1`` where it is not configured.
-    ``per_node``: names devices, files or logs of one node, so ranks may differ in it.
-    ``remedy``: why other values are refused or matter, and what to do.
+    Args:
+        pattern: Regular expression for the whole value in a deterministic run; ``None`` for any value.
+        recommended: The value to write, ``None`` where none is recommended.
+        required: A deterministic run must have it in ``system_envs``.
+        exported: Launchers export the recommended value under ``DETERMINISTIC_MODE=1`` where it is not configured.
+        per_node: It names devices, files or logs of one node, so ranks may differ in it.
+        remedy: Why other values are refused or matter, and the change to make.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Setting:
         return self.pattern is None or re.fullmatch(self.pattern, value) is not None
 
     def problem(self, value: str | None) -> str | None:
-        """What is wrong with a value in a deterministic run, or ``None``; ``value``: ``None`` where it is not set."""
+        """Says the fault of a value (``None``: not set) in a deterministic run; ``None`` for no fault."""
         if value is None:
             return f"{self.name} is not set; set it to {self.recommended!r}" if self.required else None
         if self.allows(value):
@@ -80,13 +81,13 @@ class Setting:
 
     @property
     def yaml_line(self) -> str:
-        """The line to write under ``system_envs``."""
+        """Returns the line to write under ``system_envs``."""
         return f"{self.name}: '{self.recommended}'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """All environment variables that begin with ``prefix`` and have no row of their own.
+    """All environment variables with a name beginning with ``prefix`` and no row of their own.
 
     Where they are present they are read back as ``between_runs`` says. ``per_node`` as in :class:`Setting`.
     """
@@ -98,7 +99,7 @@ class Family:
     per_node: bool = False
 
     def setting(self, name: str) -> Setting:
-        """The row of one member."""
+        """Returns the row of one member."""
         return Setting(
             name=name,
             per_node=self.per_node,

@@ -1,4 +1,4 @@
-"""Settings of torch's switches and of compilers that choose kernels by timing them."""
+"""Settings of torch's switches and of compilers choosing kernels by timing them."""
 
 from __future__ import annotations
 

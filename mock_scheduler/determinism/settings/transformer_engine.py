@@ -1,4 +1,4 @@
-"""Settings of attention and TransformerEngine: backends, and every ``NVTE_*`` variable that changes bits.
+"""Settings of attention and TransformerEngine: backends, and every ``NVTE_*`` variable with an effect on bits.
 
 Source of the list: ``getenv`` and ``environ`` in TransformerEngine 2.x. TransformerEngine reads its variables at
 different times, some when it is imported, so all must be exported before it.

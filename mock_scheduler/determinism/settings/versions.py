@@ -1,4 +1,4 @@
-"""What is installed and what it runs on: equal bits are promised only for equal versions on equal hardware."""
+"""Installed packages and hardware: equal bits are promised only for equal versions on equal hardware."""
 
 from __future__ import annotations
 

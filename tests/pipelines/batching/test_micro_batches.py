@@ -289,7 +289,7 @@ def test_weights_and_rejections_go_where_their_tokens_are() -> None:
         ("seq-mean-token-mean", "kept", [1.0] * 4 + [0.0] * 5),
     ],
 )
-def test_loss_weights_by_hand(mode: Any, rs_denominator: Any, expected: list[float]) -> None:  # noqa: ANN401
+def test_loss_weights_by_hand(mode: Any, rs_denominator: Any, expected: list[float]) -> None:
     """Trajectories of 1 + 3 (two rows), 2, 3 and 0 response tokens, two trajectories to an update."""
     batch = make_batch(3, 5, 4, 5, 2, turns=(2, 1, 1, 1))
     kept = torch.tensor([T, F, T, T, F, F, F, F, F])
