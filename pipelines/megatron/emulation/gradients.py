@@ -148,7 +148,7 @@ def _gradients_of_rank(
             if chunk[owned.place].counts_on(part):
                 flat = gradients[owned.place].reshape(-1)[owned.start : owned.end]
                 held.append((chunk[owned.place].is_vector, flat))
-    # Megatron makes a parameter group of each, and adds the norm's squares group by group.
+    # Megatron lists gradients by parameter group: matrices, then vectors.
     for vectors in (False, True):
         yield from (own for is_vector, own in held if is_vector is vectors)
 
