@@ -15,7 +15,7 @@ from rich.console import Console
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
-from mock_scheduler.commands import align as command
+from mock_scheduler.api import align as api
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
@@ -355,7 +355,7 @@ def test_what_is_read_from_folders_for_page_and_json_is_read_once(
         built.append(is_full)
         return build_view(result, is_full=is_full)
 
-    monkeypatch.setattr(command, "build_view", count)
+    monkeypatch.setattr(api, "build_view", count)
     bench.align(FakeLauncher(), json_path=tmp_path / "copy.json")
     assert built[-1]
     assert built.count(True) == 1

@@ -119,7 +119,16 @@ def test_torchrun_passes_on_what_the_failed_rank_exits_with(tmp_path: Path, monk
     """Rank 1 crashes as a peer of a failed rank does; the code that rank 0 chose is the run's, and its message stays
     readable: torchrun alone exits with 1 and ends with thirty lines of its own traceback.
     """
-    entry = "import os, sys\nsys.exit('peer lost' if os.environ['RANK'] == '1' else 3)\n"
+    # Rank 1 waits for rank 0, which torchrun would else end before it has said anything, on a busy machine.
+    entry = """import os, pathlib, sys
+said = pathlib.Path("said")
+if os.environ["RANK"] == "0":
+    said.touch()
+    sys.exit(3)
+while not said.exists():
+    pass
+sys.exit("peer lost")
+"""
     code, log = run_two_ranks(tmp_path, monkeypatch, entry)
     assert code == 3
     assert "Traceback" not in log
