@@ -26,6 +26,7 @@ _SMALL_AT_FIRST = 0.1
 def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
     """The tensor nearest to its bound, or furthest beyond it; ``None`` where no judged tensor differs."""
     differences = () if tensors is None else tensors.differences
+    # Tensors no larger than noise have no margin: their distance says nothing.
     apart = [item for item in differences if not item.bit_equal and item.is_judged]
     return min(apart, key=lambda item: item.margin, default=None)
 
@@ -140,5 +141,6 @@ def _has_grown(first: Divergence, tensors: TensorComparison) -> bool:
     before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
     if not before or first.value is None or first.bound == 0:
         return False
+    # Rounding grows step by step: near its bound one update before, and far smaller at the first one.
     is_near = before[-1].relative > _NEAR_BEFORE * before[-1].tolerance
     return is_near and before[0].relative < _SMALL_AT_FIRST * before[-1].relative

@@ -139,6 +139,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     if metrics is not None:
         found += [_from_finding(finding) for finding in metrics.findings]
         found += [from_metric(difference) for difference in metrics.exceeding]
+    # Within a phase the modules' own order decides, the same as for compared tensors.
     keys = {_trace_key(item) for item in found} - {None}
     position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
@@ -149,6 +150,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
 
     flipped = () if tensors is None else tensors.flipped_decisions
     if flipped:
+        # From the update after the first turned decision on, no bound was measured for these parameters.
         first = min((item.key.step, item.key.update) for item in flipped)
         found = [replace(item, is_estimate=True) if _is_amount(item) and time(item) > first else item for item in found]
 

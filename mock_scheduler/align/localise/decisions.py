@@ -55,6 +55,7 @@ def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | No
     An undecided sketch counts only where nothing is certain.
     """
     steps = [item.key.step for item in find_differing(comparison, is_exact=is_exact)]
+    # An earlier undecided step could be rounding, and would send all further runs to the wrong place.
     steps = steps or [item.key.step for item in comparison.undecided]
     return min(steps, default=None)
 
@@ -117,6 +118,7 @@ class GraftWalk:
         cause, still = self.remaining[0], {item.key for item in differing}
         self.num_runs += 1
         self.causes.append(cause)
+        # Equal with the graft and different without it: the tensor only passed the difference on.
         self.healed.append([item for item in self.remaining[1:] if item.key not in still])
         self.remaining = list(differing)
 

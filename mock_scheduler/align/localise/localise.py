@@ -116,6 +116,7 @@ class _Search:
     def narrow(self, first: Divergence | None) -> _Stage:
         """The first differing step, with its whole tensors."""
         step = None if first is None else first.step
+        # Nothing comes before step 0: where its tensors have room, sketches would only cost two runs.
         if step == 0 and self._guess_bytes() <= self.max_trace_bytes:
             return self._trace_whole(0)
         sketches = self._run_both("sketches", [sketch_overrides(run, step) for run in self._sides])

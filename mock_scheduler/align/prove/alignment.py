@@ -147,6 +147,7 @@ class AlignmentRunner:
             except ConfigError as error:
                 item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=str(error))
                 continue
+            # Names and folders apart, candidates with one layout have one reference.
             values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
             item.emulated_run = by_config.setdefault(str(values), run)
         return list(by_config.values())
@@ -160,7 +161,7 @@ class AlignmentRunner:
             if run not in usable:
                 self._warn(f"{run.name} failed; its output is in {run.log_path}")
         if not usable:
-            return None
+            return None  # bounds of theory stand in
         with self.store.timed("noise"), self.console.status("measuring the noise of every tensor"):
             noise = measure_noise(
                 baseline.output_dir,
@@ -187,6 +188,7 @@ class AlignmentRunner:
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
+            # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
 

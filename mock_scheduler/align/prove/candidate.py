@@ -142,6 +142,7 @@ class CloserLook:
         differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
+        # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
             bounds = self._measure_all_kinds(0 if first is None else first.step)
         return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)

@@ -59,15 +59,17 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
     """
     layout = candidate.config.parallel
     emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
+    # One process, whatever axes the candidate has: the reference's only parallelism is the order it follows.
     plain = {f"parallel.{key}": value for key, value in ParallelConfig().model_dump(mode="json").items()}
     overrides = [
         *(f"{key}={json.dumps(value)}" for key, value in plain.items()),
         f"order.emulate={_to_hydra(emulated)}",
-        "order.ordered_reductions=false",
+        "order.ordered_reductions=false",  # it concerns ranks, and the reference has one
     ]
     run = derive_run(
         candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
     )
+    # The baseline's code: a candidate's own module or packages must not vouch for themselves.
     return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
 
 

@@ -45,6 +45,7 @@ class _Sums:
 
     def add(self, before: Sequence[MergedTensor], after: Sequence[MergedTensor]) -> None:
         flat = [item.tensor.reshape(-1) for item in (*before, *after)]
+        # In chunks, since float64 copies of four whole tensors may not fit into memory.
         for start, stop in split_chunks(0, flat[0].numel()):
             olds_and_news = [tensor[start:stop].double() for tensor in flat]
             ours, theirs = (new - old for old, new in zip(olds_and_news[:2], olds_and_news[2:], strict=True))
@@ -91,6 +92,7 @@ class UpdateDirections:
         before, last = traces.merge(initial), -1
         for key in keys:
             after = traces.merge(key)
+            # Elements nobody holds are 0 here; a change of them would be no change of the training.
             is_whole = all(item.present is None for item in (*before, *after))
             if key.update != last + 1 or not is_whole or len({item.tensor.shape for item in (*before, *after)}) > 1:
                 self.left_out.add(name)
