@@ -199,7 +199,11 @@ def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
     found += [_from_finding(finding) for finding in tensors.findings]
     found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
     found += [_from_tensor(difference) for difference in tensors.exceeding]
-    return found + [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+    return found + [
+        Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
+        for ledger in tensors.ledgers
+        if ledger.difference is not None
+    ]
 
 
 def _is_amount(item: Divergence) -> bool:
@@ -244,10 +248,6 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         bound=difference.tolerance,
         is_estimate=difference.is_estimate,
     )
-
-
-def _from_ledger(ledger: LedgerComparison) -> Divergence:
-    return Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
 
 
 def _trace_key(item: Divergence) -> TraceKey | None:

@@ -20,13 +20,14 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 def check_free(where: str, overrides: Sequence[str], taken: Iterable[str]) -> None:
     """Raise ``ConfigError`` for an override of a key reserved for the alignment; ``a.`` takes all keys below it."""
     keys = override_keys(overrides)
-    clashes = [clash for name in taken for clash in dict.fromkeys(keys) if clash == name or _is_below(clash, name)]
+    clashes = [
+        clash
+        for name in taken
+        for clash in dict.fromkeys(keys)
+        if clash == name or (name.endswith(".") and f"{clash}.".startswith(name))
+    ]
     if clashes:
         raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")
-
-
-def _is_below(key: str, section: str) -> bool:
-    return section.endswith(".") and f"{key}.".startswith(section)
 
 
 def format_override(key: str, value: object) -> str:

@@ -75,7 +75,9 @@ class UpdateDirections:
         ours, theirs = (reader.keys(step) for reader in traces.readers)
         by_rule = find_without_gradient(ours) & find_without_gradient(theirs)
         ours, theirs = (frozenset(key for key in keys if key.name not in by_rule) for keys in (ours, theirs))
-        updated = sorted((key for key in ours & theirs if _is_policy(key, "parameter")), key=_order)
+        updated = sorted(
+            (key for key in ours & theirs if _is_policy(key, "parameter")), key=lambda key: (key.name, key.update)
+        )
         sums = {key.update: _Sums() for key in updated}
         self.left_out |= {key.name for key in ours ^ theirs if _is_policy(key, "parameter")}
         for name in dict.fromkeys(key.name for key in updated):
@@ -103,7 +105,3 @@ class UpdateDirections:
 
 def _is_policy(key: TraceKey, kind: str) -> bool:
     return key.kind == kind and not key.name.startswith(_CRITIC)
-
-
-def _order(key: TraceKey) -> tuple[str, int]:
-    return key.name, key.update
