@@ -6,7 +6,9 @@ no torch. ``docs/api.md`` lists them with their docstrings, and ``docs/python.md
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mock_scheduler.support.version import VERSION
@@ -151,3 +153,15 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
+
+
+class _Door(ModuleType):
+    """Keeps the functions ``compare`` and ``align`` visible beside the packages of the same names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system binds a package to its parent, in the place of the function.
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Door

@@ -25,10 +25,10 @@ from mock_scheduler.config.arguments import ConfigName, ConfigPath, Overrides, w
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
-from mock_scheduler.recording import RecordingReader
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves

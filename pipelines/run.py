@@ -31,7 +31,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
-from mock_scheduler.proxy import build_scheduler
+from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.packages import read_package_versions

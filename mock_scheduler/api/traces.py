@@ -12,12 +12,12 @@ import torch
 
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import TraceError
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full import reader as full
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch import reader as sketched
 from mock_scheduler.trace.sketch.sketch import Sketch
 

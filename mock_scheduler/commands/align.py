@@ -85,7 +85,9 @@ def _check_writable(options: AlignOptions) -> None:
             continue
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{name}: {path} cannot be written")
+            raise ConfigError(
+                f"{name}: the command cannot write {path}; name a file in a folder that exists and is writable"
+            )
 
 
 def _write_copies(alignment: Alignment, options: AlignOptions) -> dict[str, Path]:

@@ -146,7 +146,7 @@ def _find_places(reader: RecordingReader, chosen: StepRanges | None) -> list[Ste
 def _check_steps(scores: TrainingScores | None, places: list[StepPlace], run: Path | None) -> None:
     if scores is not None and not any(place.step in scores.steps for place in places):
         raise ConfigError(
-            f"{run} has traced none of the recorded steps to look at, {StepRanges.of(place.step for place in places)}; "
+            f"{run} has a trace of none of the recorded steps {StepRanges.of(place.step for place in places)}; "
             f"it has {StepRanges.of(scores.steps)}"
         )
 

@@ -115,7 +115,11 @@ def run_minimise(
         )
         verdict = trial.align_at(tuple(0 for _ in space.dimensions))
         if verdict not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT):
-            console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
+            console.print(
+                f"nothing to shrink: {candidate_name} is {verdict}, and only a diverged or suspect candidate shrinks",
+                highlight=False,
+                markup=False,
+            )
             return int(verdict.exit_code)
         trial.failing = (
             (VerdictKind.DIVERGED,) if verdict is VerdictKind.DIVERGED else (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
@@ -142,7 +146,7 @@ def _open_space(
     baseline = load((*overrides, *stated))
     candidates = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     if name not in candidates:
-        raise ConfigError(f"there is no candidate {name!r}; they are {', '.join(candidates)}")
+        raise ConfigError(f"there is no candidate {name!r}; the candidates are {', '.join(candidates)}")
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
     return build_space(program, baseline, planned, candidate), stated

@@ -99,7 +99,7 @@ def run_diff(
     Raises ``StepNotFoundError`` where neither has any of the chosen steps.
     """
     if os.path.realpath(dump_dirs[0]) == os.path.realpath(dump_dirs[1]):
-        raise ConfigError(f"{dump_dirs[0]} and {dump_dirs[1]} are the same recording: it would be compared with itself")
+        raise ConfigError(f"{dump_dirs[0]} and {dump_dirs[1]} are the same recording; give two different ones")
     readers = RecordingReader(dump_dirs[0]), RecordingReader(dump_dirs[1])
     chosen = parse_steps(steps)
     absent = describe_absent(chosen, [(reader.dump_dir, reader.steps()) for reader in readers])

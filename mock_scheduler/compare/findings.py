@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mock_scheduler.compare.residuals import Residual, Side
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.trace import LedgerKind, TraceKind
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import LedgerKind
 from mock_scheduler.trace.replicas import SketchConflict
 
 DifferenceKind = TraceKind | Literal["metric", "step", "rows", "ledger", "recording"]

@@ -13,9 +13,9 @@ from typing import Literal
 from mock_scheduler.compare.findings import Finding, NotCompared, Note
 from mock_scheduler.compare.residuals import Locality, Residual
 from mock_scheduler.compare.thresholds import LARGEST_BOUND
+from mock_scheduler.config.trace import TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import TRACE_KINDS, LedgerKind, TraceKind
 
 #: The kinds that a verdict must have compared.
 JUDGED_KINDS: tuple[TraceKind, ...] = ("gradient", "parameter")

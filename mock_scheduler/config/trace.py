@@ -25,7 +25,7 @@ TraceKind = Literal[
     "parameter",
     "weight",
 ]
-"""What a traced tensor is, in the order in which a training step computes it; ``trace.kinds`` explains each."""
+"""The kinds of traced tensors, in the order in which a step computes them; ``trace.entries.PHASES`` explains each."""
 
 LedgerKind = Literal["random", "collective"]
 """A sequence of calls rather than a tensor: random draws, and collectives."""

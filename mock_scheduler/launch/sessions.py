@@ -154,7 +154,7 @@ def load_status(output_dir: Path) -> RunStatus | None:
         content: dict[str, Any] = load_json_object(path)
         return RunStatus(started_s=content["started_s"], elapsed_s=content["elapsed_s"], exit_code=content["exit_code"])
     except (KeyError, ValueError) as error:
-        raise OSError(f"{path} is no status of a session's run: {error}") from error
+        raise OSError(f"{path} is not the status of a session's run: {error}") from error
 
 
 def find_running(plan_path: Path) -> Path | None:

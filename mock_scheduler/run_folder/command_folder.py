@@ -65,8 +65,7 @@ def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{marker.command} is at work in {path} already; wait until it has ended, or choose another "
-                "--output-dir"
+                f"another {marker.command} works in {path}; wait until it has ended, or choose another --output-dir"
             ) from None
         except OSError:
             pass  # no locks on this file system: better without protection than not at all

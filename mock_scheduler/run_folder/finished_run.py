@@ -188,7 +188,7 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no configuration: it has no keys")
+        raise ConfigError(f"{path} is not a configuration: it has no keys")
     return content
 
 

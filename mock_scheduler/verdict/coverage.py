@@ -13,8 +13,8 @@ from mock_scheduler.compare.findings import Note
 from mock_scheduler.compare.noise.judging import first_hidden_step
 from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.divergences import Divergence
 
 #: A difference that rounding made grow was at least so near to its bound at the update before,

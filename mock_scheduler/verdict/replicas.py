@@ -88,7 +88,7 @@ def check_replicas_at(
     trace_dir = find_trace(path)
     if trace_level(trace_dir) != "full":
         raise ConfigError(
-            f"{trace_dir} has sketches only, whose copies are checked by compare; trace the run with trace.level=full"
+            f"{trace_dir} has only sketches, and replicas reads whole tensors; trace the run with trace.level=full"
         )
     check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
     with open_trace(trace_dir) as reader:

@@ -9,8 +9,14 @@ import torch
 
 from mock_scheduler.adapters.nexrl.files import Content
 from mock_scheduler.adapters.nexrl.names import DumpKind
-from mock_scheduler.adapters.nexrl.parameters import ModelLayout, check_pattern, matching_tensors
-from mock_scheduler.adapters.nexrl.pieces import Piece, cut_piece, piece_content
+from mock_scheduler.adapters.nexrl.parameters import (
+    ModelLayout,
+    Piece,
+    check_pattern,
+    cut_piece,
+    matching_tensors,
+    piece_content,
+)
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.initial_weights import parameter_shapes

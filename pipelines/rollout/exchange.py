@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
+from mock_scheduler.recording.step.step_info import StepInfo
 
 
 def gather_rows(

@@ -24,7 +24,7 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
-from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
+from mock_scheduler.remote import encode_scores, metrics_as_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import METRICS_FILE
 from pipelines.clock import Clock

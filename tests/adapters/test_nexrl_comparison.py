@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import StepReport, compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.pairing import Item
-from mock_scheduler.adapters.nexrl.comparison.report import MAX_JSON_ITEMS, render_report, report_as_json
+from mock_scheduler.adapters.nexrl.comparison.report import (
+    MAX_JSON_ITEMS,
+    StepReport,
+    compare_dumps,
+    render_report,
+    report_as_json,
+)
 from mock_scheduler.adapters.nexrl.comparison.sections import Dumps, Section
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance, compare_numbers, compare_tensors
 from mock_scheduler.adapters.nexrl.files import save_content

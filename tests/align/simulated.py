@@ -18,11 +18,11 @@ import yaml
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from pipelines.config.schema import PipelineConfig

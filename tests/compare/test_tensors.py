@@ -10,13 +10,13 @@ from mock_scheduler.compare.bounds.bound import TensorBound
 from mock_scheduler.compare.measure.distance import compare_updates, measure, with_rounding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_traces
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.wording.findings import describe_finding
 from tests.compare.stated import stated
+from tests.rank_traces import save_rank_trace
 
 BOUNDS = stated(gradient=1e-3, update=1e-4)
 KEY = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")

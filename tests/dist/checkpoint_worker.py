@@ -27,7 +27,7 @@ from benchmarks.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_S
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
+from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.config.schema import PipelineConfig

@@ -20,7 +20,7 @@ from mock_scheduler.batch import RolloutBatch
 from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo, encode_step
+from mock_scheduler.recording.step.step_file import StepInfo, encode_step
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime

@@ -18,7 +18,7 @@ from benchmarks.layouts.comparison import CaseComparison, Difference, compare_ca
 from benchmarks.layouts.table import CaseResult, render
 from benchmarks.layouts.training import METRICS_FILE
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
+from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 

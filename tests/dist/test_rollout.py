@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.recording.step.container import decode_step
+from mock_scheduler.recording.step.step_file import decode_step
 from tests.dist.conftest import launch
 from tests.dist.rollout_worker import ONE_RANK, models_of
 

@@ -23,7 +23,7 @@ from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.step_file import StepInfo, decode_step, encode_step
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner

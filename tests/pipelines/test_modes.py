@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
 from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.recording import Contract, ContractField, Rule, StepInfo
+from mock_scheduler.recording.contract import Contract, ContractField, Rule
+from mock_scheduler.recording.step.step_info import StepInfo
 from tests.batches import SAMPLING as SAMPLING
 from tests.batches import make_batch as make_batch
 from tests.batches import make_identity as make_identity

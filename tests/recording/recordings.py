@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WrittenStep, open_recording
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.writing.opening import RecordingWriter, WrittenStep, open_recording
 from mock_scheduler.scheduler import RolloutRequest
 from tests.recording.builders import make_batch, make_contract, make_info
 

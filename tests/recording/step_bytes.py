@@ -12,8 +12,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.recording.step.container import encode_step
-from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_file import StepFile, encode_step
 from mock_scheduler.recording.storage.byte_sources import MemorySource
 from tests.recording.builders import SAMPLING, make_info, make_row, make_rows
 

@@ -7,17 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.recording import (
-    Manifest,
-    Storage,
-    WriterOptions,
-    encode_step,
-    open_recording,
-    open_storage,
-    save_manifest,
-)
+from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.paths import file_name, step_name
 from mock_scheduler.recording.shards import commit_shards
+from mock_scheduler.recording.step.step_file import encode_step
+from mock_scheduler.recording.storage import Storage, open_storage
+from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 

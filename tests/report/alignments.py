@@ -20,12 +20,12 @@ from mock_scheduler.compare.noise.suspicions import Suspicion
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.recording import Contract, ContractField, Rule
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.decision import decide

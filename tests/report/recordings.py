@@ -12,9 +12,11 @@ from rich.console import Console
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.commands.recordings import run_diff, run_inspect, run_verify
-from mock_scheduler.recording import Contract, WriterOptions, open_recording
+from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.recording.writing.opening import open_recording
+from mock_scheduler.recording.writing.writer import WriterOptions
 from mock_scheduler.scheduler import RowShard
 from mock_scheduler.support.text import format_bytes
 from tests.recording.builders import SAMPLING, make_contract, make_info, make_row

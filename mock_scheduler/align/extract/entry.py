@@ -50,8 +50,8 @@ def find_entry_files(entry: str, own_packages: Collection[str]) -> EntryFiles:
     found = find_module(entry)
     if found is None:
         raise ConfigError(
-            f"the candidate's entry {entry!r} is no Python module in the working directory or on the Python path: run "
-            "this where the alignment was run"
+            f"the candidate's entry {entry!r} is not a Python module in the working directory or on the Python path; "
+            "run extract in the working directory of the alignment"
         )
     depth = len(entry.split(".")) + (found.name == "__main__.py")
     root = found.parents[depth - 1]
@@ -77,7 +77,7 @@ def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[s
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is no Python source: {error}") from error
+        raise ConfigError(f"{path} is not Python source: {error}") from error
     for name in _imported(tree, package=".".join(path.relative_to(root).parts[:-1])):
         top = name.partition(".")[0]
         found = None if top in own_packages else _find_below(root, name)

@@ -122,13 +122,13 @@ def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
 def _read_result(align_dir: Path) -> Mapping[str, Any]:
     path = align_dir / ALIGN_FILE
     if not path.is_file():
-        raise ConfigError(f"{align_dir} is no folder of an alignment: there is no {ALIGN_FILE} in it")
+        raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
     try:
         result = load_json_object(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(result.get("candidates"), list):
-        raise ConfigError(f"{path} is no result of mock-scheduler align: it has no list of candidates")
+        raise ConfigError(f"{path} is not a result of mock-scheduler align: it has no list of candidates")
     return result
 
 
@@ -149,8 +149,8 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
     if found.get("verdict") != _DIVERGED:
         diverged = [other for other, item in _by_name(result).items() if item.get("verdict") == _DIVERGED]
         raise ConfigError(
-            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}: there is no divergence to "
-            f"reproduce; diverged are {', '.join(diverged) or 'none'}"
+            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}, so it has no divergence to "
+            f"reproduce; the diverged candidates are {', '.join(diverged) or 'none'}"
         )
     return found
 
@@ -166,7 +166,7 @@ def _load(run_dir: Path) -> tuple[Program, RunConfig]:
     """Returns the program and the configuration of a finished run."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
+        raise ConfigError(f"{path}, the run's configuration, is gone; run the alignment again")
     program = find_program(path.stem, path.parent)
     return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
 
@@ -181,8 +181,8 @@ def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingRead
         except StepNotFoundError:
             continue
     raise StepNotFoundError(
-        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; without its "
-        "rollouts nothing can be extracted. Run the alignment again"
+        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; extract "
+        "needs its rollouts, so run the alignment again"
     )
 
 

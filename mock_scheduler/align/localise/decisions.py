@@ -18,8 +18,8 @@ from typing import get_args
 
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.verdict.localisation import (
     DifferingTensor,
     GraftedModule,

@@ -125,8 +125,7 @@ class Trials:
         if reduction.candidate.python is not None:
             own.append(f"python {reduction.candidate.python}")
         num_runs = len(self.tried)
-        were = "was" if num_runs == 1 else "were"
-        state = "" if minimum.is_complete else f", which {were} all that it may take: it may not be the smallest"
+        state = "" if minimum.is_complete else ", the limit of --max-runs; a smaller case may exist"
         lines = (
             f"still fails after {count_of(num_runs, 'alignment')}{state}",
             f"layout       {reduction.layout}",

@@ -133,7 +133,7 @@ def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> In
     versions = _named_versions(answer["python"], answer["versions"])
     missing = [name for name in _NEEDED if name not in versions]
     if missing:
-        raise ConfigError(f"python: {path} has no {' and no '.join(missing)}, which every run needs; install it there")
+        raise ConfigError(f"python: {path} has no {' and no '.join(missing)}; install {' and '.join(missing)} there")
     env = {}
     if answer["added"]:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_CHECKOUT), environ.get("PYTHONPATH"))))
@@ -163,7 +163,7 @@ def _ask(path: str, given: str, environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"python: {path} is no Python interpreter: it answered {done.stdout[:200]!r}") from error
+        raise ConfigError(f"python: {path} is not a Python interpreter: it answered {done.stdout[:200]!r}") from error
     return answer
 
 

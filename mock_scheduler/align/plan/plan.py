@@ -259,7 +259,7 @@ def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
         if value is not None and not any(f"{key}.".startswith(f"{name}.") for name in told)
     ]
     if found:
-        raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")
+        raise ConfigError(f"an alignment sets {', '.join(found)} itself; remove it from the configuration")
 
 
 def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:

@@ -246,7 +246,7 @@ class AlignmentRunner:
             if item.judged is None or item.summary is None or item.verdict.kind is VerdictKind.IDENTICAL:
                 continue
             if proofs.consequence:
-                with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
+                with self.store.timed("comparison"), self._showing(item.run, "measuring its effect on training"):
                     try:
                         item.consequence = find_consequence(
                             baseline.output_dir,
@@ -254,7 +254,7 @@ class AlignmentRunner:
                             load_clip_rule=item.run.program.load_clip_rule,
                         )
                     except (AlignmentError, TraceError) as error:
-                        self._warn(f"{item.run.name}: what it does to training is not known: {error}")
+                        self._warn(f"{item.run.name}: its effect on training is not known: {error}")
             if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
                 with self.store.timed("localisation"):
                     try:

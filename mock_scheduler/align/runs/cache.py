@@ -130,14 +130,16 @@ def find_cached(
     if not run_dir.is_dir():
         return NotReusable(reason="it has not run yet", was_there=False)
     if not path.is_file():
-        return NotReusable(reason=f"there is no {FINGERPRINT_FILE}: it did not complete, or its files were changed")
+        return NotReusable(
+            reason=f"there is no {FINGERPRINT_FILE}: the run did not complete, or its files were changed"
+        )
     try:
         document = open_sealed(path.read_bytes())
     except (OSError, ValueError) as error:
         return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
     if document.get("format_version") != FORMAT_VERSION:
         return NotReusable(
-            reason=f"{FINGERPRINT_FILE} is of version {document.get('format_version')}, expected {FORMAT_VERSION}"
+            reason=f"{FINGERPRINT_FILE} has version {document.get('format_version')}, expected {FORMAT_VERSION}"
         )
     changes = _describe_changes(document["keys"], fingerprint.keys)
     if changes:
@@ -211,10 +213,10 @@ def _show(keys: Mapping[str, JSON], key: str) -> str:
 
 
 def _describe_damage(stored: Mapping[str, JSON], present: Mapping[str, JSON]) -> list[str]:
-    gone = [f"{name} is not there any more" for name in stored if name not in present]
-    new = [f"{name} was not there when it completed" for name in present if name not in stored]
+    gone = [f"{name} is gone" for name in stored if name not in present]
+    new = [f"{name} is new since the run completed" for name in present if name not in stored]
     changed = [
-        f"{name} is not as it was when it completed"
+        f"{name} has changed since the run completed"
         for name in stored
         if name in present and stored[name] != present[name]
     ]

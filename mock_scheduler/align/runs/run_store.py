@@ -239,7 +239,7 @@ class RunStore:
             found = self.cache.find(run)
             if isinstance(found, Reusable):
                 outcomes[run.name] = found.elapsed_s
-                self._say(run, "taken again as it was run before")
+                self._say(run, "taken again from an earlier alignment")
                 on_done(run, found.elapsed_s)
                 continue
             if found.was_there:

@@ -16,8 +16,8 @@ from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, Tenso
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 
 class Bounds(Protocol):

@@ -28,8 +28,7 @@ from mock_scheduler.compare.bounds.tensor_noise import Pool, TensorNoise, find_f
 from mock_scheduler.compare.bounds.token_shares import TokenShares, is_share
 from mock_scheduler.compare.router_names import is_choice
 from mock_scheduler.compare.thresholds import FEWEST_ROUNDINGS, SAFETY
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _METRIC = "metric"
 _T = TypeVar("_T")

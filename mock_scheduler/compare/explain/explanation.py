@@ -25,9 +25,9 @@ from mock_scheduler.compare.residuals import Residual
 from mock_scheduler.compare.router_names import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.thresholds import NUM_FIRST, NUM_LARGEST
-from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
-from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 

@@ -19,7 +19,7 @@ from mock_scheduler.compare.noise.slopes import robust_z, slope_of, suspect_scal
 from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
 from mock_scheduler.compare.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.compare.thresholds import ENOUGH, FEWEST_ELEMENTS, FEWEST_SLOPES, LARGEST_Z
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase
 
 
 def judge_behind_equal_forward(

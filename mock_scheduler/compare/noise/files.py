@@ -18,11 +18,11 @@ from typing import Any, get_args
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.compare.noise.building import digest_of
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.files import save_json
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TraceKind
 
 NOISE_FILE = "noise.json"
 FORMAT_VERSION = 2

@@ -29,8 +29,7 @@ from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
 from mock_scheduler.compare.thresholds import SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH, THEORY_MOMENTS
 from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.sketch.sketch import difference
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")

@@ -12,8 +12,8 @@ from mock_scheduler.compare.findings import LedgerNotCompared, Note
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.pairing.sources import LedgerSource
 from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.config.trace import LEDGER_KINDS, LedgerKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace
-from mock_scheduler.trace.kinds import LEDGER_KINDS, LedgerKind
 
 _NO_CALLS: tuple[LedgerCall, ...] = ()
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d+)(?:\.(.+))?$")
 _BEFORE_LAYERS = re.compile(r"\bembedding\b")
@@ -85,8 +85,8 @@ def execution_order(names: Iterable[str]) -> list[str]:
 def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
     """Sorts trace keys in the order training computes them.
 
-    Step by step, update by update, phase by phase (``trace.kinds.PHASES``). Kinds of one phase are interleaved by their
-    place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
+    Step by step, update by update, phase by phase (``trace.entries.PHASES``). Kinds of one phase are interleaved by
+    their place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
     """
     return sorted(keys, key=_key_position)
 

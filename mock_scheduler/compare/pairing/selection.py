@@ -26,8 +26,8 @@ from mock_scheduler.compare.findings import (
 )
 from mock_scheduler.compare.residuals import Side
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.trace import LedgerKind, TraceKind
 from mock_scheduler.trace.entries import StepFooter, TraceKey
-from mock_scheduler.trace.kinds import LedgerKind, TraceKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from mock_scheduler.compare.pairing.pairs import TensorPair, all_of
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.router_names import routed_part
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.config.trace import TraceKind
 
 #: What is compared together, in the order within one update.
 STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")

@@ -25,10 +25,10 @@ from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.full_step import FullStep
 from mock_scheduler.compare.walk.sketches import compare_sketches
 from mock_scheduler.compare.walk.steps import Found, OnKey, StepSides, walk_steps
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS

@@ -17,11 +17,11 @@ import torch
 
 from mock_scheduler.compare.pairing.tokens import align_tokens
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import STEP_KINDS, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
 from mock_scheduler.verdict.results import CandidateResult
 
 MAX_ELEMENTS = 1 << 26  # of a tensor that is read for this

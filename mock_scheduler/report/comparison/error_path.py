@@ -16,10 +16,10 @@ from typing import Literal
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorDifference, Tier
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.verdict.verdict import Verdict
 from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.tensors import bound_ratio

@@ -9,7 +9,7 @@ from mock_scheduler.display.pages import axis_title, end_of_name, plain_layout, 
 from mock_scheduler.report.comparison.error_path import ErrorPath, PathPoint, PointTier
 from mock_scheduler.report.comparison.figures import describe_point
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase
 
 _PHASE_NAMES = {
     Phase.START: "start",

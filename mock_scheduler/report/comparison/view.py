@@ -17,9 +17,9 @@ from mock_scheduler.compare.tensors import (
     Tier,
 )
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import VerdictKind
 

@@ -15,9 +15,14 @@ from rich.text import Text
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.terminal import TextColumn, cut, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.contract import Rule
-from mock_scheduler.recording.inspection.description import FolderDescription, RecordingDescription
+from mock_scheduler.recording.inspection.description import (
+    FolderDescription,
+    RecordingDescription,
+    RecordingTotals,
+    Staleness,
+    StepStatistics,
+)
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
-from mock_scheduler.recording.inspection.statistics import RecordingTotals, Staleness, StepStatistics
 from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps

@@ -24,13 +24,13 @@ from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.consequence.figures import ClipFlip, ClipState, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 

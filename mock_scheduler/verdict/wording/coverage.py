@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
 from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error
 from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.tensors import count_kind, join_and, name_kinds

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.entries import PHASES, Phase
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger
 from mock_scheduler.verdict.wording.residuals import describe_residual

@@ -39,9 +39,9 @@ from mock_scheduler.compare.findings import (
 )
 from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.verdict.wording.residuals import describe_residual
 
 _NUM_NAMED = 3

@@ -17,9 +17,9 @@ from mock_scheduler.compare.tensors import (
     WorstElement,
 )
 from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.config.trace import LEDGER_KINDS, TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TraceKind
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
 from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 

@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.trace import LEDGER_KINDS, TraceConfig, TraceKind
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
-from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole
-from mock_scheduler.trace.sinks import open_sink
 from pipelines.clock import Clock
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe

@@ -44,7 +44,7 @@ def test_a_run_that_was_interrupted_is_not(tmp_path: Path) -> None:
     cache.clear(later)
     finish(later)  # and the launcher was killed before it said so
     assert cache.find(later) == NotReusable(
-        reason="there is no fingerprint.json: it did not complete, or its files were changed"
+        reason="there is no fingerprint.json: the run did not complete, or its files were changed"
     )
 
 
@@ -52,9 +52,7 @@ def test_a_baseline_without_its_recording_is_not_taken(tmp_path: Path) -> None:
     baseline, _ = run_all(tmp_path)
     step = next((tmp_path / "recording" / "train").iterdir())
     step.unlink()
-    assert open_cache(tmp_path).find(baseline) == NotReusable(
-        reason=f"recording/train/{step.name} is not there any more"
-    )
+    assert open_cache(tmp_path).find(baseline) == NotReusable(reason=f"recording/train/{step.name} is gone")
 
 
 def test_candidates_of_another_recording_are_not_taken(tmp_path: Path) -> None:

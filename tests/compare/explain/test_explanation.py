@@ -8,9 +8,9 @@ import torch
 
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.wording.residuals import describe_residual
 from tests.compare.stated import stated

@@ -11,11 +11,12 @@ import torch
 from mock_scheduler.compare.explain import parts as parts_module
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated

@@ -20,11 +20,12 @@ from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
 from mock_scheduler.compare.tensors import Figures, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.verdict import VerdictKind, decide
+from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds, describe_suspicion
 from mock_scheduler.verdict.wording.verdicts import describe_reason
+from tests.rank_traces import save_rank_trace
 
 WEIGHT = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.mlp.linear_fc1.weight")
 HIDDEN = "decoder.layers.0"

@@ -13,6 +13,7 @@ from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.trace.entries import (
     DimName,
@@ -25,7 +26,6 @@ from mock_scheduler.trace.entries import (
 )
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.verdict.decision import decide

@@ -21,8 +21,8 @@ from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
+from mock_scheduler.trace.selection import open_sink
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.sinks import open_sink
 from tests.batches import SAMPLING, make_row
 from tests.recording.builders import make_info
 from tests.report.recordings import record

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
+from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files

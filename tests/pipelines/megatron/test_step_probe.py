@@ -246,7 +246,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
         with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
             probe.start_step(batch, own_of(micro_batches_of(FIXED, batch=batch), runtime_of()), [])
             assert probe._sink is not None
-            probe._sink._wait()  # type: ignore[attr-defined]
+            probe._sink._jobs.flush()  # type: ignore[attr-defined]
             assert list(tmp_path.rglob("*.safetensors"))
             if fails_when == "training":
                 raise RuntimeError("out of memory")

@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
-from mock_scheduler.adapters.nexrl.comparison.report import describe_verdict
+from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps, describe_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError, ServiceError
-from mock_scheduler.recording.step.container import decode_step
-from mock_scheduler.remote.client import TrainingClient
-from mock_scheduler.remote.protocol import encode_datums, with_values
+from mock_scheduler.recording.step.step_file import decode_step
+from mock_scheduler.remote import TrainingClient, encode_datums, with_values
 from pipelines.config.loading import load_config
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config

@@ -10,8 +10,10 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError, StepNotFoundError
-from mock_scheduler.recording import RecordingReader, WriterOptions, open_storage
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.recording.storage.remote import FsspecStorage
+from mock_scheduler.recording.writing.opening import WriterOptions
 from mock_scheduler.scheduler import RowShard
 from pipelines.config.schema import RetentionConfig
 from tests.recording.builders import make_batch, make_info

@@ -10,8 +10,8 @@ import pytest
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, SchedulerError
-from mock_scheduler.proxy import build_async_scheduler, build_scheduler
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, dump, request

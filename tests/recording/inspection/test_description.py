@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
-from mock_scheduler.recording.inspection.statistics import (
+from mock_scheduler.recording.inspection.description import (
     RecordingStatistics,
     RecordingTotals,
     Staleness,
     StepStatistics,
     describe_step,
 )
+from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
 from tests.recording.builders import SAMPLING, make_info, make_row
 
 

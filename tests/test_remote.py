@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mock_scheduler.errors import ServiceError
-from mock_scheduler.remote.client import TrainingClient
-from mock_scheduler.remote.protocol import (
+from mock_scheduler.remote import (
+    TrainingClient,
     contract_problems,
     decode_datums,
     decode_scores,

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage.local import LocalStorage
-from mock_scheduler.recording.writing.forecast import DiskForecast
+from mock_scheduler.recording.writing.admission import DiskForecast
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 

@@ -15,7 +15,7 @@ from safetensors.torch import load, load_file
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import Ragged, RowValue
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.step.container import decode_step, encode_step
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from tests.recording.builders import SAMPLING, make_batch, make_info, make_row, make_rows
 from tests.recording.step_bytes import fixed_step, join_text, make_rich_batch, open_bytes, rewrite, tiny_step
 
