@@ -16,7 +16,7 @@ import yaml
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.noise.suspicions import Suspicion
+from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
@@ -72,7 +72,17 @@ SENTENCE = (
     "nothing else of the pass differs"
 )
 SUSPICION = Suspicion(
-    test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="12 gradients have a slope of 0.9991"
+    test="slope",
+    step=0,
+    update=0,
+    name="",
+    value=9e-4,
+    limit=1e-4,
+    fact=ScaledGradients(ratio=0.9991, factor=None, num_tensors=12, z=9.0, noise_z=1.5),
+)
+SUSPECT = (
+    "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the baseline's "
+    "(median of 12 slopes; z 9.0, of perturbed runs at most 1.5), where noise makes at most 1.0e-04 of it"
 )
 WEIGHTS = tuple(f"decoder.layers.{layer}.mlp.linear_fc{number}.weight" for layer in (0, 1) for number in (1, 2))
 TP = OwnChanges(keys=("parallel.tensor_model_parallel_size",))

@@ -233,9 +233,9 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
                 kind="collective", step=0, num_ranks=2, num_calls=40,
                 difference=LedgerDifference(
                     position=12,
-                    calls=tuple(
-                        LedgerCall(operation=name, num_elements=64, dtype="float32", group=(0, 1))
-                        for name in ("all_reduce", "all_gather")
+                    calls=(
+                        LedgerCall(operation="all_reduce", num_elements=64, dtype="float32", group=(0, 1)),
+                        LedgerCall(operation="all_gather", num_elements=64, dtype="float32", group=(0, 1)),
                     ),
                     num_calls=(20, 20),
                     places=(TP1,),
