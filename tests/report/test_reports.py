@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, OnlyIn
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display.json_values import to_json
@@ -110,7 +110,7 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
     result = make_result()
     candidate = result.candidates[0]
     assert candidate.verdict.tensors is not None
-    finding = Finding(kind="gradient", step=0, update=0, name=NAME, message="a finding")
+    finding = Finding(kind="gradient", step=0, update=0, name=NAME, fact=OnlyIn(side="baseline"))
     place = RankPlace(global_rank=0, coordinates={"tp": 0})
     key = TraceKey(step=0, update=0, kind="gradient", name=NAME)
     conflict = ReplicaConflict(key=key, first=place, second=place, num_elements=1, max_abs=1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, OnlyIn
 from mock_scheduler.report.alignment.builder import build_view, split_name
 from mock_scheduler.report.alignment.curves import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference
@@ -285,7 +285,7 @@ def test_a_first_divergence_is_told_once(result: AlignmentResult) -> None:
     diverged = result.candidates[1]
     of_noise, emulated = diverged.verdict, result.candidates[4].verdict
     assert of_noise.first is not None
-    finding = Finding(kind="gradient", step=0, update=0, name="v", message="gradient of v differs by 0.2 (bound 0)")
+    finding = Finding(kind="gradient", step=0, update=0, name="v", fact=OnlyIn(side="baseline"))
     elsewhere = Divergence(step=0, update=0, kind="gradient", name="v", evidence=finding)
     facts = EmulationFacts(layout="tp2 pp1 dp1", may_round=False)
     emulation = Proof(name="emulation", outcome="refuted", facts=facts, compared=emulated)
