@@ -215,8 +215,8 @@ def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, elsewhere)
     assert describe_reason(verdict) == (
         "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
-        "here; first divergence: gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0, update 0 has shape [2] in "
-        "the baseline and [4] in the candidate; against the baseline: first divergence: "
+        "here; first divergence: gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0, update 0 has shape [2] "
+        "in the baseline and [4] in the candidate; against the baseline: first divergence: "
         f"{SENTENCE}; beyond their bounds: 0 of 0 metrics, 1 of 1 tensor"
     )
 

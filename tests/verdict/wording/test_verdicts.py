@@ -92,8 +92,9 @@ def test_a_suspicion_is_the_headline_of_what_is_within_its_bounds() -> None:
     slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, fact=fact)
     found = Verdict(kind=VerdictKind.SUSPECT, why=NotExplainedByNoise(), suspicions=(slope,), proofs=(EQUALITY,))
     assert write_headline(found) == (
-        "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the baseline's "
-        "(median of 12 slopes; z 9.0, of perturbed runs at most 2.0), where noise makes at most 1.0e-04 of it"
+        "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the "
+        "baseline's (median of 12 slopes; z 9.0, of perturbed runs at most 2.0), where noise makes at most "
+        "1.0e-04 of it"
     )
 
 
