@@ -203,7 +203,7 @@ def compare_recording(config: PipelineConfig, dump_dir: str, steps: StepRanges |
 
 
 def _trajectories(batch: RolloutBatch) -> Iterator[list[Trajectory]]:
-    """Yield the rows of each trajectory, which lie side by side, in the order of their turns."""
+    """Yields the rows of each trajectory; they lie side by side, in the order of their turns."""
     for _, rows in groupby(batch.rows(), key=lambda row: row.identity.trajectory_key):
         yield list(rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.remote import TrainingClient, with_values
-from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.remote.contract import service_contract

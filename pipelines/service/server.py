@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
+from pipelines.agentic import run_entry
 from pipelines.config.schema import PipelineConfig
-from pipelines.entry import run_entry
 
 
 def check_service(config: PipelineConfig) -> None:

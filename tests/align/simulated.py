@@ -49,7 +49,7 @@ class Fault:
     same_rows: bool = False
 
 
-def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:  # noqa: ANN401
+def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:
     """A run of one process, as an alignment plans it."""
     return PlannedRun(
         program=PROGRAM,
@@ -234,4 +234,5 @@ def _first_row(spec: ShardSpec) -> ShardSpec:
 def _dims(kind: TraceKind, tensor: torch.Tensor) -> tuple[DimName, ...]:
     if kind in ("initial", "gradient", "parameter"):
         return ()
-    return ("token", "channel")[: tensor.dim()]
+    dims: tuple[DimName, ...] = ("token", "channel")
+    return dims[: tensor.dim()]

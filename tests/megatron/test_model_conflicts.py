@@ -12,8 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.megatron.rules import Effect, check_conflicts, find_conflicts
 from pipelines.config.loading import load_config
-from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.process.conflicts import megatron_values, read_setup
+from pipelines.megatron.transformer_config import build_transformer_config, megatron_values, read_setup
 
 # Megatron-core 0.16.1 warns of its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.recording.manifest import Manifest, save_manifest
@@ -20,7 +21,12 @@ RUN_ID = "run-1"
 
 
 def record(
-    dump_dir: Path, steps: Iterable[int] = (0,), mode: str = "train", *, compression: str = "none", **info: object
+    dump_dir: Path,
+    steps: Iterable[int] = (0,),
+    mode: str = "train",
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    **info: Any,
 ) -> None:
     """Record these steps, each of another batch of 4 trajectories; a second call adds to the recording."""
     writer = open_recording(
@@ -38,7 +44,7 @@ def record(
 
 
 def write_shards(
-    storage: Storage, parts: Sequence[RolloutBatch], *, step: int = 0, is_compressed: bool = False, **info: object
+    storage: Storage, parts: Sequence[RolloutBatch], *, step: int = 0, is_compressed: bool = False, **info: Any
 ) -> str:
     """Write one shard per part, without a commit; returns the step's name."""
     name = step_name(mode="train", scheduler_id="default", step=step)
@@ -50,7 +56,7 @@ def write_shards(
     return name
 
 
-def record_shards(dump_dir: Path, parts: Sequence[RolloutBatch], *, step: int = 0, **info: object) -> str:
+def record_shards(dump_dir: Path, parts: Sequence[RolloutBatch], *, step: int = 0, **info: Any) -> str:
     """Record one sharded step with its manifest and commit; returns the step's name."""
     storage = open_storage(str(dump_dir))
     if not storage.exists("recording.json"):
@@ -66,5 +72,5 @@ def cut(batch: RolloutBatch, owners: Sequence[int], count: int) -> list[RolloutB
     return [whole.select([row for row, owner in enumerate(owners) if owner == index]) for index in range(count)]
 
 
-def request(step: int = 0, **changes: object) -> RolloutRequest:
+def request(step: int = 0, **changes: Any) -> RolloutRequest:
     return RolloutRequest(**{"global_step": step, "batch_size": 4, **changes})

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -303,12 +304,12 @@ def make_batch() -> RolloutBatch:
 
 
 def _record(folder: Path) -> Path:
-    values = {"sequence_length": 64, "determinism.OMP_NUM_THREADS": "1"}
+    values: dict[str, Any] = {"sequence_length": 64, "determinism.OMP_NUM_THREADS": "1"}
     fields = [ContractField(name=name, value=value, rule=Rule.MUST_MATCH, advice="") for name, value in values.items()]
-    may = {"parallel.tensor_model_parallel_size": 1, "parallel.data_parallel_size": 1, "pg_clip": 0.2}
+    may: dict[str, Any] = {"parallel.tensor_model_parallel_size": 1, "parallel.data_parallel_size": 1, "pg_clip": 0.2}
     fields += [ContractField(name=name, value=value, rule=Rule.MAY_DIFFER, advice="") for name, value in may.items()]
     contract = Contract(fields)
-    provenance = {
+    provenance: dict[str, Any] = {
         **PROVENANCE,
         "vocabulary": VOCABULARY,
         "settings": {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring", "MKL_CBWR": "unset"},
@@ -325,7 +326,7 @@ def _write_run(
 ) -> Path:
     run = folder / name
     run.mkdir()
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "exp_name": name, "sequence_length": 64, "pg_clip": 0.2, "system_envs": {"DETERMINISTIC_MODE": "1"},
         "parallel": {
             "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1,
@@ -337,7 +338,7 @@ def _write_run(
         assert isinstance(target, dict)
         target[last] = value
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    stated = {"wall_s": 9.0, "rollout_s": 1.25, "train_s": 7.5, "validation_s": 0.25}
+    stated: dict[str, Any] = {"wall_s": 9.0, "rollout_s": 1.25, "train_s": 7.5, "validation_s": 0.25}
     threads = "2" if name == "loose" else "1"
     stated["settings"] = {"OMP_NUM_THREADS": threads, "NCCL_ALGO": "Ring", "MKL_CBWR": "unset"}
     (run / "run.json").write_text(json.dumps(stated), encoding="utf-8")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mock_scheduler.compare.findings import Finding, LedgerNotCompared, NotCompared, NotShown, OnlyIn
 from mock_scheduler.compare.pairing.order import order_keys
@@ -64,7 +65,7 @@ def make_keys(*, layers: int, step: int, update: int = 0) -> Iterator[TraceKey]:
     yield TraceKey(step=step, update=update, kind="loss", name="pg_loss")
 
 
-def make_difference(key: TraceKey, relative: float, **changes: object) -> TensorDifference:
+def make_difference(key: TraceKey, relative: float, **changes: Any) -> TensorDifference:
     """One tensor with a plausible set of figures."""
     is_equal = relative == 0
     worst = WorstElement(

@@ -36,7 +36,7 @@ def find(
     *,
     runs: Runs | None = None,
     config: dict[str, Any] | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> tuple[Runs, Localisation]:
     """The localisation of a fault, and the runs that it took."""
     runs = runs or Runs(folder=folder, fault=fault)

@@ -1,9 +1,11 @@
-"""One forward pass of a model chunk, and passes without a graph through all of them, whatever the layout."""
+"""Runs Megatron's schedules over micro-batches: forward passes without a graph, and an update's forward and backward.
+
+The same calls serve every layout; outputs and losses are there on the last pipeline stage alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,20 +14,23 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from pipelines.megatron.execution import Execution, LossFunction, LossSums
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.experts import padding_mask_argument
 from pipelines.megatron.model import unwrapped
 from pipelines.megatron.places import ModelInputs, OwnBatch
+from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
 
 OutputReduction = Callable[[int, torch.Tensor], torch.Tensor]
 """From a batch's position and the model's output for it to what is kept of that."""
 
 
 def run_chunk(model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
-    """The chunk's output: logits ``[b, s, V / tp]`` or values ``[b, s, 1]`` of the last, else hidden states.
+    """Computes a chunk's output: logits ``[b, s, V / tp]`` or values ``[b, s, 1]`` of the last, else hidden states.
 
-    A chunk that is not the first reads hidden states that were set by ``set_input_tensor``.
+    A chunk other than the first reads the hidden states of ``set_input_tensor``.
     """
     gpt = unwrapped(model)
     arguments: dict[str, object] = {"attention_mask": inputs.attention_mask}
@@ -63,7 +68,7 @@ def iterators(batches: Sequence[OwnBatch], num_chunks: int) -> object:
 
 
 def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
-    """``seq_length`` and ``micro_batch_size`` of a schedule's batches, which are of one shape unless it varies them."""
+    """Gives ``seq_length`` and ``micro_batch_size`` of a schedule's batches: one shape unless it varies them."""
     num_lines, share = batches[0].inputs.tokens.shape
     return {"seq_length": share * runtime.cp_size, "micro_batch_size": num_lines}
 
@@ -71,10 +76,10 @@ def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
 def forward_only(
     chunks: Sequence[torch.nn.Module], batches: Sequence[OwnBatch], runtime: Runtime, *, reduce: OutputReduction
 ) -> list[torch.Tensor]:
-    """``reduce(i, output)`` of each batch i, without graph; an empty list off the last stage.
+    """Returns ``reduce(i, output)`` of each batch i, without graph; an empty list off the last stage.
 
-    output: ``[b, s, V / tp]``; it is freed before that of the next batch is computed, so ``reduce`` must not return a
-    view of it. Every rank of the model-parallel group must call it.
+    output: ``[b, s, V / tp]``; it is freed before the next batch's is computed, so ``reduce`` must not return a view of
+    it. Every rank of the model-parallel group must call it.
     """
     for chunk in chunks:
         chunk.eval()
@@ -119,30 +124,11 @@ def _reduced_output_step(
 def forward_in_sequence(
     chunks: Sequence[torch.nn.Module], inputs: ModelInputs, runtime: Runtime
 ) -> torch.Tensor | None:
-    """The model's output for one batch of any shape, on the last stage; ``None`` on the others.
+    """Computes the model's output for one batch of any shape, on the last stage; ``None`` on the others.
 
-    Chunk after chunk around the stages, with no micro-batches to overlap: what generating one token at a time needs.
-    No other layout's order is followed. Every rank of the model-parallel group must call it.
+    Chunk after chunk around the stages, with no micro-batches to overlap, as generation of one token at a time needs
+    it. No other layout's order is followed. Every rank of the model-parallel group must call it.
     """
-    with _emulation_paused(chunks):
-        return _forward_in_sequence(chunks, inputs, runtime)
-
-
-@contextmanager
-def _emulation_paused(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    emulated = [gpt.emulated for gpt in map(unwrapped, chunks) if gpt.emulated is not None]
-    for modules in emulated:
-        modules.is_paused = True
-    try:
-        yield
-    finally:
-        for modules in emulated:
-            modules.is_paused = False
-
-
-def _forward_in_sequence(
-    chunks: Sequence[torch.nn.Module], inputs: ModelInputs, runtime: Runtime
-) -> torch.Tensor | None:
     group = parallel_state.get_pipeline_model_parallel_group()
     following, preceding = (runtime.pp_rank + 1) % runtime.pp_size, (runtime.pp_rank - 1) % runtime.pp_size
     output: torch.Tensor | None = None
@@ -165,3 +151,51 @@ def _received(gpt: GPTModel, inputs: ModelInputs, runtime: Runtime) -> torch.Ten
     num_lines, length = inputs.tokens.shape
     length //= runtime.tp_size if gpt.config.sequence_parallel else 1
     return torch.empty(length, num_lines, gpt.config.hidden_size, dtype=gpt.config.params_dtype, device=runtime.device)
+
+
+def accumulate_gradients(
+    model: TrainedModel,
+    batches: Sequence[OwnBatch],
+    loss: LossFunction,
+    *,
+    update: int = 0,
+    probe: TrainingProbe = NO_PROBE,
+) -> dict[int, torch.Tensor]:
+    """Accumulates gradients of all batches and reduces them over the layout; returns metrics by micro-batch index.
+
+    The metrics are empty off the last stage. Every rank must call it, with the batches of its replica. ``update``: its
+    number within the step, for the probe.
+    """
+    model.zero_grad()
+    by_batch: dict[int, torch.Tensor] = {}
+    with probe.watching(model, update):
+        for own_batches in model.execution.rounds(batches):
+            sums = get_forward_backward_func()(
+                forward_step_func=_loss_step(loss, model.execution, probe),
+                data_iterator=iterators(own_batches, len(model.data_parallel)),
+                model=list(model.data_parallel),
+                num_microbatches=len(own_batches),
+                forward_only=False,
+                **line_shape(own_batches, model.runtime),
+            )
+            if model.runtime.is_last_stage:
+                for own, metrics in zip(own_batches, sums, strict=True):
+                    by_batch |= model.execution.metrics_of_parts(own, metrics)
+    probe.state(model, update, "gradient")
+    return by_batch
+
+
+def _loss_step(
+    loss: LossFunction, execution: Execution, probe: TrainingProbe
+) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
+    """Megatron's forward step: the model's output, and the function that makes it a loss."""
+
+    def step(
+        data_iterator: Iterator[tuple[int, OwnBatch]], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., LossSums]]:
+        _, own = next(data_iterator)
+        with probe.computing(own):
+            output = run_chunk(model, own.inputs)
+        return output, lambda output: execution.sum_parts(own, output, loss)
+
+    return step
