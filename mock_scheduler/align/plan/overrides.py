@@ -31,14 +31,14 @@ def check_free(where: str, overrides: Sequence[str], taken: Iterable[str]) -> No
 
 
 def format_override(key: str, value: object) -> str:
-    """``key=value`` for a number, a bool, ``None`` or a text."""
+    """Writes ``key=value`` for a number, a bool, ``None`` or a text."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
     return f"{key}={value}" if isinstance(value, int | float) else quote_override(key, str(value))
 
 
 def quote_override(key: str, value: str) -> str:
-    """``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text."""
+    """Writes ``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text."""
     return f"{key}={quote_value(value)}"
 
 

@@ -65,7 +65,7 @@ class AlignmentRunner:
     _noise: NoiseBounds | None = None
 
     def run(self) -> AlignmentResult:
-        """Every stage. Raises ``AlignmentError`` where the baseline fails, with the baseline's own exit code."""
+        """Go through every stage. Raises ``AlignmentError`` where the baseline fails, with the baseline's own exit code."""
         planned = self.plan.baseline
         with self.store.timed("baseline"):
             outcome = self.store.execute([planned])[planned.name]
@@ -172,7 +172,7 @@ class AlignmentRunner:
         return noise
 
     def _bounds_of(self, baseline: RunSummary, item: CandidateState) -> Bounds:
-        """The bounds of a candidate: stated ones over measured ones, or else over theory."""
+        """Choose the bounds of a candidate: stated ones over measured ones, or else over theory."""
         assert item.summary is not None
         otherwise: Bounds | None = self._noise
         if otherwise is None:
@@ -284,7 +284,7 @@ class AlignmentRunner:
 
 
 def _why_not_emulated(item: CandidateState) -> NotTried | None:
-    """Why no reference is run in a candidate's order of sums; ``None`` where one is."""
+    """Says why no reference is run in a candidate's order of sums; ``None`` where one is."""
     if not item.baseline.config.align.proofs.emulate:
         return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
     if is_same_order(item.baseline, item.run):

@@ -228,7 +228,7 @@ class RunStore:
     _started_s: float = field(default_factory=time.perf_counter)
 
     def execute(self, runs: Sequence[PlannedRun], on_done: OnDone = lambda run, outcome: None) -> dict[str, Outcome]:
-        """Outcomes by name: of finished runs, taken again, and of new ones. Seconds are the caller's to count.
+        """Takes finished runs again and makes the others; returns outcomes by name. Seconds are the caller's to count.
 
         ``on_done`` is told of each as soon as it is known. Raises ``AlignmentError`` where an ``error.json`` cannot be
         read.
