@@ -25,7 +25,7 @@ _LEAST_WIDTH = 16
 
 
 def build_console() -> Console:
-    """Build a console on stdout, as wide as the terminal or as ``COLUMNS`` says, or 120 columns where there is neither."""
+    """Build a console on stdout, as wide as the terminal or ``COLUMNS``, or 120 columns where there is neither."""
     console = Console()
     is_width_known = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return console if is_width_known else Console(width=_PLAIN_WIDTH)

@@ -93,7 +93,7 @@ class GraftWalk:
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
-        """Names the tensors to put in next: every cause so far and the first tensor still differing; empty at the end."""
+        """Names the tensors to put in next: every cause and the first tensor still differing; empty at the end."""
         if self.end is not None or not self.remaining:
             return ()
         cause = self._find_end(self.remaining[0])

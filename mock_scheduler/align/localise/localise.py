@@ -213,7 +213,7 @@ class _Search:
         return _Stage(step=step, full=full, level=level, compared=compared, comparison=comparison, differing=differing)
 
     def _guess_bytes(self) -> float:
-        """Guesses the size of whole tensors of step 0, by the reference's trace of fewer kinds; infinite where it has none."""
+        """Guesses the size of whole tensors of step 0 by the reference's trace of fewer kinds; infinite without one."""
         try:
             with open_trace(self.reference.output_dir / TRACE_FOLDER) as trace:
                 return guess_bytes(self.reference, trace, num_ranks=self.candidate.config.parallel.world_size)
