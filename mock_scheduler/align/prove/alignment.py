@@ -65,7 +65,7 @@ class AlignmentRunner:
     _noise: NoiseBounds | None = None
 
     def run(self) -> AlignmentResult:
-        """Go through every stage; raises ``AlignmentError`` with the baseline's own exit code where the baseline fails."""
+        """Go through every stage; raises ``AlignmentError`` with the exit code of a failed baseline."""
         planned = self.plan.baseline
         with self.store.timed("baseline"):
             outcome = self.store.execute([planned])[planned.name]
