@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare import findings
-from mock_scheduler.compare.measure.figures import compute_figures
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison import findings
+from mock_scheduler.comparison.measure.figures import compute_figures
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.divergences import Divergence
 from tests.faults.catalogue import find_fault
@@ -24,7 +24,7 @@ _EXPECTED = Expected(phase="backward", names=("*layernorm.weight",), kind="copie
 
 
 def _first(*, kind: str = "gradient", name: str = "decoder.final_layernorm.weight", update: int = 0) -> Divergence:
-    finding = findings.Finding(kind=kind, step=0, update=update, name=name, message="")
+    finding = findings.Finding(kind=kind, step=0, update=update, name=name, fact=findings.OnlyIn(side="baseline"))
     return Divergence(step=0, update=update, kind=kind, name=name, evidence=finding, value=1.0, bound=0.0)
 
 

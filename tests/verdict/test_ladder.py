@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.compare.findings import Finding, OtherShape
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
@@ -30,7 +30,8 @@ from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import describe_reason
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
-SENTENCE = f"gradient of {KEY.name} at step 0, update 0 has shape [2] in the baseline and [3] in the candidate"
+HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
+SENTENCE = f"{KEY.describe()} has shape [2] in the baseline and [3] in the candidate"
 
 
 WHYS: dict[VerdictKind, Reason] = {
@@ -41,9 +42,8 @@ WHYS: dict[VerdictKind, Reason] = {
 }
 
 
-def first_at(value: float, *, name: str = KEY.name, size: int = 3) -> Divergence:
-    """A first divergence of this value, in a gradient of another size."""
-    fact = OtherShape(baseline=(2,), candidate=(size,))
+def first_at(value: float, *, name: str = KEY.name, fact: Fact = HERE) -> Divergence:
+    """A first divergence of this size."""
     finding = Finding(kind="gradient", step=0, update=0, name=name, fact=fact)
     return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
 
@@ -209,21 +209,21 @@ def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_em
 
 def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     """In bfloat16 the first tensor beyond its bound was one that is beyond it in honest runs, too."""
-    elsewhere = first_at(1e-2, name="decoder.layers.0.mlp.linear_fc1.weight", size=4)
+    elsewhere = first_at(1e-2, name="decoder.layers.0.mlp.linear_fc1.weight", fact=ELSEWHERE)
     confirmed = replace(DIVERGED, first=elsewhere)
     verdict = judge(replace(OTHER, direct=DIVERGED, wide=confirmed))
     assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, elsewhere)
     assert describe_reason(verdict) == (
         "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
-        "here; first divergence: gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0, update 0 has shape [2] "
-        "in the baseline and [4] in the candidate; against the baseline: first divergence: "
-        f"{SENTENCE}; beyond their bounds: 0 of 0 metrics, 1 of 1 tensor"
+        "here; first divergence: gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0, update 0 was traced by "
+        f"the baseline but not by the candidate; against the baseline: first divergence: {SENTENCE}; beyond their "
+        "bounds: 0 of 0 metrics, 1 of 1 tensor"
     )
 
 
 def test_where_float64_confirms_the_place_its_figures_stay_those_of_the_traced_runs() -> None:
     """Those of float64 stood there, which no trace of the candidate has."""
-    wide = replace(DIVERGED, first=first_at(2e-2, size=4))
+    wide = replace(DIVERGED, first=first_at(2e-2, fact=ELSEWHERE))
     verdict = judge(replace(OTHER, direct=DIVERGED, wide=wide))
     assert (verdict.first, verdict.why) == (DIVERGED.first, RefutedBy(proof="referee", is_same_place=True))
     reason = describe_reason(verdict)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from mock_scheduler.compare.findings import SketchWeightsNotCompared
-from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.comparison_json import MAX_LISTED
@@ -125,7 +124,7 @@ def test_lists_are_bounded_and_their_totals_are_said(tmp_path: Path) -> None:
     result = diverged(tmp_path, layers=60, steps=2)
     tensors = result.verdict.tensors
     assert tensors is not None
-    many = replace(tensors, notes=(SketchWeightsNotCompared(),) * 1234)
+    many = replace(tensors, notes=("a note",) * 1234)
     content = comparison_to_json(replace(result, verdict=replace(result.verdict, tensors=many)))["tensors"]
     assert isinstance(content, dict)
     assert (len(content["exceeding"]), content["num_exceeding"]) == (MAX_LISTED, len(many.exceeding))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.findings import KindNotCompared
-from mock_scheduler.compare.walk.metrics import compare_metrics
+from mock_scheduler.comparison.walk.metrics import compare_metrics
 from mock_scheduler.display import pages
 from mock_scheduler.display.pages import MAX_STEPS
 from mock_scheduler.errors import AlignmentError
@@ -188,7 +187,7 @@ def test_no_text_of_a_run_becomes_part_of_the_page(tmp_path: Path) -> None:
     verdict = replace(
         result.verdict,
         full_dump=(EVIL,),
-        tensors=replace(tensors, differences=differences, notes=(KindNotCompared(kind="gradient", names=(EVIL,)),)),
+        tensors=replace(tensors, differences=differences, notes=(EVIL,)),
         first=replace(first, name=f"{first.name}{EVIL}", evidence=differences[0]),
     )
     result = replace(result, verdict=verdict, candidate=replace(result.candidate, name=EVIL))

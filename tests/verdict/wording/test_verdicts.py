@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.findings import Finding, OtherShape
-from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.noise.suspicions import ScaledGradients, Suspicion
+from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
@@ -31,23 +31,23 @@ from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.verdicts import describe_beside_proofs, describe_reason, write_headline
 
+HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
 SENTENCE = "parameter of w at step 0, update 0 has shape [2] in the baseline and [3] in the candidate"
-ELSEWHERE = SENTENCE.replace("[3]", "[4]")
+SENTENCE_ELSEWHERE = "parameter of w at step 0, update 0 was traced by the baseline but not by the candidate"
 NOTHING = TensorComparison(
     steps=(), differences=(), findings=(), baseline_conflicts=(), candidate_conflicts=(), notes=()
 )
 REST = "beyond their bounds: 0 of 0 tensors"
 
 
-def divergence(size: int = 3) -> Divergence:
-    fact = OtherShape(baseline=(2,), candidate=(size,))
+def divergence(fact: Fact = HERE) -> Divergence:
     finding = Finding(kind="parameter", step=0, update=0, name="w", fact=fact)
     return Divergence(step=0, update=0, kind="parameter", name="w", evidence=finding)
 
 
-def beyond(size: int = 3) -> Verdict:
+def beyond(fact: Fact = HERE) -> Verdict:
     """A comparison with one difference beyond its bound."""
-    return Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), first=divergence(size), tensors=NOTHING)
+    return Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), first=divergence(fact), tensors=NOTHING)
 
 
 EQUALITY = Proof(
@@ -88,13 +88,13 @@ def test_what_noise_leaves_open_is_said_and_no_other_proof_takes_its_place() -> 
 
 
 def test_a_suspicion_is_the_headline_of_what_is_within_its_bounds() -> None:
-    fact = ScaledGradients(ratio=0.9991, factor=None, num_tensors=12, z=9.0, noise_z=2.0)
-    slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, fact=fact)
+    scaled = ScaledGradients(ratio=0.9991, factor=None, num_tensors=12, z=-6.5, noise_z=1.5)
+    slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, fact=scaled)
     found = Verdict(kind=VerdictKind.SUSPECT, why=NotExplainedByNoise(), suspicions=(slope,), proofs=(EQUALITY,))
     assert write_headline(found) == (
         "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the "
-        "baseline's (median of 12 slopes; z 9.0, of perturbed runs at most 2.0), where noise makes at most "
-        "1.0e-04 of it"
+        "baseline's (median of 12 slopes; z -6.5, of perturbed runs at most 1.5), where noise makes at most 1.0e-04 of "
+        "it"
     )
 
 
@@ -106,15 +106,16 @@ def test_what_is_beyond_an_estimate_is_not_called_within_its_bounds() -> None:
 
 def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
     """``in its own precision:`` stood there, with nothing behind it."""
-    elsewhere = divergence(4)
-    own = referee("refuted", compared=beyond(4))
+    elsewhere = divergence(ELSEWHERE)
+    own = referee("refuted", compared=beyond(ELSEWHERE))
     why = RefutedBy(proof="referee")
     found = Verdict(kind=VerdictKind.DIVERGED, why=why, first=elsewhere, proofs=(EQUALITY, NOISE, own))
     assert describe_beside_proofs(found) == ""
     shrinks = "in float64 it does not shrink as rounding does: the largest difference is 1.0e-09 in float64 and 1.0e-09"
     assert describe_proof(own, said=elsewhere) == f"{shrinks} here; first divergence: as said above"
     assert describe_reason(found) == (
-        f"{shrinks} here; first divergence: {ELSEWHERE}; against the baseline: first divergence: {SENTENCE}; {REST}"
+        f"{shrinks} here; first divergence: {SENTENCE_ELSEWHERE}; against the baseline: first divergence: "
+        f"{SENTENCE}; {REST}"
     )
 
 
@@ -135,7 +136,7 @@ def test_a_reference_that_is_none_is_said_beside_the_proofs() -> None:
 
 def test_the_first_divergence_is_said_once_and_what_follows_is_not_taken_for_it() -> None:
     assert describe_proof(NOISE, said=divergence()) == f"first divergence: as said above; {REST}"
-    assert describe_proof(NOISE, said=divergence(4)) == f"first divergence: {SENTENCE}; {REST}"
+    assert describe_proof(NOISE, said=divergence(ELSEWHERE)) == f"first divergence: {SENTENCE}; {REST}"
     assert describe_rest(beyond()) == REST
 
 
