@@ -22,6 +22,7 @@ from mock_scheduler.verdict.divergences import Divergence
 def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
     """The tensor nearest to its bound, or furthest beyond it; ``None`` where no judged tensor differs."""
     differences = () if tensors is None else tensors.differences
+    # Tensors no larger than noise have no margin: their distance says nothing.
     apart = [item for item in differences if not item.bit_equal and item.is_judged]
     return min(apart, key=lambda item: item.margin, default=None)
 
@@ -136,5 +137,6 @@ def _has_grown(first: Divergence, tensors: TensorComparison) -> bool:
     before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
     if not before or first.value is None or first.bound == 0:
         return False
+    # Rounding grows step by step: near its bound one update before, and far smaller at the first one.
     is_near = before[-1].relative > NEARLY_BEYOND * before[-1].tolerance
     return is_near and before[0].relative < GREW_TENFOLD * before[-1].relative
