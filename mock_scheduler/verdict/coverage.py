@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from mock_scheduler.compare.findings import Note
 from mock_scheduler.compare.noise.judging import first_hidden_step
 from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import GREW_TENFOLD, NEARLY_BEYOND
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.divergences import Divergence
-
-#: A difference that rounding made grow was at least so near to its bound at the update before,
-_NEAR_BEFORE = 0.03
-#: and at the first update smaller than it by this factor.
-_SMALL_AT_FIRST = 0.1
 
 
 def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
@@ -140,5 +136,5 @@ def _has_grown(first: Divergence, tensors: TensorComparison) -> bool:
     before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
     if not before or first.value is None or first.bound == 0:
         return False
-    is_near = before[-1].relative > _NEAR_BEFORE * before[-1].tolerance
-    return is_near and before[0].relative < _SMALL_AT_FIRST * before[-1].relative
+    is_near = before[-1].relative > NEARLY_BEYOND * before[-1].tolerance
+    return is_near and before[0].relative < GREW_TENFOLD * before[-1].relative
