@@ -64,3 +64,11 @@ def test_the_page_is_made_of_the_docstrings() -> None:
     assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == render_page(), (
         "run: python -m mock_scheduler.api.page docs/api.md"
     )
+
+
+@pytest.mark.parametrize("first", ["ms.align", "ms.Suspicion", "__import__('mock_scheduler.compare.tensors')"])
+def test_a_room_of_the_same_name_does_not_hide_a_function(first: str) -> None:
+    """``ms.compare`` was the folder once ``ms.align`` had been used: a module is not callable."""
+    code = f"import mock_scheduler as ms; {first}; print(type(ms.compare).__name__, type(ms.align).__name__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["function", "function"]

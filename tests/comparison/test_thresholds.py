@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler import comparison as compare
 from mock_scheduler.comparison import thresholds
 
-FOLDER = Path(compare.__file__).parent
+FOLDER = Path(thresholds.__file__).parent
 #: What is no threshold: nothing, one, a pair, a half, and the other sign.
 PLAIN = (0, 1, 2, 0.5)
 
