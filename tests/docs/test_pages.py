@@ -61,7 +61,7 @@ def test_the_page_of_pages_lists_every_page_and_example() -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert _is_there("mock_scheduler.proxy.build_scheduler")
+    assert _is_there("mock_scheduler.proxy.build.build_scheduler")
     assert not _is_there("mock_scheduler.proxy.no_such_module")
     assert not _is_there("pipelines.no_such_module")
 
