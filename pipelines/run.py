@@ -56,7 +56,8 @@ from pipelines.megatron.process.ordered_collectives import use_ordered_reduction
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
+from pipelines.rollout.plan import first_episode
+from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.tracking import MetricsWriter, prepare_output_dir
 from pipelines.training import build_training, checkpoint_settings
 

@@ -16,9 +16,9 @@ from benchmarks.layouts.options import (
     values_options,
 )
 from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
-from mock_scheduler.config.layout import parse_layout
+from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import LOSS_VALUES
 
 PRECISIONS = ("float32", "float64")

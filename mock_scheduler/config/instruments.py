@@ -1,6 +1,6 @@
-"""A run is made part of a proof by the order in which it adds, by perturbed weights, or by grafted tensors.
+"""A run becomes part of a proof by the order in which it adds, by perturbed weights, or by grafted tensors.
 
-Contract: importing this imports no torch. All three are off by default, and alignment sets them itself.
+Contract: importing this imports no torch. All three are off by default, and an alignment sets them itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 class OrderConfig(ConfigSection):
     """The order in which sums are made.
 
-    ``emulate``: a layout whose order of sums one process follows, in matrix products, reductions and accumulators; the
+    ``emulate``: one process follows this layout's order in matrix products, reductions and accumulators; the
     computation stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
     parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
     """
@@ -31,10 +31,10 @@ class OrderConfig(ConfigSection):
 
 
 class PerturbationConfig(ConfigSection):
-    """Weights moved by about one rounding, to measure how much a difference of that size becomes.
+    """Weights moved by about one rounding, to measure how far so small a difference grows.
 
-    Every weight w that a run begins with, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), with
-    ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so that it is the same in every layout; u is 2^-24 in float32,
+    Every weight w at the start of a run, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), with
+    ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so it is the same in every layout; u is 2^-24 in float32,
     2^-8 in bfloat16, 2^-53 in float64. The output of the embedding is moved likewise. ``seed``: ``None`` perturbs
     nothing.
     """
@@ -48,12 +48,12 @@ class PerturbationConfig(ConfigSection):
 class GraftConfig(ConfigSection):
     """A reference's tensors are put into a run, to tell the cause of a difference from a module that passes it on.
 
-    ``trace_dir``: a trace of level ``full`` that has them; ``None`` grafts nothing. ``names``: canonical names of
+    ``trace_dir``: a trace of level ``full`` with these tensors; ``None`` grafts nothing. ``names``: canonical names of
     module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).
-    ``step``, ``update``: the only update in which it is done.
+    ``step``, ``update``: the one update with grafts.
     """
 
-    # What is put in is the same mathematics, computed elsewhere.
+    # A grafted tensor is the same mathematics, computed elsewhere.
     decides: ClassVar = Decides.BITS
 
     trace_dir: Annotated[str | None, Decides.BITS | Decides.LABEL] = None

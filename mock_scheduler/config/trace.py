@@ -1,4 +1,4 @@
-"""The ``trace`` section names the training internals that a run writes; importing this imports no torch."""
+"""The ``trace`` section names the training internals for a run to write; importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TraceKind = Literal[
     "parameter",
     "weight",
 ]
-"""What a traced tensor is, in the order in which a training step computes it; ``trace.kinds`` explains each."""
+"""The kind of a traced tensor, in the order in which a step computes them; ``trace.kinds`` explains each."""
 
 LedgerKind = Literal["random", "collective"]
 """A sequence of calls rather than a tensor: random draws, and collectives."""
@@ -34,7 +34,7 @@ LedgerKind = Literal["random", "collective"]
 TRACE_KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
 LEDGER_KINDS: tuple[LedgerKind, ...] = get_args(LedgerKind)
 
-#: What alignment judges, and what ``trace.kinds`` is where nothing is said.
+#: The kinds that an alignment judges; the default of ``trace.kinds``.
 DEFAULT_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
 
 TraceLevel = Literal["off", "sketch", "full"]
@@ -46,21 +46,21 @@ def _parse_kinds(value: object) -> object:
 
 
 class TraceConfig(ConfigSection):
-    """The training internals that are written to ``{output_dir}/trace``, and how much of each.
+    """The training internals to write to ``{output_dir}/trace``, and how much of each.
 
-    ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, from
-    which ``mock-scheduler compare`` estimates how far two runs are apart.
+    ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, enough
+    for ``mock-scheduler compare`` to estimate how far two runs are apart.
 
     ``kinds``: names of ``TraceKind`` and ``LedgerKind``, or ``all``. ``patterns``: globs of canonical names, as
     ``decoder.layers.3.*``; a tensor is written where its name matches one of them and none of ``exclude``. Ledgers have
     no names and follow ``kinds`` alone.
 
-    ``steps``: as in ``0-4, 7``; ``null`` is every step; of these every ``dump_every_n_steps``-th of the run is written.
-    ``ranks``: global ranks that write; ``null`` is all of them.
+    ``steps``: as in ``0-4, 7``; ``null`` is every step. Among them every ``dump_every_n_steps``-th step of the run is
+    written. ``ranks``: the writing global ranks; ``null`` is all.
 
-    ``sketch_buckets``: numbers that a sketch keeps of a tensor; the error of its estimate falls with their square root.
-    ``part_bytes``: a rank's file of a step is ended, and another begun, when it has reached this size. ``operations``:
-    write digests of every torch operation of a step, for ``mock-scheduler doctor``.
+    ``sketch_buckets``: numbers in a sketch of one tensor; the error of its estimate falls with their square root.
+    ``part_bytes``: at this size a rank's file of a step is ended, and another begun. ``operations``: write digests of
+    every torch operation of a step, for ``mock-scheduler doctor``.
     """
 
     decides: ClassVar = Decides.NOTHING

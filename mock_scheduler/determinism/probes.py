@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.utils.deterministic
 
-from mock_scheduler.determinism.settings.versions import APEX_MODULES, PACKAGES
+from mock_scheduler.determinism.settings.machine import APEX_MODULES, PACKAGES
 from mock_scheduler.support.packages import read_package_version
 
 NOT_IMPORTED = "not imported"

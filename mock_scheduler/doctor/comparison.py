@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from mock_scheduler.determinism.operations import OperationRecord, TensorRecord
-from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog
-from mock_scheduler.doctor.origin import find_origin
+from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog, find_origin
 from mock_scheduler.errors import TraceError
 
 

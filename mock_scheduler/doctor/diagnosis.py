@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mock_scheduler.compare.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_metrics
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
-from mock_scheduler.doctor import Cause, StepComparison, compare_step, find_cause
+from mock_scheduler.doctor.causes import Cause, find_cause
+from mock_scheduler.doctor.comparison import StepComparison, compare_step
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.run_folder.finished_run import load_batches
 from mock_scheduler.support.run_files import METRICS_FILE

@@ -16,18 +16,7 @@ from typing import Literal
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.described import DescribedModel, DescribedRun, DescribedTraining
-from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
-
-__all__ = [
-    "AccumulatorOrder",
-    "ExpertOrder",
-    "GemmOrder",
-    "NormOrder",
-    "OrderPlan",
-    "ReductionOrder",
-    "limits",
-    "plan_order",
-]
+from mock_scheduler.megatron.layout import emulation_limits, ranks_of_replica
 
 GemmClass = Literal["qkv", "proj", "fc1", "fc2", "output", "embedding"]
 SplitAxis = Literal["output", "input", "none"]
@@ -184,11 +173,11 @@ def plan_order(config: DescribedRun) -> OrderPlan:
     """Returns the plan of the layout that a run emulates, or else of the one that it has.
 
     Raises:
-        ValueError: the layout cannot be planned; says every reason of ``limits``.
+        ValueError: the layout cannot be planned; says every reason of ``emulation_limits``.
     """
     layout = config.order.emulate or config.parallel
     model, training = config.model, config.training
-    problems = limits(layout, model, training)
+    problems = emulation_limits(layout, model, training)
     if problems:
         raise ValueError(f"layout {layout.describe()} has no order plan: {'; '.join(problems)}")
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size

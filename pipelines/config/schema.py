@@ -14,8 +14,6 @@ from pydantic import Field, field_validator, model_validator
 from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
 from mock_scheduler.config.align import (
     AlignConfig,
-    CandidateConfig,
-    ToleranceConfig,
 )
 from mock_scheduler.config.base import (
     ConfigSection,
@@ -25,16 +23,14 @@ from mock_scheduler.config.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    RolloutMode,
 )
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.problems import raise_keyed
-from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
-from mock_scheduler.megatron.layout import Workload, describe_layout_problems, layout_problems
-from mock_scheduler.megatron.order_plan import limits as emulation_limits
+from mock_scheduler.megatron.layout import Workload, describe_layout_problems, emulation_limits, layout_problems
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.algorithm import (
@@ -52,51 +48,18 @@ from pipelines.config.environments import (
     ActorInferConfig,
     CustomEnvConfig,
     EnvManagerConfig,
-    FrozenLakeEnvConfig,
     GeneratingArgs,
-    SokobanEnvConfig,
     check_held_out,
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import LOSS_VALUES, CheckpointConfig, TrainingConfig, check_batch_sizes
-from pipelines.config.training_service import TrainingServiceConfig
-
-__all__ = [
-    "ActorInferConfig",
-    "AlgorithmConfig",
-    "AlignConfig",
-    "CandidateConfig",
-    "CheckpointConfig",
-    "ConfigSection",
-    "CriticConfig",
-    "CustomEnvConfig",
-    "DebugConfig",
-    "EnvManagerConfig",
-    "FrozenLakeEnvConfig",
-    "GeneratingArgs",
-    "GraftConfig",
-    "KlInRewardConfig",
-    "Mode",
-    "ModelConfig",
-    "OrderConfig",
-    "ParallelConfig",
-    "PerturbationConfig",
-    "PipelineConfig",
-    "RetentionConfig",
-    "RewardNormalizationConfig",
-    "RolloutMockConfig",
-    "RolloutMode",
-    "RolloutWorkerConfig",
-    "ScheduleEntry",
-    "SokobanEnvConfig",
-    "ToleranceConfig",
-    "TraceConfig",
-    "TrainingConfig",
-    "TrainingServiceConfig",
-    "sampling_problems",
-]
-
+from pipelines.config.training import (
+    LOSS_VALUES,
+    CheckpointConfig,
+    TrainingConfig,
+    TrainingServiceConfig,
+    check_batch_sizes,
+)
 
 # What is played for training, in which batches, and the counters by which a run goes on with it.
 _BATCHES = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE

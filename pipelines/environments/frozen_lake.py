@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 from mock_scheduler.errors import ConfigError
 from pipelines.config.environments import FrozenLakeEnvConfig
 from pipelines.environments.base import UNKNOWN_LENGTH, Split
-from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS, PLAIN, UNDER_PLAYER, board_size
 from pipelines.environments.grid_env import GridEnv, Move
-from pipelines.environments.held_out import check_split, is_in_split, max_draws
+from pipelines.environments.kinds import FROZEN_LAKE
+from pipelines.environments.splits import check_split, is_in_split, max_draws
 from pipelines.seeds import derive_seed
+
+_PLAYER, _FROZEN, _HOLE, _GOAL, _PLAYER_IN_HOLE, _PLAYER_ON_GOAL = tuple(FROZEN_LAKE.glyphs)
+# By gymnasium's letter of the cell.
+_PLAIN = {"S": _FROZEN, "F": _FROZEN, "H": _HOLE, "G": _GOAL}
+_UNDER_PLAYER = {"S": _PLAYER, "F": _PLAYER, "H": _PLAYER_IN_HOLE, "G": _PLAYER_ON_GOAL}
 
 
 class _Lake(Protocol):
@@ -51,8 +56,9 @@ class FrozenLakeEnv(GridEnv):
         self._settings = settings or FrozenLakeEnvConfig()
         self._split = split
         check_split(split, self._settings.held_out_fraction)
-        num_cells = board_size(self._settings) ** 2
-        super().__init__(num_cells=num_cells, glyphs=GLYPHS, num_actions=len(ACTIONS), max_steps=max_steps)
+        num_cells = FROZEN_LAKE.board_size(self._settings) ** 2
+        glyphs, num_actions = FROZEN_LAKE.glyphs, len(FROZEN_LAKE.actions)
+        super().__init__(num_cells=num_cells, glyphs=glyphs, num_actions=num_actions, max_steps=max_steps)
         self._lake: _Lake | None = None
         self._board = ""
         self._state = 0
@@ -90,7 +96,9 @@ class FrozenLakeEnv(GridEnv):
         return Move(reward=float(reward), terminated=bool(terminated), is_success=is_success)
 
     def _render_board(self) -> str:
-        cells = ((UNDER_PLAYER if cell == self._state else PLAIN)[content] for cell, content in enumerate(self._board))
+        cells = (
+            (_UNDER_PLAYER if cell == self._state else _PLAIN)[content] for cell, content in enumerate(self._board)
+        )
         return "".join(cells)
 
 

@@ -68,7 +68,7 @@ def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer, *, spli
     import gymnasium
 
     from pipelines.environments import gymnasium_ids  # noqa: F401 - registers the ids
-    from pipelines.environments.token_environment import GridTokenEnvironment
+    from pipelines.environments.grid_tokens import GridTokenEnvironment
 
     kind = ENVIRONMENT_KINDS[config.env_type]
     env = gymnasium.make(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from mock_scheduler.support.digests import canonical_json, compute_tensor_digest
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
-from pipelines.config.schema import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.weights import canonical_initial_weight
 
 Shape = tuple[int, ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipelines.config.schema import ModelConfig, TrainingConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.layers.expert_router import RouterLedger, all_reduce_router_sums
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.micro_batches import MicroBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipelines.config.schema import GeneratingArgs
+from pipelines.config.environments import GeneratingArgs
 
 
 def process_logits(logits: torch.Tensor, args: GeneratingArgs) -> torch.Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts, RolloutLimits
 from mock_scheduler.batch import SamplingParams
+from mock_scheduler.config.base import Mode
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import Mode, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.rollout.plan import plan_episodes
 
 

@@ -1,13 +1,7 @@
-"""The policy under training as a rollout engine, under whatever layout is running.
+"""Weights as an inference engine of a narrower type holds them, for as long as it samples.
 
-Within a replica of the model (tp × cp × pp) the leader plays episodes and calls :meth:`PolicyEngine.sample`; all other
-ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one forward
-pass over what the rows have not read yet; the last stage samples and tells the leader.
-
-Its weights are the trainer's own, or those rounded for as long as it generates (``actor_infer.weights_precision``).
-
-With experts that are spread over replicas, tokens travel between these in every pass, so all ranks of the run make the
-same number of them: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
+Only the values of parameters are rounded: they stay in their own type and storage, and the computation in its own
+precision. Buffers are left alone, as is an expert bias, which engines hold in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +14,48 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.ledger import Ledger
-from pipelines.config.schema import GeneratingArgs
+from pipelines.config.environments import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.model import DTYPES
 from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
-from pipelines.rollout.rounded_weights import rounded_weights
+
+
+@contextmanager
+def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """In the block, the value of every floating parameter is the nearest one of ``dtype``; after it, what it was.
+
+    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
+    checkpoint. What ``dtype`` cannot hold becomes infinite. The bits that a parameter had come back however the block
+    is left, into the same storage, so whatever else refers to this (gradient buffers, an optimizer's main parameters)
+    sees them as before. Costs a copy of the parameters. It does not communicate; parameters that are still to be
+    gathered must have been.
+    """
+    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
+    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                originals.append((parameter, parameter.detach().clone()))
+                _assign(parameter, _round(parameter.detach(), dtype))
+        yield
+    finally:
+        # The other way round, so that parameters which share storage end with what the first of them had.
+        while originals:
+            _assign(*originals.pop())
+
+
+@torch.no_grad()
+def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    parameter.copy_(values)
+
+
+def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = values.float() if values.dtype is torch.float64 else values
+    return narrow.to(dtype).to(values.dtype)
+
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 

@@ -14,7 +14,7 @@ from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split
-from pipelines.environments.seeding import environment_seed, split_of
+from pipelines.environments.splits import environment_seed, split_of
 from pipelines.megatron.process.runtime import Runtime
 
 

@@ -1,8 +1,6 @@
-"""The real rollout scheduler: plays whole requests of episodes with the policy under training.
+"""Ranks give each other the rows they played, so that every rank holds the same whole batch.
 
-Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
-its ranks compute the policy. Which episodes are played, their seeds, the numbers that decide each token and which rows
-share a forward pass depend on the configuration and on identities only, never on the layout or on timing.
+Rows travel as step files, the format of the recording: typed, checked by digest, and no pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo
+from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
@@ -23,13 +21,25 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from pipelines.rollout.episodes import TurnRules, UniformFunction, play_block
-from pipelines.rollout.exchange import gather_rows
-from pipelines.rollout.forms import episode_rows
-from pipelines.rollout.plan import cut_blocks, episodes_per_group, first_episode, own_blocks, plan_episodes
+from pipelines.rollout.episodes import TurnRules, UniformFunction, episode_rows, play_block
+from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
 from pipelines.seeds import derive_uniform
 
-__all__ = ["AgenticRolloutScheduler", "episodes_per_group", "first_episode", "sampling_uniform"]
+
+def gather_rows(
+    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
+) -> RolloutBatch:
+    """The union of all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
+
+    Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
+    """
+    if ranks.world_size == 1:
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
+    # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
+    own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
+    parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
+    gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
+    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)
 
 
 def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig
 from pipelines.config.loading import load_config
-from pipelines.config.schema import RetentionConfig, RolloutMockConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("configuration.md", "dialects.md")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.agreement import Traffic, all_reduce, measure_simulated, planted, simulate
 from mock_scheduler.determinism.agreement import TorchRankGroup, all_equal, check_agreement
-from mock_scheduler.determinism.agreement.rounds import MAX_KEY_ROUNDS, Op
+from mock_scheduler.determinism.agreement_rounds import MAX_KEY_ROUNDS, Op
 from mock_scheduler.errors import RankDisagreementError
 
 DIFFERENCE = (

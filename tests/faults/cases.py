@@ -8,7 +8,8 @@ from typing import Any
 from benchmarks.layouts.cases import parallel_of
 from benchmarks.layouts.options import merge_changes
 from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from mock_scheduler.config.layout import ParallelConfig
+from pipelines.config.schema import PipelineConfig
 from tests.faults.fault import Precision, Run
 
 SEED = 42

@@ -16,7 +16,8 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
-from pipelines.config.schema import GeneratingArgs, PipelineConfig
+from pipelines.config.environments import GeneratingArgs
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process.runtime import Runtime, stop_runtime

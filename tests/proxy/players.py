@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.recording import Contract
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.recording.builders import SAMPLING, make_contract, make_rows
 
 

@@ -14,11 +14,11 @@ from typing import TypeVar
 import pytest
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ContractError, RecordingError
 from mock_scheduler.proxy import AsyncProxyScheduler, build_async_scheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader, RecordingWriter, StepInfo
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import (
     AsyncPlayer,
     Player,

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ContractError, RecordingError, SchedulerError, StepNotFoundError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import ProxyScheduler, build_scheduler
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, digests, dump, never, play, request, requests
 from tests.recording.builders import make_contract
 

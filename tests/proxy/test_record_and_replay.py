@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import (
     ConfigError,
     ContractError,
@@ -23,7 +24,6 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy import build_scheduler, opening
 from mock_scheduler.recording import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import (
     BatchOnly,
     Player,

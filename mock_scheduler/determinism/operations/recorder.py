@@ -21,22 +21,28 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from mock_scheduler.determinism.operations.bits import device_digest, host_digest
-from mock_scheduler.determinism.operations.communication import Communication, PendingResults, read_communication
 from mock_scheduler.determinism.operations.log import OperationLogHeader, operation_log_path
 from mock_scheduler.determinism.operations.operators import (
     UNINITIALISED,
     WAIT,
+    Communication,
     OperatorFacts,
+    PendingResults,
     argument_of,
     facts_of,
     flatten_tensors,
     has_tensors,
     is_scratch,
+    read_communication,
 )
-from mock_scheduler.determinism.operations.program_place import ProgramPlace
-from mock_scheduler.determinism.operations.watching import WatchingMode
-from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
+from mock_scheduler.determinism.operations.watching import ProgramPlace, WatchingMode
+from mock_scheduler.determinism.operations.writer import (
+    OpenRecord,
+    OperationLogWriter,
+    TensorEntry,
+    device_digest,
+    host_digest,
+)
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import shorten

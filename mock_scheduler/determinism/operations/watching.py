@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mock_scheduler.determinism.operations.log import Phase
 
 
 class WatchingMode(TorchDispatchMode):
@@ -33,3 +41,101 @@ class WatchingMode(TorchDispatchMode):
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the operation and return what it returns."""
         return func(*args, **kwargs)
+
+
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_ACCUMULATION = "AccumulateGrad"
+
+
+class ProgramPlace:
+    """While entered, knows which module is running; ``modules``: the roots by the name that they shall have."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self._names = {
+            id(module): ".".join(filter(None, (root, name)))
+            for root, tree in modules.items()
+            for name, module in tree.named_modules()
+        }
+        self._parameters = {
+            id(parameter): (f"{root}.{name.rpartition('.')[0]}", name.rpartition(".")[2])
+            for root, tree in modules.items()
+            for name, parameter in tree.named_parameters()
+        }
+        self._running: list[str] = []
+        self._module_of_node: dict[int, str] = {}
+        self._next_node: dict[int, int] = {}
+        self._files: dict[CodeType, str] = {}
+
+    def __enter__(self) -> ProgramPlace:
+        self._name_new_nodes()
+        self._handles = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def now(self) -> tuple[Phase, str, str, str]:
+        """Phase, module, autograd node and ``file.py:line`` of the operation that begins now; empty: unknown."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        if self._running:
+            self._name_new_nodes()
+            phase = Phase.RECOMPUTATION if is_backward else Phase.FORWARD
+            return phase, self._running[-1], "", self._line()
+        if not is_backward:
+            self._name_new_nodes()
+            return Phase.OUTSIDE, "", "", self._line()
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Phase.BACKWARD, "", "", self._line()
+        name = node.name()
+        if _ACCUMULATION in name:
+            variable = node.variable  # type: ignore[attr-defined]
+            module, parameter = self._parameters.get(id(variable), ("", ""))
+            return Phase.BACKWARD, module, f"{_ACCUMULATION} of {parameter}" if parameter else _ACCUMULATION, ""
+        return Phase.BACKWARD, self._module_of_node.get(node._sequence_nr(), ""), name, self._line()
+
+    def _enter_module(self, module: torch.nn.Module, inputs: object) -> None:
+        self._name_new_nodes()
+        self._running.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+        self._name_new_nodes()
+        self._running.pop()
+
+    def _name_new_nodes(self) -> None:
+        """Give the autograd nodes that were made since the last call to the module that is running."""
+        # Each thread counts for itself: where one recomputes on a GPU, an equal number of another gets its name.
+        next_node, thread = torch._C._autograd._get_sequence_nr(), threading.get_ident()
+        module = self._running[-1] if self._running else ""
+        for number in range(self._next_node.get(thread, next_node), next_node):
+            self._module_of_node[number] = module
+        self._next_node[thread] = next_node
+
+    def _line(self) -> str:
+        """The innermost line of Python that is neither torch's nor this package's; empty within autograd's engine."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._files:
+                # A __torch_function__ only stands between the program and torch.
+                is_library = code.co_name == "__torch_function__" or code.co_filename.startswith(_LIBRARY_FOLDERS)
+                self._files[code] = "" if is_library else _short(code.co_filename)
+            if name := self._files[code]:
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+
+def _short(filename: str) -> str:
+    """From the innermost folder that is a package's outside on: ``megatron/core/transformer/mlp.py``."""
+    parts = Path(filename).parts
+    if "site-packages" in parts:
+        return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])
+    working = Path.cwd()
+    return str(Path(filename).relative_to(working)) if Path(filename).is_relative_to(working) else filename

@@ -1,11 +1,14 @@
-"""Writes the records of an operation log, some hundreds at once, and reads the digests of a GPU back for them.
+"""A tensor's bits as 16 hexadecimal digits, without changing it and without any random number.
 
-Contract: a record is open until it has its ``outputs``; it is written when it and all before it are complete. Memory is
-bounded by a few hundred records. Threads may begin records at the same time.
+Contract: two tensors of equal type and shape have equal digests where their bits are equal in row-major order, and
+other ones with a probability of 1 - 2^-64 where any bit or any order differs. Digests of the host and of a GPU are
+made in different ways and are never to be compared with each other.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import threading
 from collections.abc import Sequence
@@ -15,8 +18,64 @@ from typing import IO, TypedDict
 
 import torch
 
-from mock_scheduler.determinism.operations.bits import as_hex
 from mock_scheduler.determinism.operations.log import FORMAT_VERSION, OperationLogHeader, Phase
+
+_BLOCK_ELEMENTS = 1 << 22
+_BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd 64-bit constants of splitmix64 (Steele, Lea, Flood 2014), as torch's signed integers.
+_POSITION = -7046029254386353131
+_FACTORS = (-4658895280553007687, -7723592293110705685)
+_SHIFTS = (30, 27, 31)
+
+
+def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with one element in place of each dimension that only repeats the same memory."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def host_digest(tensor: torch.Tensor) -> str:
+    """The digest of a strided CPU tensor: SHA-256, its first 8 bytes. Copies only what is not contiguous."""
+    plain = tensor if tensor.is_contiguous() else unrepeated(tensor.detach()).contiguous()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.detach().resolve_conj().resolve_neg()
+    # Read in place: a view as bytes and a NumPy array would cost more than the hash of a small tensor.
+    size_bytes = plain.numel() * plain.element_size()
+    data = (ctypes.c_char * size_bytes).from_address(plain.data_ptr()) if size_bytes else b""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """The digest of a strided tensor on any device as an int64 scalar there: it waits for nothing.
+
+    Each element's bits and its position are mixed by the finaliser of splitmix64, and the results are added modulo
+    2^64: a sum of integers is exact in any order. Elements wider than 64 bits count as several.
+    """
+    flat = unrepeated(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(_BIT_DTYPES[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _BLOCK_ELEMENTS):
+        total += _mix(bits[start : start + _BLOCK_ELEMENTS], start).sum()
+    return total
+
+
+def _mix(bits: torch.Tensor, start: int) -> torch.Tensor:
+    words = torch.arange(start + 1, start + 1 + bits.numel(), dtype=torch.int64, device=bits.device)
+    words.mul_(_POSITION).bitwise_xor_(bits.to(torch.int64))
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        # torch shifts with the sign; the mask makes it a shift of unsigned words, which loses no information.
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return words
+
+
+def as_hex(digest: int) -> str:
+    """A device digest, read back as a signed number, as 16 hexadecimal digits."""
+    return f"{digest & 0xFFFFFFFFFFFFFFFF:016x}"
+
 
 _RECORDS_AT_ONCE = 512
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.trace.full.files import remove_steps_from
-from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.checkpoint import (
     RunState,
     check_same_settings,

@@ -16,7 +16,8 @@ import pytest
 import torch  # noqa: F401 - a worker must not load what its parent has
 
 from mock_scheduler.errors import ConfigError, MockSchedulerError, SchedulerError
-from pipelines.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig, SokobanEnvConfig
+from pipelines.config.environments import CustomEnvConfig, FrozenLakeEnvConfig, SokobanEnvConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from pipelines.config.schema import ModelConfig, PipelineConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.initial_weights import Shape, compute_initial_weights_digest, parameter_shapes
 from pipelines.megatron.weights import canonical_initial_weight
 from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT

@@ -9,7 +9,8 @@ import torch
 
 from pipelines.algorithm.kl import AdaptiveKl
 from pipelines.algorithm.preparation import ValueMaker
-from pipelines.config.schema import CriticConfig, PipelineConfig
+from pipelines.config.algorithm import CriticConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.router_metrics import router_weight

@@ -10,8 +10,11 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+from mock_scheduler.config.base import Mode
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import Split
+from pipelines.seeds import derive_seed
 
 # Draws until the chance of missing a set that has its share of the layouts is exp(-30).
 _DRAWS_PER_CHANCE = 30
@@ -42,3 +45,15 @@ def check_split(split: Split, fraction: float) -> None:
         raise ConfigError(
             "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out"
         )
+
+
+def environment_seed(seed: int, *, tag: str, mode: Mode, scheduler_id: str, group_id: int, episode_id: int) -> int:
+    """The seed of an episode's environment, in [0, 2**31), from the run's ``seed``; a group's members share it."""
+    return derive_seed(seed, "environment", tag, mode, scheduler_id, group_id, episode_id)
+
+
+def split_of(config: CustomEnvConfig, mode: Mode) -> Split:
+    """The layouts that a mode plays in an environment: validation plays held-out ones alone where there are any."""
+    if mode == "train":
+        return "train"
+    return "held_out" if config.env_config.held_out_fraction > 0 else "all"

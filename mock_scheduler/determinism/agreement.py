@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.determinism.agreement.rounds import (
+from mock_scheduler.determinism.agreement_rounds import (
     Op,
     Reduction,
     Words,
