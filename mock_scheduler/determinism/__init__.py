@@ -1,5 +1,5 @@
-"""What makes a run repeatable: the settings, when they are applied, their read-back and agreement across ranks.
+"""Settings make a run repeatable: their table, their application in time, their read-back and agreement across ranks.
 
-``settings``, ``environment``, ``megatron``, ``doctor``, ``operations`` and ``table`` import no torch, since they run
-before it or without it; ``probes``, ``guard``, ``agreement`` and ``operations.recorder`` do.
+``settings``, ``environment``, ``agreement_rounds`` and ``operations.log`` import no torch, since they run before it or
+without it; ``probes``, ``guard``, ``agreement`` and ``operations.recorder`` do.
 """

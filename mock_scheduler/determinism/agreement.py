@@ -1,8 +1,8 @@
-"""Whether all ranks of a run hold the same values, at a cost per rank that does not grow with their number.
+"""All ranks of a run must hold the same values; the cost of this check per rank does not grow with their number.
 
 Contract: collective; every rank of the group must call, and every rank raises or none does. One reduction of eight
-integers where all agree. Where they do not, a fixed number of reductions whose size depends on the keys and the values
-that differ (``agreement_rounds``); nothing is gathered from every rank.
+integers where all agree. Otherwise a fixed number of reductions, sized by the differing keys and values
+(``agreement_rounds``); nothing is gathered from every rank.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class RankGroup(Protocol):
         """Number of ranks in the group."""
 
     def reduce(self, reduction: Reduction) -> Words:
-        """The minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
+        """Returns the minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The bytes of every rank, by rank; collective, same answer on every rank. They may differ in length."""
+        """Returns every rank's bytes, of any lengths, by rank; collective, same answer on every rank."""
 
 
 class TorchRankGroup:
@@ -55,14 +55,14 @@ class TorchRankGroup:
         self.world_size = dist.get_world_size()
 
     def reduce(self, reduction: Reduction) -> Words:
-        """One all-reduce of int64 words."""
+        """Reduces int64 words by one all-reduce."""
         words = torch.tensor(reduction.words, dtype=torch.int64, device=self._device)
         dist.all_reduce(words, op=_REDUCE_OPS[reduction.op])
         reduced: Words = words.tolist()
         return reduced
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, which travel padded to the longest: nothing is pickled."""
+        """Gathers every rank's bytes, padded to the longest on their way; nothing is pickled."""
         sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device=self._device))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if payload:  # torch.frombuffer refuses none
@@ -77,10 +77,10 @@ class TorchRankGroup:
 
 
 def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
-    """Raise RankDisagreementError on *every* rank where any rank's values differ.
+    """Raises ``RankDisagreementError`` on *every* rank where any rank's values differ. Collective.
 
-    It names each key, its values and the ranks that hold them, the rarest value first:
-    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``. Collective.
+    The error names each key, its values and their ranks, the rarest value first:
+    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``.
     """
     lines = _drive(agreement_rounds(values, global_rank=group.global_rank, world_size=group.world_size), group)
     if lines:
@@ -88,12 +88,12 @@ def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
 
 
 def all_equal(digest: bytes, group: RankGroup) -> bool:
-    """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
+    """Says whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
     return _drive(all_equal_rounds(digest), group)
 
 
 def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
-    """Carry a generator's reductions out in this group."""
+    """Carries a generator's reductions out in this group."""
     try:
         reduction = next(rounds)
         while True:

@@ -1,21 +1,21 @@
-"""What ranks say to each other to find out who differs: a sequence of reductions, and nothing else.
+"""Ranks find out who of them differs by a sequence of reductions, and nothing else.
 
-Contract: ``agreement_rounds`` is a generator that every rank runs with its own values. It yields a ``Reduction``, is
-sent the reduced words, and returns the lines that name every difference: the same lines on every rank, none where all
-agree. It communicates by nobody else, so processes, threads and simulations can drive it (``agreement.check_agreement``
-does so over torch.distributed).
+Contract: every rank runs the generator ``agreement_rounds`` with its own values. It yields a ``Reduction``, is sent the
+reduced words, and returns a line for every difference: the same lines on every rank, none where all agree. It has no
+other means of communication, so processes, threads and simulations can drive it (``agreement.check_agreement`` does so
+over torch.distributed).
 
 The number of reductions and the number of words in each depend on the keys and on how many values differ, never on
 the number of ranks:
 
 1. one minimum over the digest of all values: eight words, and the end where all agree;
-2. the keys, where ranks have different ones: as long as a rank has keys that are not known to all, the lowest such
-   rank says them;
-3. one minimum over a digest per key: which keys differ;
-4. for the keys that differ, value by value: the lowest rank whose value was not named yet says it, and a sum, a minimum
-   and a maximum tell how many ranks hold it, and which is the first and the last.
+2. the keys, where ranks have different ones: as long as a rank has keys unknown to others, the lowest of these ranks
+   says its own;
+3. one minimum over a digest per key, to find the differing keys;
+4. for the differing keys, value by value: the lowest rank with a value not named yet says it, and a sum, a minimum and
+   a maximum tell how many ranks hold it, and the first and the last of them.
 
-What only one rank has to say travels as a sum in which all other ranks are zero.
+The words of a single rank travel as a sum in which all other ranks are zero.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mock_scheduler.support.text import bullet_list
 ABSENT = "absent"
 
 MAX_VALUES = 4
-"""Values of one key that are named; further ones are counted."""
+"""Named values of one key; further ones are counted."""
 
 MAX_KEY_ROUNDS = 8
-"""Ranks that may add keys of their own; the ranks that have still others are counted."""
+"""Ranks that may add keys of their own; ranks with still others are counted."""
 
 MAX_TEXT_BYTES = 480
-"""Bytes of one value that are shown."""
+"""Shown bytes of one value."""
 
 _WORD_BYTES = 8
 Words = list[int]
@@ -64,7 +64,7 @@ _Step = Generator[Reduction, Words, Words]
 
 
 def digest_words(digest: bytes) -> Words:
-    """A digest as signed 64-bit words."""
+    """Cuts a digest into signed 64-bit words."""
     return [
         int.from_bytes(digest[start : start + _WORD_BYTES], "little", signed=True)
         for start in range(0, len(digest), _WORD_BYTES)
@@ -72,7 +72,7 @@ def digest_words(digest: bytes) -> Words:
 
 
 def agreement_rounds(values: Mapping[str, str], *, global_rank: int, world_size: int) -> Rounds:
-    """Find every key in which ranks differ; returns a line for each: ``NCCL_ALGO: rank 3 'Tree'; ranks 0-2 'Ring'``."""
+    """Finds every key in which ranks differ: a line for each, as ``NCCL_ALGO: rank 3 'Tree'; ranks 0-2 'Ring'``."""
     text = json.dumps(dict(values), sort_keys=True)
     differs = yield from _differing(digest_words(hashlib.sha256(text.encode()).digest()))
     if not any(differs):
@@ -90,17 +90,14 @@ def agreement_rounds(values: Mapping[str, str], *, global_rank: int, world_size:
 
 
 def all_equal_rounds(digest: bytes) -> Generator[Reduction, Words, bool]:
-    """Whether all ranks hold the same digest (a multiple of 8 bytes)."""
+    """Says whether all ranks hold the same digest (a multiple of 8 bytes)."""
     differs = yield from _differing(digest_words(digest))
     return not any(differs)
 
 
 def _differing(words: Words) -> _Step:
-    """1 for each word that is not the same on all ranks, else 0.
-
-    The complement turns the minimum into a maximum (``min(~w) == ~max(w)``) without overflow, so that one reduction
-    gives both.
-    """
+    """Returns 1 for each word with different values on the ranks, else 0."""
+    # The complement turns the minimum into a maximum (min(~w) == ~max(w)) without overflow: one reduction gives both.
     lowest = yield Reduction(op=Op.MIN, words=[*words, *(~word for word in words)])
     minimum, complement = lowest[: len(words)], lowest[len(words) :]
     return [int(low != ~high) for low, high in zip(minimum, complement, strict=True)]
@@ -109,7 +106,7 @@ def _differing(words: Words) -> _Step:
 def _union_of_keys(
     values: Mapping[str, str], *, global_rank: int, world_size: int
 ) -> Generator[Reduction, Words, tuple[list[str], int]]:
-    """All ranks' keys, sorted, and how many ranks have keys that could not be heard."""
+    """Returns all ranks' keys, sorted, and the number of ranks with keys that could not be heard."""
     keys = sorted(values)
     differs = yield from _differing(digest_words(hashlib.sha256(json.dumps(keys).encode()).digest()))
     if not any(differs):
@@ -128,7 +125,7 @@ def _union_of_keys(
 
 
 def _hear(said: Sequence[bytes | None]) -> Generator[Reduction, Words, list[bytes]]:
-    """The texts of all ranks' list, each of which at most one rank knows and the others give as ``None``."""
+    """Shares a list of texts; at most one rank knows each text, and the others give ``None`` for it."""
     sizes = yield Reduction(op=Op.SUM, words=[len(text or b"") for text in said])
     if not any(sizes):
         return [b"" for _ in said]
@@ -141,7 +138,7 @@ def _hear(said: Sequence[bytes | None]) -> Generator[Reduction, Words, list[byte
 
 
 def _value_digest(value: str | None) -> int:
-    """One word that stands for a value or for its absence."""
+    """Makes one word of a value or of its absence."""
     return digest_words(hashlib.sha256(_shown(value).encode()).digest())[0]
 
 
@@ -158,7 +155,7 @@ def _cut(text: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Holders:
-    """One value of a key, and who holds it."""
+    """One value of a key, and the ranks with this value."""
 
     text: str
     count: int
@@ -166,7 +163,7 @@ class _Holders:
     last: int
 
     def name(self, *, is_rest: bool) -> str:
-        """``rank 3``, ``ranks 3,5``, ``ranks 8-15`` where that is exact, else the number with the first of them."""
+        """``rank 3``, ``ranks 3,5``, ``ranks 8-15`` where this is exact, else the number with the first of them."""
         if self.count == 1:
             return f"rank {self.first}"
         if self.count == 2 and self.last > self.first + 1:
@@ -180,12 +177,12 @@ class _Holders:
 
 @dataclass(kw_only=True, slots=True)
 class _Key:
-    """A key in which ranks differ, as one rank sees it while the values are being named."""
+    """A differing key, as one rank sees it while the values are being named."""
 
     name: str
     text: str
     digest: int
-    is_named: bool = False  # whether this rank's own value has been
+    is_named: bool = False  # whether this rank's own value was named
     holders: list[_Holders] = field(default_factory=list)
     num_unnamed: int = 0
     first_unnamed: int = 0
@@ -219,14 +216,14 @@ def _name_values(values: Iterable[tuple[str, str | None]], *, global_rank: int, 
 
 
 def _lowest_unnamed(keys: Sequence[_Key], *, global_rank: int, world_size: int) -> _Step:
-    """For each key the lowest rank whose value has not been named; ``world_size`` where all have been."""
+    """Finds for each key the lowest rank whose value was not named yet; ``world_size`` where all were."""
     return (yield Reduction(op=Op.MIN, words=[world_size if key.is_named else global_rank for key in keys]))
 
 
 def _name_next_value(
     keys: Sequence[_Key], speaking: Sequence[bool], *, global_rank: int, world_size: int
 ) -> Generator[Reduction, Words, None]:
-    """One more value of each key: its speaker says it, and all say whether they hold it."""
+    """Names one more value of each key: its speaker says it, and all say whether they hold it."""
     pairs = list(zip(keys, speaking, strict=True))
     digests = yield Reduction(op=Op.SUM, words=[key.digest if speaks else 0 for key, speaks in pairs])
     texts = yield from _hear([_cut(key.text) if speaks else None for key, speaks in pairs])
@@ -246,7 +243,7 @@ def _name_next_value(
 
 
 def describe_disagreement(lines: Sequence[str], *, world_size: int) -> str:
-    """The whole message of ranks that differ."""
+    """Writes the whole message about differing ranks."""
     return (
         f"the {world_size} ranks of this run differ:{bullet_list(lines, limit=None)}\n"
         "Start all ranks through launch/train.sh or launch/multi_node.sh with one configuration."

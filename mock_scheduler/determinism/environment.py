@@ -1,10 +1,10 @@
-"""The environment of a run: what launchers export, whether it is complete, and whether it comes in time.
+"""The environment of a run: launchers export it, and it must be complete and come in time.
 
 Contract: imports no torch. ``apply_system_envs`` must be called by an entry module before it imports torch,
 transformer_engine or megatron, and changes nothing where it raises.
 
 A program may set a variable in its own process after the library has read it: the variable then looks right and has no
-effect. What the process was started with tells the two apart (``read_launched_with``).
+effect. The environment at the start of the process tells the two apart (``read_launched_with``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _LAUNCHED_WITH = Path("/proc/self/environ")
 
 
 def launch_environment(system_envs: Mapping[str, str]) -> dict[str, str]:
-    """What a launcher exports to every process: ``system_envs`` and, under ``DETERMINISTIC_MODE=1``, what they leave
-    open of the table's exported settings: ``PYTHONHASHSEED=0``, ``OMP_NUM_THREADS=1``, ``MKL_NUM_THREADS=1`` and
-    ``NCCL_NVLS_ENABLE=0``.
+    """Returns the variables that a launcher exports to every process.
+
+    Besides ``system_envs`` they are, under ``DETERMINISTIC_MODE=1``, the table's exported settings:
+    ``PYTHONHASHSEED=0``, ``OMP_NUM_THREADS=1``, ``MKL_NUM_THREADS=1`` and ``NCCL_NVLS_ENABLE=0``; ``system_envs`` win.
     """
     exported = {
         setting.name: setting.recommended
@@ -41,9 +42,12 @@ def launch_environment(system_envs: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_settings(system_envs: Mapping[str, str]) -> None:
-    """Raise DeterminismError where ``DETERMINISTIC_MODE`` is neither 0 nor 1, or where it is 1 and a required setting
-    is missing, a setting of the table has a value that is not repeatable, or two settings contradict each other. Lists
-    all, with the YAML lines to write.
+    """Refuses ``system_envs`` that do not make a deterministic run.
+
+    Raises:
+        DeterminismError: ``DETERMINISTIC_MODE`` is neither 0 nor 1; or it is 1 and a required setting is missing, a
+            setting has a value that is not repeatable, or two contradict each other. Lists all, with the YAML lines to
+            write.
     """
     if system_envs.get(DETERMINISTIC_MODE, "0") == "0":
         return
@@ -66,7 +70,7 @@ def _settings_message(problems: list[str], lines: list[str]) -> str:
 
 
 def find_contradictions(system_envs: Mapping[str, str]) -> list[str]:
-    """Pairs of settings of which one keeps the other from taking effect, each with what to change."""
+    """Finds settings that keep each other from taking effect, each with its remedy."""
     problems = []
     has_collnet = "Collnet" in system_envs.get("NCCL_ALGO", "")
     collnet = system_envs.get("NCCL_COLLNET_ENABLE")
@@ -91,9 +95,9 @@ def find_contradictions(system_envs: Mapping[str, str]) -> list[str]:
 
 
 def read_launched_with(path: Path = _LAUNCHED_WITH) -> dict[str, str] | None:
-    """The environment that this process was started with, or ``None`` where the system does not keep it.
+    """Reads the environment at this process's start, or ``None`` where the system does not keep it.
 
-    ``None`` too where the program overwrote it, as those do that change their title in the list of processes.
+    ``None`` too where the program overwrote it, as programs do to change their title in the list of processes.
     Source: proc(5), /proc/pid/environ.
     """
     try:
@@ -113,14 +117,17 @@ def apply_system_envs(
     modules: Mapping[str, ModuleType],
     launched_with: Mapping[str, str] | None = None,
 ) -> None:
-    """Export ``launch_environment(system_envs)`` into this process.
+    """Exports ``launch_environment(system_envs)`` into this process.
 
-    ``environ``: ``os.environ``. ``modules``: ``sys.modules``, which tells what has been imported already.
-    ``launched_with``: ``read_launched_with()``; ``None``: not known, and what ``environ`` holds is taken to be so since
-    the start.
+    Args:
+        system_envs: The configuration's.
+        environ: ``os.environ``.
+        modules: ``sys.modules``, which tells the imported libraries.
+        launched_with: ``read_launched_with()``; ``None`` where not known: ``environ`` is then taken to be unchanged.
 
-    Raises DeterminismError, listing all, where a value would change after its reader has read it, or was changed in
-    this process and may have been read before.
+    Raises:
+        DeterminismError: A value would change after its reader has read it, or was changed in this process and may
+            have been read before. Lists all.
     """
     wanted = launch_environment(system_envs)
     changes = {name: value for name, value in wanted.items() if environ.get(name) != value}
@@ -147,7 +154,7 @@ def apply_system_envs(
 def find_late_changes(
     settings: list[Setting], *, environ: Mapping[str, str], launched_with: Mapping[str, str]
 ) -> list[str]:
-    """One line for each of ``settings`` whose value is not the one that the process was started with."""
+    """Writes one line for each of ``settings`` whose value has changed since the process started."""
     return [
         f"{setting.name} was {_found(launched_with, setting.name)} when the process started and is "
         f"{_found(environ, setting.name)} now, and is read by {setting.reader} {setting.read_at}"
@@ -157,9 +164,9 @@ def find_late_changes(
 
 
 def check_unchanged(at_start: Mapping[str, str], at_end: Mapping[str, str]) -> None:
-    """Raise DeterminismError that lists what ``read_back`` gave differently at the end of a run than at its start.
+    """Raises ``DeterminismError`` with every value of ``read_back`` that changed during a run.
 
-    A library that is imported meanwhile may appear in place of ``not imported``.
+    A library imported meanwhile may appear in place of ``not imported``.
     """
     changed = [
         f"{name} was {at_start.get(name, 'absent')} at the start and is {at_end.get(name, 'absent')} at the end"

@@ -1,8 +1,8 @@
-"""Deterministic mode in torch: switch it on, read back what took effect, refuse what did not.
+"""Switches torch's deterministic mode on, reads the values in effect back, and refuses settings without effect.
 
 Order: ``apply_deterministic_mode`` before any model is built (TransformerEngine and Megatron read the switch in their
 constructors), then ``read_back`` and ``check_took_effect`` on every rank, and once more after training, since
-libraries may change flags behind our back. None of them communicates.
+libraries may change flags meanwhile. None of them communicates.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ UNSET = "unset"
 class Proof:
     """A flag that shows whether an environment variable took effect.
 
-    ``expected``: the flag's value that follows from the variable's, or ``None`` where nothing follows.
-    ``always``: also outside deterministic mode.
+    ``expected``: from the variable's value to the flag's, or ``None`` where nothing follows. ``always``: also outside
+    deterministic mode.
     """
 
     variable: str
@@ -63,11 +63,11 @@ PROOFS: tuple[Proof, ...] = (
 
 
 def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
-    """Fix torch's number of threads to ``OMP_NUM_THREADS`` and, where ``DETERMINISTIC_MODE`` is ``1``, make cuDNN
-    deterministic, stop its auto-tuning and make torch refuse operations without a deterministic implementation.
+    """Fixes torch's number of threads to ``OMP_NUM_THREADS``; under ``DETERMINISTIC_MODE=1`` makes torch repeatable.
 
+    cuDNN becomes deterministic and tunes nothing, and torch refuses operations without a deterministic implementation.
     Precision stays as it is: TF32 and reduced-precision sums are repeatable, and are read back. Must run before a model
-    is built. Raises DeterminismError where ``OMP_NUM_THREADS`` is no positive number.
+    is built. Raises ``DeterminismError`` where ``OMP_NUM_THREADS`` is no positive number.
     Source: ROLL, rollout dump mock guide, "DETERMINISTIC_MODE Effects".
     """
     threads = environ.get("OMP_NUM_THREADS")
@@ -82,17 +82,17 @@ def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
 
 
 def read_back(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values in effect in this process that all ranks must share, all as text, sorted by key.
+    """Reads the values in effect in this process, all as text, sorted by key; all ranks must share them.
 
-    Environment settings under their own name (``unset`` where absent), flags as ``torch.*``, ``python.*`` and so on,
-    and ``version.*``. What belongs to one node or steers its log is in ``read_node_values``.
+    Environment settings are under their own name (``unset`` where absent), flags under ``torch.*``, ``python.*`` and so
+    on, versions under ``version.*``. ``read_node_values`` has the settings of one node.
     """
     values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not _is_per_node(name)}
     return dict(sorted({**values, **read_flags(environ)}.items()))
 
 
 def read_node_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """What is in effect on this node and may differ on another: devices, caches, logs; only what is set. Sorted."""
+    """Reads the values that may differ between nodes: devices, caches, logs; only the ones that are set. Sorted."""
     values = {name: environ[name] for name in recorded_names(environ) if _is_per_node(name) and name in environ}
     return dict(sorted({**values, **read_node_flags(environ)}.items()))
 
@@ -103,7 +103,7 @@ def _is_per_node(name: str) -> bool:
 
 
 def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None:
-    """Raise DeterminismError that lists each setting of ``read_back`` which is not in effect.
+    """Raises ``DeterminismError`` with each setting of ``read_back`` that has no effect.
 
     Threads and CPU kernels are checked always; the table's allowed values only where ``deterministic``.
     """
@@ -138,11 +138,11 @@ def _environment_problems(values: Mapping[str, str]) -> list[str]:
 
 
 def is_repeatability_setting(name: str) -> bool:
-    """Whether a name of ``read_back`` must be the same where a run is recorded and where it is replayed.
+    """Says whether a name of ``read_back`` must have one value in a recording run and in its replays.
 
-    Only what makes runs repeatable: the settings for which the table allows certain values, number of threads and hash
-    seed among them, and the flags of torch and Python that follow from them. All else selects kernels, algorithms or
-    versions, which may be what is being compared.
+    True only of the settings that make runs repeatable: the ones with certain allowed values, number of threads and
+    hash seed among them, and flags of torch and Python that follow from them. All others select kernels, algorithms or
+    versions, and may be the very subject of a comparison.
     """
     setting = find_setting(name)
     return setting is not None and setting.between_runs is Between.MUST_MATCH

@@ -1,7 +1,7 @@
-"""Which settings bear on an operation that was not repeatable, and whether they were in effect.
+"""Finds the settings that bear on an operation that was not repeatable, and whether they were in effect.
 
-Contract: imports no torch. A table from operators and devices to rows of ``settings.SETTINGS``, which say what is
-required and why; combined with what both runs read back.
+Contract: imports no torch. A table leads from operators and devices to rows of ``settings.SETTINGS``, with their
+required values and reasons; these are compared with the values that both runs read back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NCCL = (
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_BUFFSIZE"),
 )
 _CPU_KERNELS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-# Settings that mean nothing where what reads them is absent: beginning of the name -> what must be there.
+# Settings mean nothing where their reader is absent: beginning of the name -> the version that must be there.
 _READERS = {
     "NVTE_": "version.transformer-engine",
     "transformer_engine.": "version.transformer-engine",
@@ -44,7 +44,7 @@ _READERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Which settings bear on which operators.
+    """The settings that bear on some operators.
 
     ``operators``: a regular expression for the whole name. ``device``: ``None`` for any. ``settings``: names of the
     settings table, the likeliest first.
@@ -56,8 +56,8 @@ class Rule:
     settings: tuple[str, ...] = ()
 
 
-# The first that fits counts. Sources: torch.use_deterministic_algorithms (torch 2.13) for the list of CUDA operations;
-# the cuBLAS, NCCL and cuDNN rows of the settings table for the rest.
+# The first fitting rule counts, so general ones come last. Sources: torch.use_deterministic_algorithms (torch 2.13) for
+# the list of CUDA operations; the cuBLAS, NCCL and cuDNN rows of the settings table for the rest.
 RULES: tuple[Rule, ...] = (
     Rule(
         operators=r"aten\.(rand|randn|randint|randperm|normal|bernoulli|multinomial|uniform|exponential|geometric"
@@ -146,7 +146,7 @@ _NOT_DISPATCHED = Rule(
 
 
 class State(StrEnum):
-    """What was found of a setting."""
+    """The state of a setting in both runs, the likeliest cause first."""
 
     DIFFERS = "differs between the two runs"
     NOT_AS_REQUIRED = "is not as required"
@@ -157,7 +157,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingFound:
-    """One setting that bears on the difference, as both runs read it back."""
+    """One setting with its values in both runs."""
 
     name: str
     state: State
@@ -167,7 +167,7 @@ class SettingFound:
     remedy: str
 
     def describe(self) -> str:
-        """One line with the value, what it must be, and why."""
+        """Writes one line with the value, the required one, and the reason."""
         if self.state is State.DIFFERS:
             return f"{self.name} was {self.first} in the first run and {self.second} in the second: {self.remedy}"
         must = f", must be {self.required}" if self.state is State.NOT_AS_REQUIRED else ""
@@ -176,7 +176,7 @@ class SettingFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why it differs. ``settings``: those that bear on it, those to blame first; ``others``: that differ besides."""
+    """The reason of a difference. ``settings``: all bearing on it, blamed ones first; ``others``: differing besides."""
 
     why: str
     settings: tuple[SettingFound, ...]
@@ -184,7 +184,7 @@ class Cause:
 
     @property
     def responsible(self) -> tuple[SettingFound, ...]:
-        """The settings to blame: first those that differ, then those that are not as required; may be empty."""
+        """The settings to blame: first differing ones, then ones not as required; may be empty."""
         return tuple(
             setting
             for state in (State.DIFFERS, State.NOT_AS_REQUIRED)
@@ -193,7 +193,7 @@ class Cause:
         )
 
     def describe(self) -> str:
-        """The verdict on settings in words."""
+        """Says the verdict on settings."""
         if self.responsible:
             return f"responsible:{bullet_list([setting.describe() for setting in self.responsible], limit=None)}"
         differing = bullet_list([setting.describe() for setting in self.others], limit=None)
@@ -207,7 +207,7 @@ class Cause:
 
 
 def find_rule(difference: Difference) -> Rule:
-    """The row of the table for a difference."""
+    """Finds the rule for a difference."""
     match difference.kind:
         case DifferenceKind.OTHER_PATH | DifferenceKind.OTHER_TENSOR | DifferenceKind.ENDED_EARLIER:
             return _OTHER_PATH
@@ -224,7 +224,7 @@ def find_rule(difference: Difference) -> Rule:
 
 
 def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping[str, str]) -> Cause:
-    """What the settings that both runs read back say about a difference."""
+    """Explains a difference by the settings that both runs read back."""
     rule = find_rule(difference)
     found = [_look_up(name, first, second) for name in rule.settings]
     order = list(State)
@@ -237,7 +237,7 @@ def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping
 
 
 def _without(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Random hashes differ in every process; they explain nothing where the path is the same."""
+    # Random hashes differ in every process; they explain nothing where the path is the same.
     return [name for name in names if name not in set(known)]
 
 

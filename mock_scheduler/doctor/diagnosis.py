@@ -1,4 +1,4 @@
-"""What two replays of the same steps show: operation logs, batches and metrics, compared to the last bit.
+"""Diagnoses two replays of the same steps: operation logs, batches and metrics are compared to the last bit.
 
 Contract: reads the folders of two completed runs; writes and starts nothing.
 """
@@ -20,10 +20,10 @@ from mock_scheduler.support.run_files import METRICS_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What two replays showed.
+    """The result of comparing two replays.
 
-    ``steps``: those whose logs were compared, up to the first that differs. ``cause``: of the last one's origin.
-    ``others``: batches and metrics that differ, in words. ``num_metrics``: metrics that were compared.
+    ``steps``: compared logs, up to the first differing one. ``cause``: of the last one's origin. ``others``: differing
+    batches and metrics, in words. ``num_metrics``: compared metrics.
     """
 
     steps: tuple[StepComparison, ...]
@@ -33,12 +33,12 @@ class Diagnosis:
 
     @property
     def num_operations(self) -> int:
-        """Operations that are equal, over all steps and ranks."""
+        """Equal operations, over all steps and ranks."""
         return sum(step.num_operations for step in self.steps)
 
     @property
     def num_digests(self) -> int:
-        """Tensors that are equal, over all steps and ranks."""
+        """Equal tensors, over all steps and ranks."""
         return sum(step.num_digests for step in self.steps)
 
     @property
@@ -58,10 +58,10 @@ class Diagnosis:
 
 
 def diagnose(first_dir: Path, second_dir: Path, *, step: int) -> Diagnosis:
-    """Compare two finished runs with ``trace.operations``, by their ``output_dir``; ``step`` must be among theirs.
+    """Compares two finished runs with ``trace.operations``, by their ``output_dir``; ``step`` must be among theirs.
 
-    Raises ``TraceError`` for operation logs or metrics that are missing or cannot be read, ``AlignmentError`` for what
-    the runs say about themselves.
+    Raises ``TraceError`` for missing or unreadable operation logs or metrics, ``AlignmentError`` for unreadable facts
+    about the runs.
     """
     first, second = find_operation_logs(first_dir), find_operation_logs(second_dir)
     steps: list[StepComparison] = []
@@ -89,7 +89,7 @@ def _find_cause(step: StepComparison, first: _Logs, second: _Logs) -> Cause | No
 
 
 def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
-    """How many metrics were compared, and what differs: batches of steps, metrics of steps."""
+    """Compares batches and metrics of all steps; returns the number of compared metrics, and a line per difference."""
     one, other = load_batches(first), load_batches(second)
     problems = [f"the batch of step {step}" for step in sorted({*one, *other}) if one.get(step) != other.get(step)]
     ones, others = _load_computed(first), _load_computed(second)
@@ -101,7 +101,7 @@ def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
 
 
 def _load_computed(output_dir: Path) -> dict[tuple[int, str], float]:
-    """The metrics that a run computed itself, by step and name."""
+    """Loads the metrics that a run computed itself, by step and name."""
     return {
         (step, name): value
         for step, metrics in load_metrics(output_dir / METRICS_FILE).items()

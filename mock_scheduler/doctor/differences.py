@@ -1,6 +1,8 @@
-"""The first difference of one rank between two runs of a step: what it is, and how it reads.
+"""The first difference of each rank between two runs of a step, in words, and the one behind all others.
 
-Contract: imports no torch.
+Contract: imports no torch. A rank may only have received its difference, by a communication to which another rank gave
+other bits: it is then not the origin. The n-th communication of one kind in one group is the same on all its ranks; a
+receive matches the n-th send of its peer to it.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ from mock_scheduler.determinism.operations import OperationLogHeader, OperationR
 
 
 class ReadableLog(Protocol):
-    """What is compared: ``operations.OperationLog``, or records in memory."""
+    """An operation log to compare: ``operations.OperationLog``, or records in memory."""
 
     @property
     def header(self) -> OperationLogHeader:
         """Step, rank and settings."""
 
     def records(self) -> Iterable[OperationRecord]:
-        """All records in order; may be asked for more than once."""
+        """Yields all records in order; may be called more than once."""
 
 
 class DifferenceKind(StrEnum):
-    """What a first difference means."""
+    """The meaning of a first difference."""
 
     NOT_REPEATABLE = "operation is not repeatable"
     DIFFERED_BEFORE = "differed before the step used it"
@@ -39,9 +41,9 @@ class DifferenceKind(StrEnum):
 class Difference:
     """The first difference of one rank.
 
-    ``first``, ``second``: the record of each run; ``None`` where that run had ended. ``tensors``: names of the tensors,
-    or ``returned value``, that differ. ``previous``: the last record before it that is equal in both. ``writer``: where
-    something changed outside of torch's operations, the last record that had that memory, up to which it was equal.
+    ``first``, ``second``: the record of each run; ``None`` where the run had ended. ``tensors``: names of the differing
+    tensors, or ``returned value``. ``previous``: the last equal record before it. ``writer``: for a change outside of
+    torch's operations, the last record with this memory; up to it the memory was equal.
     """
 
     global_rank: int
@@ -54,33 +56,33 @@ class Difference:
 
     @property
     def record(self) -> OperationRecord:
-        """The record of the run that has one."""
+        """The record of the first run, or of the second where the first had ended."""
         record = self.first or self.second
         assert record is not None  # a difference is one of records
         return record
 
     def describe(self) -> str:
-        """The difference in one or two sentences, without the rank."""
-        what = self.record.describe()
+        """Says the difference in one or two sentences, without the rank."""
+        operation = self.record.describe()
         names = ", ".join(self.tensors)
         match self.kind:
             case DifferenceKind.NOT_REPEATABLE:
-                return f"{what}: the same inputs gave another {names}{self._unseen()}"
+                return f"{operation}: the same inputs gave another {names}{self._unseen()}"
             case DifferenceKind.DIFFERED_BEFORE:
                 return (
-                    f"{what}: {names} differs at its first use in this step, so it differed before the step began, or "
-                    "was made by something that torch does not dispatch"
+                    f"{operation}: {names} differs at its first use in this step, so it differed before the step "
+                    "began, or was made by something that torch does not dispatch"
                 )
             case DifferenceKind.NOT_DISPATCHED:
                 return (
-                    f"{what}: {names} differs, though no operation before it did; it was changed between "
+                    f"{operation}: {names} differs, though no operation before it did; it was changed between "
                     f"{_describe(self.writer)} and this one by something that torch does not "
                     "dispatch: a kernel of TransformerEngine, apex or Triton, compiled code, an extension, or NumPy"
                 )
             case DifferenceKind.OTHER_TENSOR:
                 return (
-                    f"{what}: for {names} the two runs used different tensors, each computed earlier; the program "
-                    "went through its tensors in another order, or chose another one"
+                    f"{operation}: for {names} the two runs used different tensors, each computed earlier; the "
+                    "program went through its tensors in another order, or chose another one"
                 )
             case DifferenceKind.OTHER_PATH:
                 return (
@@ -89,7 +91,7 @@ class Difference:
                 )
             case DifferenceKind.ENDED_EARLIER:
                 ended = "first" if self.first is None else "second"
-                return f"after {_describe(self.previous)} the {ended} run had ended; the other went on with {what}"
+                return f"after {_describe(self.previous)} the {ended} run had ended; the other went on with {operation}"
 
     def _unseen(self) -> str:
         unseen = ", ".join(tensor.name for tensor in self.record.inputs if tensor.note == "uninitialised")
@@ -107,7 +109,7 @@ def _arguments(record: OperationRecord | None) -> str:
 
 
 def find_origin(differences: Sequence[Difference], logs: Mapping[int, ReadableLog]) -> Difference | None:
-    """The earliest difference that no other rank's explains; logs: of one run, by global rank."""
+    """Finds the earliest difference that no other rank's explains; logs: of one run, by global rank."""
     by_rank = {difference.global_rank: difference for difference in differences}
     origins = [difference for difference in differences if not _was_received(difference, by_rank=by_rank, logs=logs)]
     # Differences that explain each other in a circle cannot be; were they to, the earliest is as good as any.
@@ -121,7 +123,7 @@ def _when(difference: Difference) -> tuple[int, int]:
 def _was_received(
     difference: Difference, *, by_rank: Mapping[int, Difference], logs: Mapping[int, ReadableLog]
 ) -> bool:
-    """Whether another rank's bits differed before it took part in the communication that brought this difference."""
+    """Says whether another rank differed before it took part in the communication that brought this difference."""
     record = difference.record
     if record.group is None or difference.kind is not DifferenceKind.NOT_REPEATABLE:
         return False
@@ -140,14 +142,14 @@ def _was_received(
 
 
 def _is_same_result(difference: Difference, took_part: int) -> bool:
-    """Whether a rank differs only in what that communication gave it, with equal inputs: no cause, a victim as well."""
+    """Says whether a rank differs only in the results of the same communication: it is then no cause either."""
     record = difference.record
     began = record.number if record.completes is None else record.completes
     return began == took_part and difference.kind is DifferenceKind.NOT_REPEATABLE
 
 
 def _count_alike(log: ReadableLog, communication: OperationRecord, *, before: int) -> int:
-    """How many communications of the same kind and group (and peer) this rank began earlier."""
+    """Counts the communications of the same kind and group (and peer) that this rank began earlier."""
     return sum(
         record.completes is None
         and record.number < before
@@ -158,7 +160,7 @@ def _count_alike(log: ReadableLog, communication: OperationRecord, *, before: in
 
 
 def _nth_alike(log: ReadableLog, communication: OperationRecord, *, index: int, sends_to: int | None) -> int | None:
-    """Number of the record with which another rank took part; ``sends_to``: for a receive, the rank that received."""
+    """Numbers the record by which another rank took part; ``sends_to``: for a receive, the receiving rank."""
     operator = communication.operator if sends_to is None else "c10d.send.default"
     alike = (
         record.number

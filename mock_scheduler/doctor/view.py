@@ -1,4 +1,4 @@
-"""A doctor's diagnosis on the terminal, and as JSON: one object, ``format_version`` 1."""
+"""Shows a doctor's diagnosis on the terminal, and as JSON: one object, ``format_version`` 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_SHOWN = 5
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print how much was compared, the verdict, the first difference and what is responsible for it."""
+    """Prints how much was compared, the verdict, the first difference and its cause."""
     console.print()
     where = f"{count_of(len(diagnosis.steps), 'step')} and {count_of(len(diagnosis.steps[-1].ranks), 'rank')}"
     console.print(
@@ -69,7 +69,7 @@ def _print_indented(text: str, console: Console) -> None:
 
 
 def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:
-    """The whole diagnosis as JSON values."""
+    """Makes JSON values of the whole diagnosis."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(diagnosis.exit_code),

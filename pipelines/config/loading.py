@@ -1,4 +1,7 @@
-"""Loading of the pipeline's configuration: its form for the library's loader; importing this imports no torch."""
+"""Loads the pipeline's configuration by the library's loader, and reads how a finished run clips; imports no torch.
+
+Another release may have written a finished run's ``config.yaml``, so only the keys of clipping are looked at in it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def _name_run(config: PipelineConfig) -> RunNames:
 
 
 def _read_correction(values: Mapping[str, object]) -> ForeignKeys[PipelineConfig]:
-    """verl's keys of rollout correction become ``algorithm``."""
+    """Turns verl's keys of rollout correction into ``algorithm``."""
     found = read_verl_correction(values)
     return ForeignKeys(
         values=found.values,
@@ -79,7 +82,7 @@ _NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")
 
 
 def load_clip_rule(config_path: Path) -> ClipRule:
-    """Reads how the run of a ``config.yaml`` clips; keys that the file lacks have their defaults.
+    """Reads how the run of a ``config.yaml`` clips; absent keys have their defaults.
 
     Raises ``AlignmentError`` where it cannot be read, with the name of each wrong key.
     """

@@ -1,6 +1,6 @@
-"""The operation log: every operation that torch dispatches in a training step, with digests of what it read and wrote.
+"""The operation log: every operation dispatched by torch in a training step, with digests of its inputs and outputs.
 
-Contract: imports no torch, for those who read a log. ``operations.recorder`` writes one and is imported by itself.
+Contract: imports no torch, for readers of a log. ``operations.recorder`` writes one and is imported by itself.
 """
 
 from mock_scheduler.determinism.operations.log import (

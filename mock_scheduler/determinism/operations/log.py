@@ -27,7 +27,7 @@ _RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 
 
 class Phase(StrEnum):
-    """What a rank was doing when it began an operation."""
+    """The phase of training in which a rank began an operation."""
 
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
@@ -39,9 +39,9 @@ class Phase(StrEnum):
 class TensorRecord:
     """A tensor that an operation read or wrote.
 
-    ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: which memory it is in,
-    numbered in order of appearance; it says what in one run shares memory and is not compared between runs.
-    ``digest``: of its bytes in row-major order; ``None`` where there is none, and then ``note`` says why.
+    ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: the number of its memory,
+    in order of appearance; equal numbers of one run share memory, and runs are not compared by them. ``digest``: of its
+    bytes in row-major order; where it is ``None``, ``note`` says why.
     """
 
     name: str
@@ -58,16 +58,16 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationRecord:
-    """One operation. What is not known is empty.
+    """One operation. Unknown fields are empty.
 
     ``lane``: the thread that began it, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
     ``module``: the module whose forward was running; in backward, the one whose forward made the autograd node.
-    ``node``: that autograd node. ``place``: file and line of the call, outside torch.
-    ``arguments``: its arguments that are no tensors. ``inputs``: before it ran, those that it overwrites left out;
-    ``outputs``: what it returned or wrote in place, and ``values`` what it returned that is no tensor.
+    ``node``: the autograd node. ``place``: file and line of the call, outside torch.
+    ``arguments``: all arguments but tensors. ``inputs``: tensors before it ran, without overwritten ones; ``outputs``:
+    tensors that it returned or wrote in place; ``values``: all else that it returned.
     ``group``: the global ranks of a communication's group. ``peer``: the other side of a send or receive.
-    ``completes``: this is no operation, but the moment when the results of that earlier, asynchronous one were first
-    used; they are its outputs.
+    ``completes``: the number of an earlier, asynchronous operation. The record is then no operation, but the first use
+    of the earlier one's results, which are its outputs.
     """
 
     number: int
@@ -93,20 +93,20 @@ class OperationRecord:
 
     @property
     def is_computation(self) -> bool:
-        """Whether it read, made or sent anything; a view, which only names memory, did not."""
+        """Whether it read, made or sent anything; a view only names memory and did not."""
         return bool(self.num_digests or self.values or self.group is not None or self.completes is not None)
 
     def describe(self) -> str:
         """``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
-        what = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
+        results = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
         where = f" in {self.module}" if self.module else ""
         details = [self.phase.value, *([self.node] if self.node else []), *([f"at {self.place}"] if self.place else [])]
-        return f"operation {self.number}, {what or self.operator},{where} ({', '.join(details)})"
+        return f"operation {self.number}, {results or self.operator},{where} ({', '.join(details)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLogHeader:
-    """Whose log it is. ``settings``: what determinism settings this rank read back when the step began."""
+    """The step and the rank of a log. ``settings``: determinism settings as this rank read them back at its start."""
 
     step: int
     global_rank: int
@@ -116,7 +116,7 @@ class OperationLogHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLog:
-    """A whole operation log on disk: its header, and its records, which are read anew each time they are asked for."""
+    """A whole operation log on disk: its header, and its records, read anew at each request."""
 
     path: Path
     header: OperationLogHeader
@@ -154,12 +154,12 @@ class OperationLog:
 
 
 def operation_log_path(output_dir: Path, *, step: int, global_rank: int) -> Path:
-    """Where the operation log of one step and rank lies."""
+    """Returns the path of the operation log of one step and rank."""
     return output_dir / OPERATIONS_FOLDER / f"step_{step:06d}" / f"rank_{global_rank}.jsonl"
 
 
 def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
-    """The operation logs of a run by step and global rank, in order; empty where it has none. Raises ``TraceError``."""
+    """Finds a run's operation logs by step and global rank, in order; empty without any. Raises ``TraceError``."""
     found: dict[int, dict[int, OperationLog]] = {}
     for path in (output_dir / OPERATIONS_FOLDER).glob("*/*"):
         step, global_rank = _STEP_FOLDER.fullmatch(path.parent.name), _RANK_FILE.fullmatch(path.name)
@@ -169,7 +169,7 @@ def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
 
 
 def _parse_record(content: Mapping[str, Any]) -> OperationRecord:
-    """A record from its JSON object."""
+    """Makes a record of its JSON object."""
     fields = dict(content)
     for side in ("inputs", "outputs"):
         fields[side] = tuple(

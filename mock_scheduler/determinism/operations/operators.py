@@ -1,6 +1,7 @@
-"""What an operator's schema says about its tensors: which it overwrites, which hold no meaning, which are a view's.
+"""Facts about torch's operators and communications: the tensors they read, write and return, and when.
 
-Contract: facts of operators alone, from torch's schemas and the tables below (torch 2.13); nothing is run.
+Contract: facts come from torch's schemas and the tables below (torch 2.13). Nothing here runs an operator,
+communicates, waits, or keeps a tensor alive.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ BROADCASTS = "c10d.broadcast_.default"
 class OperatorFacts:
     """One operator overload.
 
-    ``written``: names of the arguments that it writes; ``overwritten``: those of them whose content it never reads.
-    ``results``: names of what it returns, ``None`` for what is one of its arguments.
-    ``has_digests``: whether bits are worth a digest; not those of a view, nor what an allocator returns.
+    ``written``: names of written arguments; ``overwritten``: the ones among them whose content it never reads.
+    ``results``: names of its results, ``None`` for one of its arguments. ``has_digests``: whether its bits are worth a
+    digest, unlike the bits of a view or of fresh memory.
     """
 
     name: str
@@ -62,24 +63,22 @@ class OperatorFacts:
     is_communication: bool
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The given arguments by name; defaults that were left out are not in it."""
+        """Names the given arguments, without defaults."""
         if not self.arguments:
             return {f"argument{position}": value for position, value in enumerate(args)} | dict(kwargs)
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def unread(self, bound: Mapping[str, Any]) -> frozenset[str]:
-        """Arguments whose content this call does not read.
-
-        ``addmm`` and its kin ignore ``self`` where ``beta`` is 0 (torch documentation); Megatron's attention gives
-        memory there that nothing has written.
-        """
+        """Names the arguments whose content this call does not read."""
+        # addmm and its kin ignore self where beta is 0 (torch documentation); Megatron's attention gives memory there
+        # that nothing has written.
         is_ignored = "beta" in self.arguments and bound.get("beta", 1) == 0
         return self.overwritten | {"self"} if is_ignored else self.overwritten
 
 
 @cache
 def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or HigherOrderOperator, untyped in torch
-    """The facts of one overload; of a higher-order operator, which has no schema, only the name."""
+    """Finds the facts of one overload; of a higher-order operator, which has no schema, only the name."""
     if isinstance(operator, HigherOrderOperator):
         return OperatorFacts(
             name=f"higher_order.{operator}",
@@ -123,12 +122,12 @@ def argument_of(name: str) -> str:
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a tensor of this name may hold anything without any effect on the run."""
+    """Says whether a tensor of this name may hold anything without any effect on the run."""
     return argument_of(name) in _SCRATCH_NAMES
 
 
 def flatten_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in an argument or result, with its name: ``tensors[0]``."""
+    """Yields every tensor in an argument or result, with its name: ``tensors[0]``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -137,7 +136,7 @@ def flatten_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tenso
 
 
 def has_tensors(value: object) -> bool:
-    """Whether there is any tensor in an argument or result."""
+    """Says whether there is any tensor in an argument or result."""
     return next(flatten_tensors("", value), None) is not None
 
 
@@ -165,7 +164,7 @@ class Communication:
     """One communication. ``group``: global ranks, in the group's order. ``peer``: a global rank, for send and receive.
 
     ``unread``, ``undefined``: arguments whose content it does not read, or does not define, on this rank.
-    ``is_async``: whether its results may come after the call.
+    ``is_async``: whether results may come after the call.
     """
 
     group: tuple[int, ...]
@@ -177,7 +176,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """An asynchronous communication and those of its results that are still there."""
+    """An asynchronous communication and its results, as far as they are still alive."""
 
     number: int
     operator: str
@@ -186,7 +185,7 @@ class Completed:
 
 
 class PendingResults:
-    """Results of asynchronous communications that nothing has used yet."""
+    """Unused results of asynchronous communications."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
@@ -207,10 +206,8 @@ class PendingResults:
             )
 
     def take(self, used: Iterable[torch.Tensor]) -> Iterator[Completed]:
-        """Those of whose memory a part is about to be used; they are not waiting any more.
-
-        A program that uses it has waited for the communication; other parts of the same storage prove nothing.
-        """
+        """Yields each communication with a result about to be used; it waits no more."""
+        # A program that uses a result has waited for the communication; other parts of the storage prove nothing.
         if not self._waiting:
             return
         spans = [_memory_of(tensor) for tensor in used]
@@ -239,7 +236,7 @@ class _Waiting:
 
 
 def read_communication(facts: OperatorFacts, bound: Mapping[str, Any]) -> Communication | None:
-    """The communication that an operation is, or ``None`` where it is none."""
+    """Reads a communication from an operation's arguments; ``None`` for any other operation."""
     group = _find_group(bound) if facts.is_communication and facts.name != WAIT else None
     if group is None:
         return None
@@ -266,7 +263,7 @@ def _find_group(bound: Mapping[str, Any]) -> ProcessGroup | None:
 
 
 def _memory_of(tensor: torch.Tensor) -> _Span:
-    """Device, first byte and byte after the last that a tensor may touch; empty for what has no plain memory."""
+    """Returns device, first byte and end of a tensor's memory; empty without plain memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.device, 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,10 +1,10 @@
-"""Writes every operation that torch dispatches in a block, with digests of what it read and wrote, in order.
+"""Records every operation dispatched by torch in a block, with digests of its inputs and outputs, in order.
 
 Contract: observing changes no bit of the run: nothing is drawn from a generator, no tensor of the run is written, kept
-alive or moved, compiled code stays compiled, no communication is waited for that the program does not wait for in the
-same call. On a GPU digests stay there until some hundreds are read back at once. What a kernel outside torch's
-dispatcher does (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself, but
-in the digests of the next operation that reads it.
+alive or moved, compiled code stays compiled, and a communication is waited for only where the program waits for it in
+the same call. On a GPU digests stay there until some hundreds are read back at once. A kernel outside torch's
+dispatcher (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself; its
+effect is seen in the digests of the next operation on its memory.
 
 Backward on a GPU runs in other threads: autograd carries the mode there with the rest of the calling thread's state
 (torch 2.13, ``GraphTask.thread_locals_``, an ``at::ThreadLocalState``). Records of such a thread have their own lane.
@@ -55,10 +55,9 @@ _NamedTensors = list[tuple[str, torch.Tensor]]
 def record_operations(
     output_dir: Path, header: OperationLogHeader, *, modules: Mapping[str, torch.nn.Module]
 ) -> Iterator[None]:
-    """Write the block's operation log to ``operation_log_path(output_dir, ...)`` when it ends; nothing where it raises.
+    """Writes the block's operation log to ``operation_log_path(output_dir, ...)`` at its end; nothing where it raises.
 
-    ``modules``: the roots whose submodules are to be named in it, by name. Does not communicate.
-    Raises ``OSError`` where the file cannot be written.
+    ``modules``: the roots of named submodules, by name. Does not communicate. Raises ``OSError`` where it cannot write.
     """
     path = operation_log_path(output_dir, step=header.step, global_rank=header.global_rank)
     with written_aside(path) as aside, aside.open("w", encoding="ascii") as lines:
@@ -82,11 +81,12 @@ class OperationRecorder(WatchingMode):
         self._lanes = {threading.get_ident(): "main"}
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the operation, and write down what is asked of it."""
+        """Runs the operation, and records its inputs and outputs."""
         facts = facts_of(func)
         bound = facts.bind(args, kwargs)
         tensors = [pair for name, value in bound.items() for pair in flatten_tensors(name, value)]
-        if facts.has_digests and facts.name != WAIT:  # making a view uses nothing
+        # Making a view uses nothing, so a pending result stays pending.
+        if facts.has_digests and facts.name != WAIT:
             self._record_completed(tensors)
         communication = read_communication(facts, bound)
         record = self._begin(facts, bound, tensors, communication)
@@ -109,7 +109,7 @@ class OperationRecorder(WatchingMode):
         tensors: _NamedTensors,
         communication: Communication | None,
     ) -> OpenRecord:
-        """The record of an operation that is about to run; it is open until ``_end``."""
+        """Begins the record of an operation before it runs; it is open until ``_end``."""
         unread = facts.unread(bound) if communication is None else communication.unread
         record = self._start_record(facts.name)
         record |= {
@@ -177,7 +177,7 @@ class OperationRecorder(WatchingMode):
                 self._uninitialised.discard(self._storage_key(tensor))
 
     def _record_completed(self, tensors: _NamedTensors) -> None:
-        """A record for each asynchronous communication whose results are now used for the first time."""
+        """Records each asynchronous communication whose results are now used for the first time."""
         for done in self._pending.take(tensor for _, tensor in tensors):
             for _, tensor in done.results:
                 self._uninitialised.discard(self._storage_key(tensor))
@@ -224,7 +224,7 @@ class OperationRecorder(WatchingMode):
         return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
     def _forget(self, key: int) -> None:
-        """Number the memory anew: what lay at its address before is gone."""
+        """Numbers the memory anew: an address may be used again for other memory."""
         self._storages[key] = self._num_storages
         self._num_storages += 1
         self._uninitialised.discard(key)
@@ -237,7 +237,7 @@ class OperationRecorder(WatchingMode):
 
 
 def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-    """What was returned beside the arguments, by name."""
+    """Yields results beside the arguments, by name."""
     if not facts.results:
         if result is not None and not facts.written:
             yield "result", result
@@ -249,7 +249,7 @@ def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  
 
 
 def _may_only_write(facts: OperatorFacts, name: str) -> bool:
-    """Whether an operator of another library may take this argument as a buffer to fill, and not read it."""
+    """Says whether an operator of another library may only fill this argument, as a buffer."""
     return argument_of(name) in facts.written and not facts.name.startswith("aten.")
 
 
@@ -258,7 +258,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _describe_arguments(bound: Mapping[str, Any]) -> str:
-    """Arguments that are no tensors, as ``dim=[0], keepdim=False``."""
+    """Describes all arguments but tensors, as ``dim=[0], keepdim=False``."""
     text = ", ".join(
         f"{name}={_describe_value(value)}"
         for name, value in bound.items()
@@ -278,7 +278,7 @@ def _describe_value(value: object) -> str:
 
 
 def _wait(result: Any) -> None:  # noqa: ANN401 - whatever the communication returns
-    """Wait for a communication whose caller waits for it next."""
+    """Waits for a communication whose caller waits for it next."""
     work = result[-1] if isinstance(result, tuple) else result
     if isinstance(work, torch.ScriptObject):
         # None: NCCL gives no work where the caller is not asynchronous; the stream keeps the order (torch 2.11).

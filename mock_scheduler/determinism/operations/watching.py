@@ -1,4 +1,9 @@
-"""What every mode that watches torch's operations has in common: what it is shown, and what it leaves alone."""
+"""Watches torch's operations: a mode that is shown each of them, and the place in the program where it began.
+
+Contract: global forward hooks only keep a stack of names; no hook is on a tensor or in the autograd graph. In backward,
+the module is the one whose forward made the node: autograd numbers nodes as forward makes them (torch 2.13,
+``Node::sequence_nr``), and numbers that appear while a module runs are its own.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,13 @@ from mock_scheduler.determinism.operations.log import Phase
 
 
 class WatchingMode(TorchDispatchMode):
-    """A mode that sees each operation once, by plain tensors, and runs it. ``watch`` is its subclass's own."""
+    """A mode that sees each operation once, by plain tensors, and runs it; subclasses override ``watch``."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as it does without the mode, unseen; torch would run it uncompiled otherwise."""
+        """Lets compiled code run unseen, as without the mode; torch would run it uncompiled otherwise."""
         return True
 
     def __torch_dispatch__(
@@ -39,7 +44,7 @@ class WatchingMode(TorchDispatchMode):
         return self.watch(func, args, kwargs or {})
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the operation and return what it returns."""
+        """Runs the operation and returns its result."""
         return func(*args, **kwargs)
 
 
@@ -48,7 +53,7 @@ _ACCUMULATION = "AccumulateGrad"
 
 
 class ProgramPlace:
-    """While entered, knows which module is running; ``modules``: the roots by the name that they shall have."""
+    """While entered, knows the running module; ``modules``: the roots by their names in the log."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._names = {
@@ -81,7 +86,7 @@ class ProgramPlace:
             handle.remove()
 
     def now(self) -> tuple[Phase, str, str, str]:
-        """Phase, module, autograd node and ``file.py:line`` of the operation that begins now; empty: unknown."""
+        """Returns phase, module, autograd node and ``file.py:line`` of the operation that begins; empty: unknown."""
         is_backward = torch._C._current_graph_task_id() != -1
         if self._running:
             self._name_new_nodes()
@@ -109,7 +114,7 @@ class ProgramPlace:
         self._running.pop()
 
     def _name_new_nodes(self) -> None:
-        """Give the autograd nodes that were made since the last call to the module that is running."""
+        """Assigns the autograd nodes made since the last call to the running module."""
         # Each thread counts for itself: where one recomputes on a GPU, an equal number of another gets its name.
         next_node, thread = torch._C._autograd._get_sequence_nr(), threading.get_ident()
         module = self._running[-1] if self._running else ""
@@ -118,7 +123,7 @@ class ProgramPlace:
         self._next_node[thread] = next_node
 
     def _line(self) -> str:
-        """The innermost line of Python that is neither torch's nor this package's; empty within autograd's engine."""
+        """Finds the innermost line of Python outside torch and this package; empty within autograd's engine."""
         frame = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
@@ -133,7 +138,7 @@ class ProgramPlace:
 
 
 def _short(filename: str) -> str:
-    """From the innermost folder that is a package's outside on: ``megatron/core/transformer/mlp.py``."""
+    """Shortens a path to its part below ``site-packages`` or the working folder: ``megatron/core/optimizer/muon.py``."""
     parts = Path(filename).parts
     if "site-packages" in parts:
         return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])

@@ -1,8 +1,11 @@
-"""A tensor's bits as 16 hexadecimal digits, without changing it and without any random number.
+"""Writes the records of an operation log, some hundreds at once, with digests of tensors.
 
-Contract: two tensors of equal type and shape have equal digests where their bits are equal in row-major order, and
-other ones with a probability of 1 - 2^-64 where any bit or any order differs. Digests of the host and of a GPU are
-made in different ways and are never to be compared with each other.
+Contract: a record is open until it has its ``outputs``; it is written once it and all before it are complete. Memory is
+bounded by a few hundred records. Threads may begin records at the same time.
+
+A digest is 16 hexadecimal digits of a tensor's bits in row-major order, made without changing it or drawing a number.
+Tensors of equal type and shape and equal bits have equal digests; others have different ones with a probability of
+1 - 2^-64. Host and GPU digest in different ways, so their digests are never compared with each other.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _SHIFTS = (30, 27, 31)
 
 
 def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with one element in place of each dimension that only repeats the same memory."""
+    """Returns the tensor with one element in place of each dimension that only repeats the same memory."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -37,7 +40,7 @@ def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_digest(tensor: torch.Tensor) -> str:
-    """The digest of a strided CPU tensor: SHA-256, its first 8 bytes. Copies only what is not contiguous."""
+    """Digests a strided CPU tensor: the first 8 bytes of SHA-256. Copies only a tensor that is not contiguous."""
     plain = tensor if tensor.is_contiguous() else unrepeated(tensor.detach()).contiguous()
     if plain.is_conj() or plain.is_neg():
         plain = plain.detach().resolve_conj().resolve_neg()
@@ -48,11 +51,12 @@ def host_digest(tensor: torch.Tensor) -> str:
 
 
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of a strided tensor on any device as an int64 scalar there: it waits for nothing.
+    """Digests a strided tensor on any device to an int64 scalar there, and waits for nothing.
 
     Each element's bits and its position are mixed by the finaliser of splitmix64, and the results are added modulo
-    2^64: a sum of integers is exact in any order. Elements wider than 64 bits count as several.
+    2^64. Elements wider than 64 bits count as several.
     """
+    # A sum of integers is exact in any order, so the order of a GPU's threads does not matter.
     flat = unrepeated(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -73,7 +77,7 @@ def _mix(bits: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def as_hex(digest: int) -> str:
-    """A device digest, read back as a signed number, as 16 hexadecimal digits."""
+    """Spells a device digest, read back as a signed number, in 16 hexadecimal digits."""
     return f"{digest & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
@@ -82,7 +86,7 @@ _RECORDS_AT_ONCE = 512
 
 @dataclass(kw_only=True, slots=True)
 class TensorEntry:
-    """A ``TensorRecord`` that is being made: its digest may still be a scalar on a GPU."""
+    """A ``TensorRecord`` in the making: its digest may still be a scalar on a GPU."""
 
     name: str
     dtype: str
@@ -92,12 +96,12 @@ class TensorEntry:
     note: str
 
     def as_json(self) -> list[object]:
-        """The entry as the file has it."""
+        """Returns the entry as the file has it."""
         return [self.name, self.dtype, self.shape, self.storage, self.digest, self.note]
 
 
 class OpenRecord(TypedDict, total=False):
-    """An ``OperationRecord`` that is being made, with the fields that are known already."""
+    """An ``OperationRecord`` in the making, with the fields known so far."""
 
     number: int
     operator: str
@@ -127,7 +131,7 @@ class OperationLogWriter:
         lines.write(json.dumps({"format_version": FORMAT_VERSION, **asdict(header)}) + "\n")
 
     def begin(self, record: OpenRecord) -> int:
-        """Take a record and number it. It stays open, and is not written, until it has its ``outputs``."""
+        """Takes a record and numbers it."""
         with self._lock:
             if len(self._waiting) >= _RECORDS_AT_ONCE:
                 self._flush()
@@ -137,7 +141,7 @@ class OperationLogWriter:
             return number
 
     def finish(self) -> None:
-        """Write the waiting records, and the footer."""
+        """Writes the waiting records, and the footer."""
         self._flush()
         self._lines.write(json.dumps({"num_records": self._num_records}) + "\n")
 
@@ -153,7 +157,7 @@ def _to_line(record: OpenRecord) -> str:
 
 
 def _read_back(entries: list[TensorEntry]) -> None:
-    """Replace digests that are on a device by their text, with one transfer per device."""
+    """Replaces digests on devices by their texts, with one transfer per device."""
     by_device: dict[torch.device, list[TensorEntry]] = {}
     for entry in entries:
         if isinstance(entry.digest, torch.Tensor):

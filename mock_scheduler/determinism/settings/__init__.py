@@ -1,4 +1,4 @@
-"""The table of settings that decide whether a run is repeatable, its rows by area, and how to look one up.
+"""The table of settings that make a run repeatable: its rows by area, and functions to look one up.
 
 Contract: imports no torch.
 """

@@ -1,4 +1,7 @@
-"""Settings of the GPU's libraries, and of Ascend's: precision of products, workspaces, streams, allocation."""
+"""Settings of the GPU's libraries and of Ascend's (precision, workspaces, streams, allocation), and of collectives.
+
+NCCL reads its variables when a communicator is made, and keeps them.
+"""
 
 from __future__ import annotations
 

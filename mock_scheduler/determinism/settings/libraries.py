@@ -1,4 +1,8 @@
-"""Settings of torch's switches and of compilers that choose kernels by timing them."""
+"""Settings of torch's switches, of compilers that choose kernels by timing, and of attention and TransformerEngine.
+
+Source of the ``NVTE_*`` variables: ``getenv`` and ``environ`` in TransformerEngine 2.x. It reads some of them when it
+is imported, so all must be exported before.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +147,7 @@ TORCH_FAMILIES: tuple[Family, ...] = (
 
 _te = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TE_IMPORT, reader="TransformerEngine")
 
-# What they change -> the variables.
+# The change -> the variables that make it.
 _CHANGES_BITS: dict[str, tuple[str, ...]] = {
     "it pins the backend of attention, which is chosen by itself where unset; write all of them": (
         *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),

@@ -1,4 +1,6 @@
-"""Settings of the process and the CPU: hash seed, threads, and which vector kernels compute.
+"""Settings of the process and the machine: hash seed, threads, vector kernels, installed versions and hardware.
+
+Equal bits are promised only for equal versions on equal hardware.
 
 "measured" in a source: on CPU with gloo, Megatron-core 0.16.1 with torch 2.13.0 and 0.19.2 with torch 2.14.1.
 """
@@ -149,7 +151,7 @@ _KERNELS: tuple[Setting, ...] = (
 PROCESS_SETTINGS: tuple[Setting, ...] = (*_THREADS, *_KERNELS)
 
 
-# Those that compute. torch has a row of its own, with its build; safetensors only stores.
+# The packages that compute. torch has a row of its own, with its build; safetensors only stores.
 _COMPUTING = (
     *("megatron-core", "transformer-engine", "flash-attn", "flash-attn-3", "causal-conv1d", "mamba-ssm", "triton"),
     *("numpy", "cublas", "cudnn-frontend", "deep-ep"),
@@ -158,7 +160,7 @@ _COMPUTING = (
 #: Setting -> the distributions that may provide it.
 PACKAGES: dict[str, tuple[str, ...]] = {f"version.{name}": DISTRIBUTIONS[name] for name in _COMPUTING}
 
-# apex is not on PyPI, where another project has its name: its extension modules are what is looked for.
+# apex is not on PyPI, where another project has its name: so its extension modules are looked for.
 APEX_MODULES: dict[str, str] = {
     "version.apex.fused_wgrad": "fused_weight_gradient_mlp_cuda",
     "version.apex.fused_layer_norm": "fused_layer_norm_cuda",

@@ -1,6 +1,8 @@
-"""The four settings that every deterministic run writes in its configuration.
+"""One table has all settings that decide whether a run is repeatable and which bits it computes.
 
-Source: ROLL, rollout dump mock guide, "Determinism Settings".
+Contract: imports no torch. The environment of launchers, the check at the start, the read-back and the documentation
+all come from this table. Its rows are here (the four that every deterministic run writes in its configuration, as in
+ROLL's rollout dump mock guide, "Determinism Settings") and, by area, in the modules beside this one.
 """
 
 from __future__ import annotations
@@ -93,17 +95,17 @@ _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
 def environment_settings() -> list[Setting]:
-    """The rows that are environment variables."""
+    """Lists the rows of environment variables."""
     return [setting for setting in SETTINGS if setting.kind is Kind.ENVIRONMENT]
 
 
 def required_lines() -> list[str]:
-    """The lines of ``system_envs`` that every deterministic run has."""
+    """Writes the required lines of every deterministic run's ``system_envs``."""
     return [setting.yaml_line for setting in SETTINGS if setting.required]
 
 
 def find_setting(name: str) -> Setting | None:
-    """The table's row for a name; members of a family such as ``NVTE_*`` have one even unlisted; else ``None``."""
+    """Finds the row of a name; a member of a family, as ``NVTE_*``, has one even unlisted; else ``None``."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     for family in FAMILIES:
@@ -113,12 +115,12 @@ def find_setting(name: str) -> Setting | None:
 
 
 def recorded_names(environ: Iterable[str]) -> list[str]:
-    """Every listed environment variable, and every member of a family that is present, sorted."""
+    """Names every listed environment variable, and every present member of a family, sorted."""
     prefixes = tuple(family.prefix for family in FAMILIES)
     listed = {setting.name for setting in environment_settings()}
     return sorted({*listed, *(name for name in environ if name.startswith(prefixes))})
 
 
 def is_deterministic_mode(environ: Mapping[str, str]) -> bool:
-    """Whether ``DETERMINISTIC_MODE`` is ``1`` in this environment or ``system_envs``."""
+    """Says whether ``DETERMINISTIC_MODE`` is ``1`` in this environment or ``system_envs``."""
     return environ.get(DETERMINISTIC_MODE) == "1"

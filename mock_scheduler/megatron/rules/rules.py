@@ -1,7 +1,7 @@
-"""Whether a configuration of Megatron can train repeatably and rightly, found out before the model is built.
+"""Finds out, before the model is built, whether a configuration of Megatron can train repeatably and rightly.
 
 Contract: imports neither torch nor Megatron, and reads a plain mapping. Megatron's own validation sits in
-``megatron.training`` and covers few of these; the rules are data, in ``conflicts``, ``layouts`` and ``facts``.
+``megatron.training`` and covers few of the rules; they are data, in ``conflicts``, ``layouts`` and ``facts``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ def find_conflicts(setup: Setup) -> list[Conflict]:
 
 
 def check_conflicts(conflicts: Sequence[Conflict], setup: Setup, *, allowed: Collection[str] = ()) -> None:
-    """Refuses a setup that cannot train: ``conflicts`` are the ones that ``find_conflicts`` found in ``setup``.
+    """Refuses a setup that cannot train; to be called before the model is built.
 
-    Under ``DETERMINISTIC_MODE=1`` conflicts that are not repeatable are refused as well. ``allowed``: the rules of
-    ``parallel.allow_known_wrong``, whose wrong values are warned of and not refused. Must be called before the model is
-    built; it does not communicate, and warns on every rank that logs warnings.
+    Under ``DETERMINISTIC_MODE=1`` conflicts with repeatability are refused as well. It does not communicate, and warns
+    on every rank that logs warnings.
+
+    Args:
+        conflicts: As ``find_conflicts`` found them in ``setup``.
+        setup: The configuration and its surroundings.
+        allowed: The rules of ``parallel.allow_known_wrong``: their wrong values get a warning and no refusal.
 
     Raises:
         DeterminismError: all conflicts, each with the values found, why it matters and the remedy.
@@ -64,7 +68,7 @@ def _is_refused(effect: Effect, *, deterministic: bool) -> bool:
 
 
 def _warnings(conflicts: Sequence[Conflict], allowed: Collection[str]) -> list[str]:
-    """Says of each allowed rule, in the given order, how it breaks this run, or that it does not apply."""
+    """Writes a line for each allowed rule, in the given order: how it breaks this run, or its lack of effect."""
     found = {conflict.rule.name: conflict for conflict in conflicts}
     return [
         f"this run {found[name].rule.effect}, as is allowed: {found[name].describe()}"
