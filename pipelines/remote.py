@@ -15,7 +15,10 @@ from pipelines.keys import effect_of, keys_in_effect
 
 
 def service_contract(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
-    """Reads every field by its dotted key: what decides training, of training alone, and the vocabulary."""
+    """Collects every key that decides training, by its dotted name, and the vocabulary.
+
+    Client and service must train by the same mathematics; layout, kernels, precision and batches are the service's own.
+    """
     values = keys_in_effect(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     shared = {key: value for key, value in values.items() if _is_shared(effect_of(key))}
     return {**shared, "vocabulary": tokenizer.digest()}

@@ -14,8 +14,8 @@ class ModelConfig(ConfigSection):
     """The policy; the critic of ``adv_estimator: gae`` has the same layers and a value head.
 
     ``attention_backend``: the kernel of TransformerEngine's attention; the local layers have one of their own.
-    ``num_moe_experts``: so many experts are in the MLP's place in the layers of ``moe_layer_freq`` (1: all, n: each n-th
-    from the first, or one 0 or 1 per layer); the ``moe_*`` keys count only then.
+    ``num_moe_experts``: so many experts are in the MLP's place in the layers of ``moe_layer_freq`` (1: all, n: each
+    n-th from the first, or one 0 or 1 per layer); the ``moe_*`` keys count only then.
     ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on its choice
     of rows; ``seq_aux_loss`` balances each row's own, and does not.
     ``moe_router_impl``: ``layout_invariant`` is Megatron's router with padding left out of losses and counters and

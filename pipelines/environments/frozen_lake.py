@@ -43,7 +43,7 @@ class _Lake(Protocol):
 class FrozenLakeEnv(GridEnv):
     """One FrozenLake: the named map, or a random one for each episode's seed.
 
-    Raises ``ConfigError`` for a split that the settings do not make.
+    Raises ``ConfigError`` for a split without layouts.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FrozenLakeEnv(GridEnv):
 
     @property
     def invalid_reward(self) -> float:
-        """The penalty alone: no move is made."""
+        """The penalty alone: nothing moves."""
         return self._settings.format_penalty
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class FrozenLakeEnv(GridEnv):
 
 
 def draw_map(settings: FrozenLakeEnvConfig, *, split: Split, seed: int) -> list[str]:
-    """Gymnasium's random map of ``seed`` or, where ``split`` may not play that, of seeds that follow from it.
+    """Draws gymnasium's random map of ``seed`` or, where ``split`` may not play it, of seeds derived from it.
 
     Raises:
         ConfigError: none of the maps drawn is in the split.
@@ -122,7 +122,7 @@ def draw_map(settings: FrozenLakeEnvConfig, *, split: Split, seed: int) -> list[
 
 
 def shortest_path(rows: Sequence[str]) -> int:
-    """Moves from the start to the goal around the holes of a square map; -1 where there is no way."""
+    """Counts the moves from the start to the goal around the holes of a square map; -1 where there is no way."""
     size = len(rows)
     start = next((row, column) for row in range(size) for column in range(size) if rows[row][column] == "S")
     reached, edge = {start}, [start]

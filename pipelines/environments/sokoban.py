@@ -1,9 +1,15 @@
-"""Seeded Sokoban puzzles that can be solved, with the length of their shortest solution.
+"""Sokoban with its board as text: push every box onto a target.
+
+Glyphs: ``#`` wall, ``_`` floor, ``O`` target, ``√`` box on a target, ``X`` box, ``P`` player, ``S`` player on a
+target. A move into a wall, or against a box that cannot move, changes nothing and is a valid turn. Rewards are
+gym-sokoban 0.0.6's (``SokobanEnvConfig``): a push from one target to the next counts as neither coming nor leaving. A
+turn without an action moves nothing, and ``format_penalty`` is added to its reward, sparse rewards included. The
+episode ends when all boxes are on targets.
 
 A puzzle is made backwards: random walls and targets, then a breadth-first search over (player, boxes) from every
-solved state, in which the player walks or pulls. A state's depth is the number of moves of its shortest solution, so a
-puzzle is a choice of depth, uniform over the depths that the walls allow, and then of a state at that depth. What is
-found at a depth of 1 or more is solvable and not solved.
+solved state, in which the player walks or pulls. A state's depth is the number of moves of its shortest solution. So a
+puzzle is a choice of depth, uniform over the depths found, and then of a state at this depth; at a depth of 1 or more
+it is solvable and not solved.
 
 Contract: a puzzle follows from (settings, split, seed) alone. Draws use ``random.Random.random``, the one method whose
 numbers Python promises to keep.
@@ -24,11 +30,11 @@ from pipelines.environments.splits import check_split, is_in_split
 _WALL, _FLOOR, _TARGET, _BOX_ON_TARGET, _BOX, _PLAYER, _PLAYER_ON_TARGET = tuple(SOKOBAN.glyphs)
 _MAX_LAYOUTS = 1000
 _DRAWS_PER_LAYOUT = 32
-# Of the cells within the outer wall. On the smallest board it makes the numbers of walls about as frequent as the
-# different puzzles that each allows.
+# The share of the cells within the outer wall. On the smallest board it makes each number of walls about as frequent as
+# its different puzzles.
 _WALL_SHARE = 0.25
-# No layer is searched once so many states are known, which bounds the time of large boards (about 0.1 s); the depths
-# that were searched are exact.
+# No layer is searched once so many states are known, which bounds the time of large boards (about 0.1 s); all depths
+# searched until then are exact.
 _MAX_STATES = 50_000
 
 
@@ -47,7 +53,7 @@ class Puzzle:
     optimal_length: int
 
     def rows(self) -> tuple[str, ...]:
-        """The board as text, a string for each row, the outer wall included."""
+        """Renders a string for each row, the outer wall included."""
         text = render(self.size, walls=self.walls, targets=self.targets, boxes=self.boxes, player=self.player)
         return tuple(text[start : start + self.size] for start in range(0, len(text), self.size))
 
@@ -60,7 +66,7 @@ def render(
     boxes: frozenset[int] | set[int],
     player: int,
 ) -> str:
-    """A board's glyphs, cell by cell."""
+    """Renders a board's glyphs, cell by cell."""
     glyphs = [_WALL if cell in walls else _FLOOR for cell in range(size * size)]
     for cell in targets:
         glyphs[cell] = _TARGET
@@ -71,7 +77,7 @@ def render(
 
 
 def generate_puzzle(settings: SokobanEnvConfig, *, split: Split, seed: int) -> Puzzle:
-    """The puzzle of a seed, of the layouts that ``split`` may play.
+    """Generates the puzzle of a seed, from the layouts of ``split``.
 
     Raises:
         ConfigError: no puzzle was found in 1,000 layouts; the message names the settings.
@@ -108,12 +114,12 @@ def generate_puzzle(settings: SokobanEnvConfig, *, split: Split, seed: int) -> P
 
 
 def _draw(rng: random.Random, count: int) -> int:
-    """A number of 0 to ``count`` - 1."""
+    """Draws a number of 0 to ``count`` - 1."""
     return int(rng.random() * count)
 
 
 def _draw_layout(rng: random.Random, settings: SokobanEnvConfig) -> tuple[frozenset[int], frozenset[int]] | None:
-    """Walls and targets; ``None`` where they leave no connected floor with room for boxes and player."""
+    """Draws walls and targets; ``None`` where they leave no connected floor with room for boxes and player."""
     size = settings.size
     inside = [row * size + column for row in range(1, size - 1) for column in range(1, size - 1)]
     cells = [cell for cell in inside if rng.random() >= _WALL_SHARE]
@@ -139,7 +145,7 @@ def _is_connected(floor: set[int], size: int) -> bool:
 def _search_backwards(
     settings: SokobanEnvConfig, walls: frozenset[int], targets: frozenset[int]
 ) -> list[list[tuple[int, int]]]:
-    """States (player's cell, boxes as a bit mask) by depth, from depth 1 to at most ``max_solution``."""
+    """Finds states (player's cell, boxes as a bit mask) by depth, from depth 1 to at most ``max_solution``."""
     size = settings.size
     wall_mask, solved = _mask_of(walls), _mask_of(targets)
     layer = [(cell, solved) for cell in range(size * size) if cell not in walls and cell not in targets]
@@ -155,7 +161,7 @@ def _search_backwards(
 def _states_before(
     layer: list[tuple[int, int]], known: set[tuple[int, int]], wall_mask: int, *, moves: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The states, not yet known, from which one move leads to a state of ``layer``; they become known."""
+    """Finds unknown states from which one move leads to a state of ``layer``; they become known."""
     found = []
     for player, boxes in layer:
         blocked = wall_mask | boxes
@@ -184,7 +190,7 @@ def _cells_of(mask: int) -> frozenset[int]:
 class SokobanEnv(GridEnv):
     """One Sokoban; every episode's puzzle follows from its seed.
 
-    Raises ``ConfigError`` for a split that the settings do not make.
+    Raises ``ConfigError`` for a split without layouts.
     """
 
     def __init__(
@@ -214,7 +220,7 @@ class SokobanEnv(GridEnv):
 
     @property
     def invalid_reward(self) -> float:
-        """That of a turn that moves nothing, with the penalty."""
+        """The reward of a turn without a move, with the penalty."""
         return self._turn_reward + self._settings.format_penalty
 
     @property

@@ -1,7 +1,7 @@
-"""Which layouts are held out: kept from training and played by validation alone.
+"""Chooses the episodes of training and validation: their seeds, and layouts held out for validation alone.
 
-Contract: whether a layout is held out depends on its rows and on the fraction alone, never on a seed, so that two
-seeds with the same layout cannot carry it from one set into the other.
+Contract: whether a layout is held out depends on its rows and on the fraction alone, never on a seed. So two seeds with
+the same layout cannot carry it from one set into the other.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import Split
 from pipelines.seeds import derive_seed
 
-# Draws until the chance of missing a set that has its share of the layouts is exp(-30).
+# Draws until the chance of missing a set with its share of the layouts is exp(-30).
 _DRAWS_PER_CHANCE = 30
 
 
 def is_held_out(rows: Sequence[str], fraction: float) -> bool:
-    """Whether the SHA-256 of the rows, joined by line breaks, is in the lowest ``fraction`` of all digests."""
+    """Says whether the SHA-256 of the rows, joined by line breaks, is in the lowest ``fraction`` of all digests."""
     digest = hashlib.sha256("\n".join(rows).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
 def is_in_split(rows: Sequence[str], split: Split, fraction: float) -> bool:
-    """Whether a layout may be played in ``split``."""
+    """Says whether a layout may be played in ``split``."""
     return split == "all" or fraction == 0.0 or is_held_out(rows, fraction) == (split == "held_out")
 
 
 def max_draws(split: Split, fraction: float) -> int:
-    """How many layouts to draw before it is said that the split has none."""
+    """Returns the number of draws after which the split is taken to be empty."""
     if split == "all" or fraction == 0.0:
         return 1
     share = fraction if split == "held_out" else 1.0 - fraction
@@ -40,7 +40,7 @@ def max_draws(split: Split, fraction: float) -> int:
 
 
 def check_split(split: Split, fraction: float) -> None:
-    """Raise ``ConfigError`` where held-out layouts are asked for and none are held out."""
+    """Raises ``ConfigError`` where held-out layouts are asked for and none are held out."""
     if split == "held_out" and fraction == 0.0:
         raise ConfigError(
             "the held-out layouts were asked for, but held_out_fraction is 0.0: set it above 0 to hold some out"
@@ -48,12 +48,12 @@ def check_split(split: Split, fraction: float) -> None:
 
 
 def environment_seed(seed: int, *, tag: str, mode: Mode, scheduler_id: str, group_id: int, episode_id: int) -> int:
-    """The seed of an episode's environment, in [0, 2**31), from the run's ``seed``; a group's members share it."""
+    """Derives an episode's seed, in [0, 2**31), from the run's ``seed``; all members of a group have the same."""
     return derive_seed(seed, "environment", tag, mode, scheduler_id, group_id, episode_id)
 
 
 def split_of(config: CustomEnvConfig, mode: Mode) -> Split:
-    """The layouts that a mode plays in an environment: validation plays held-out ones alone where there are any."""
+    """Chooses the layouts of a mode: validation plays held-out ones alone where there are any."""
     if mode == "train":
         return "train"
     return "held_out" if config.env_config.held_out_fraction > 0 else "all"

@@ -1,7 +1,15 @@
-"""Weights as an inference engine of a narrower type holds them, for as long as it samples.
+"""The policy under training is the rollout engine, under any layout.
 
-Only the values of parameters are rounded: they stay in their own type and storage, and the computation in its own
-precision. Buffers are left alone, as is an expert bias, which engines hold in float32.
+Within a replica of the model (tp × cp × pp) the leader plays episodes and calls :meth:`PolicyEngine.sample`; all other
+ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one forward
+pass over the rows' unread tokens; the last stage samples and tells the leader.
+
+With experts spread over replicas, tokens travel between replicas in every pass, so all ranks of the run make the same
+number of passes: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
+
+The engine's weights are the trainer's own, or rounded ones while it generates (``actor_infer.weights_precision``). Only
+the values of parameters are rounded: they stay in their own type and storage, and the computation in its own precision.
+Buffers are left alone, an expert bias among them, which engines hold in float32.
 """
 
 from __future__ import annotations
@@ -25,13 +33,12 @@ from pipelines.rollout.messages import ForwardPass, ReplicaChannel
 
 @contextmanager
 def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """In the block, the value of every floating parameter is the nearest one of ``dtype``; after it, what it was.
+    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
 
     Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
-    checkpoint. What ``dtype`` cannot hold becomes infinite. The bits that a parameter had come back however the block
-    is left, into the same storage, so whatever else refers to this (gradient buffers, an optimizer's main parameters)
-    sees them as before. Costs a copy of the parameters. It does not communicate; parameters that are still to be
-    gathered must have been.
+    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
+    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
+    the parameters. It does not communicate; all parameters must have been gathered.
     """
     parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
     originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -42,7 +49,7 @@ def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> It
                 _assign(parameter, _round(parameter.detach(), dtype))
         yield
     finally:
-        # The other way round, so that parameters which share storage end with what the first of them had.
+        # The other way round, so parameters with shared storage end with the bits of the first of them.
         while originals:
             _assign(*originals.pop())
 
@@ -63,7 +70,7 @@ _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 class PolicyEngine:
     """Samples the next token of many rows at once with the trainer's own model.
 
-    ``num_passes``: forward passes that this rank's replica has made so far, those on dummy rows included.
+    ``num_passes``: forward passes of this rank's replica so far, on dummy rows as well.
     """
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
@@ -83,7 +90,7 @@ class PolicyEngine:
 
     @contextmanager
     def generating(self, args: GeneratingArgs) -> Iterator[None]:
-        """Sample as ``args`` say in the block, with the model in evaluation mode and the weights that are sampled from.
+        """Samples by ``args`` in the block, with the model in evaluation mode and the engine's weights.
 
         Every rank enters it.
         """
@@ -106,16 +113,16 @@ class PolicyEngine:
         return rounded_weights(self._chunks, DTYPES[self._weights_precision])
 
     def begin_block(self) -> None:
-        """Rows are those of another block from here on. Leader only; it does not communicate."""
+        """Begins another block of rows. Leader only; it does not communicate."""
         self._num_read = {}
 
     def sample(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """The next token of each row and the log-probability with which it was drawn. Leader only.
+        """Draws the next token of each row, with its log-probability. Leader only.
 
-        rows: numbers within the block, increasing; a row that is left out once cannot come back before the next block.
-        histories: all tokens of each row so far, not empty, which begin with those of the call before.
+        rows: numbers within the block, increasing; a row once left out cannot come back before the next block.
+        histories: all tokens of each row so far, not empty; they begin with the tokens of the call before.
         uniforms: one number in [0, 1) per row, which decides the token.
         """
         item = self._next_pass(rows, histories, uniforms)
@@ -127,7 +134,7 @@ class PolicyEngine:
         return [int(token) for token in tokens.tolist()], logprobs.tolist()
 
     def follow(self) -> None:
-        """Take part in the leader's passes until it finishes. Every other rank of the replica."""
+        """Takes part in the leader's passes until it finishes. Every other rank of the replica."""
         while True:
             item = self._channel.receive()
             if not self._is_anyone_playing(item is not None):
@@ -135,7 +142,7 @@ class PolicyEngine:
             self._compute(item or _DUMMY)
 
     def finish(self) -> None:
-        """Release the ranks that follow, once no replica needs this one. Leader only."""
+        """Releases the followers, once no replica needs this one. Leader only."""
         while True:
             self._channel.send(None)
             if not self._is_anyone_playing(False):
@@ -145,7 +152,7 @@ class PolicyEngine:
     def _next_pass(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> ForwardPass:
-        """What the rows have not read yet; all of it where nothing is kept."""
+        """Makes a pass of the rows' unread tokens: all of them where nothing is kept."""
         before = {row: position for position, row in enumerate(self._num_read)} if self._uses_cache else {}
         kept = [before[row] for row in rows] if before else None
         starts = [self._num_read[row] if before else 0 for row in rows]
@@ -154,7 +161,7 @@ class PolicyEngine:
         return ForwardPass(kept=kept, starts=starts, tokens=tokens, uniforms=uniforms)
 
     def _is_anyone_playing(self, plays: bool) -> bool:
-        """Whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
+        """Says whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
         if self._runtime.ep_size * self._runtime.etp_size == 1:
             return plays
         flag = torch.tensor([int(plays)], device=self._runtime.device)
@@ -162,7 +169,7 @@ class PolicyEngine:
         return bool(flag.item())
 
     def _compute(self, item: ForwardPass) -> torch.Tensor | None:
-        """Sampled tokens and their log-probabilities, float64 ``[2, n]`` on the host, on the leader; else ``None``."""
+        """Samples tokens and log-probabilities, float64 ``[2, n]`` on the host, for the leader; ``None`` elsewhere."""
         self.num_passes += 1
         logits = self._policy.read(item)
         runtime, result = self._runtime, None
@@ -175,7 +182,7 @@ class PolicyEngine:
         return self._bring_to_leader(result, num_rows=len(item.tokens))
 
     def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on tokens that cannot be chosen."""
+        """Gathers ``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on forbidden tokens."""
         if self._runtime.tp_size > 1:
             parts = [torch.empty_like(logits) for _ in range(self._runtime.tp_size)]
             dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
@@ -183,7 +190,7 @@ class PolicyEngine:
         return logits[:, : len(self._allowed)].masked_fill(~self._allowed, -torch.inf)
 
     def _bring_to_leader(self, result: torch.Tensor | None, *, num_rows: int) -> torch.Tensor | None:
-        """Send the sampler's result along its pipeline to the first stage, where the leader is."""
+        """Sends the sampler's result along its pipeline to the first stage, where the leader is."""
         runtime = self._runtime
         if runtime.pp_size == 1:
             return result

@@ -1,6 +1,11 @@
-"""Ranks give each other the rows they played, so that every rank holds the same whole batch.
+"""The real rollout scheduler plays whole requests of episodes with the policy under training.
 
-Rows travel as step files, the format of the recording: typed, checked by digest, and no pickle.
+Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
+its ranks compute the policy. The episodes, their seeds, the numbers that decide each token and the rows of a forward
+pass depend on the configuration and on identities only, never on the layout or on timing.
+
+Ranks then give each other the rows they played, so every rank holds the same whole batch. Rows travel as step files,
+the format of the recording: typed, checked by digest, and no pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from pipelines.seeds import derive_uniform
 def gather_rows(
     rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
 ) -> RolloutBatch:
-    """The union of all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
+    """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
 
     Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
     """
@@ -43,7 +48,7 @@ def gather_rows(
 
 
 def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
-    """The numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
+    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
 
     def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
         further = (token_index,) if token_index > 0 else ()
@@ -57,7 +62,7 @@ def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
 
 @dataclass(kw_only=True, slots=True)
 class _TimedEnvironments:
-    """A pool, and the seconds that its calls took."""
+    """A pool, and the seconds in its calls."""
 
     pool: EnvironmentPool
     seconds: float = 0.0
@@ -100,7 +105,7 @@ class AgenticRolloutScheduler:
         self._metrics: dict[str, float] = {}
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """Play the episodes of a step, in whole groups: of training, or those that validation always plays."""
+        """Plays a step's episodes, in whole groups; validation always plays the same ones."""
         started_s = time.perf_counter()
         passes_before, self._environment_seconds = self._engine.num_passes, 0.0
         args = self._config.sampling(request.mode)
@@ -128,7 +133,7 @@ class AgenticRolloutScheduler:
         return batch
 
     def _play(self, request: RolloutRequest) -> list[Trajectory]:
-        """The rows of this replica's blocks."""
+        """Plays this replica's blocks; returns their rows."""
         config, action_of = self._config, self._tokenizer.action_of
         rules = TurnRules(
             is_action=lambda token: action_of(token) is not None,
@@ -152,7 +157,7 @@ class AgenticRolloutScheduler:
         return rows
 
     def _pool(self, num_workers: int) -> EnvironmentPool:
-        """Training and validation share one where they have the same number of workers; built on first use and kept."""
+        """Builds a pool on first use; training and validation share one if they have the same number of workers."""
         if num_workers not in self._pools:
             self._pools[num_workers] = EnvironmentPool(
                 self._config.custom_envs, self._tokenizer, num_workers=num_workers
@@ -160,37 +165,37 @@ class AgenticRolloutScheduler:
         return self._pools[num_workers]
 
     def suspend(self) -> None:
-        """Nothing to stop: episodes are played within ``get_batch``."""
+        """Stops nothing: episodes are played within ``get_batch``."""
 
     def resume(self) -> None:
-        """Nothing to start: episodes are played within ``get_batch``."""
+        """Starts nothing: episodes are played within ``get_batch``."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Nothing to load: the engine computes with the trainer's own weights."""
+        """Loads nothing: the engine computes with the trainer's own weights."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """Of the last batch: tokens of all replicas, seconds of this rank, passes and environments of its replica.
+        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, passes of its replica.
 
-        ``rollout/environment_seconds``: waited for environments, which only a replica's leader does; 0 elsewhere.
+        ``rollout/environment_seconds``: the wait for environments on a replica's leader; 0 elsewhere.
         """
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
-        """Nothing to keep: which episodes come next follows from the request."""
+        """Keeps nothing: the next episodes follow from the request."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Nothing to go on from."""
+        """Loads nothing."""
 
     def close(self) -> None:
-        """Close all environments and end their processes."""
+        """Closes all environments and ends their processes."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
 
 def _exchange_info(request: RolloutRequest) -> StepInfo:
-    """What step files say that ranks give each other."""
+    """Makes the head of the step files in which ranks exchange rows."""
     return StepInfo(
         step=request.global_step,
         mode=request.mode,

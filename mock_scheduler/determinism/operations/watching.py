@@ -138,7 +138,7 @@ class ProgramPlace:
 
 
 def _short(filename: str) -> str:
-    """Shortens a path to its part below ``site-packages`` or the working folder: ``megatron/core/optimizer/muon.py``."""
+    """Shortens a path to its part below ``site-packages`` or the working folder, as ``megatron/core/utils.py``."""
     parts = Path(filename).parts
     if "site-packages" in parts:
         return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])
