@@ -1,7 +1,8 @@
-"""Checks of ``rollout_correction``: keys that contradict one another or have no effect, and clashing names of rules.
+"""Checks ``rollout_correction`` for contradictions, keys without effect and clashing names of rules, and writes notes.
 
-Contract: pure functions from keys and rules to every problem, each with its key; none raises. A rejecting rule has the
-metrics ``rollout_rs_{name}_…``, among them ``…_mean`` and ``…_seq_mean``; a second rule of one label is ``{label}_2``.
+Contract: pure functions from keys and rules to every problem, each with its key, and to notes on older keys and
+surprising effects; none raises or logs. A rejecting rule has the metrics ``rollout_rs_{name}_…``, among them ``…_mean``
+and ``…_seq_mean``; a second rule of one label is ``{label}_2``.
 """
 
 from __future__ import annotations

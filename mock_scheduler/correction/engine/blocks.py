@@ -1,6 +1,7 @@
-"""A batch as blocks of whole sequences, each small enough for its computation to stay in a processor's cache.
+"""Cuts a batch into blocks of whole sequences that fit a processor's cache, and corrects one block.
 
-Contract: a block's result does not depend on the thread that computes it, and results come in the blocks' order.
+Contract: a block's result does not depend on the thread that computes it, and no result depends on the other sequences
+of the block; results come in the blocks' order. The only communication is over the given group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""One rule on one block: the measure of every unit, and the units outside the rule's bounds.
+"""Rules measure the units of one block, and log ratios become importance weights, bounded by the rules.
 
-Contract: a rule measures by its estimator, aggregates over the unit, and compares with inclusive bounds.
-Nothing is communicated but by the units' own reductions.
+A rule measures by its estimator, aggregates over the unit, and compares with inclusive bounds. A weight is
+w = exp(clamp(L, ±20)), where L is a token's log ratio ℓ, or Σℓ of its turn or sequence, or the mean of ℓ over the
+sequence at level ``geometric``. The clamp is verl's (``SAFETY_BOUND`` in trainer/ppo/rollout_corr_helper.py, 0.9.1).
+
+Contract: nothing is communicated but by the units' own reductions.
 """
 
 from __future__ import annotations

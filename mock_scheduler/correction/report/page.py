@@ -1,6 +1,7 @@
 """The report of rollout correction as one HTML page that opens offline: advice first, then its evidence.
 
-Contract: it looks as the pages of comparisons do, and each list counts the lines it leaves out.
+Contract: it looks as the pages of comparisons do, and each list counts the lines it leaves out. Figures are plotly's
+JSON; their colours are names of the page's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recorded step as rollout correction sees it: trajectories one after another, and facts of their tokens.
+"""A recorded step as rollout correction sees it: its trajectories, the facts of their tokens, and the worst of them.
 
 Contract: trajectories and turns are those of ``BatchTokens``, as in training.
 """

@@ -3,6 +3,11 @@
 Contract: pure functions. Weights and masks are those of the release to the bit, metrics have its names and definitions,
 and wrong arguments raise its exceptions. Nothing is repaired: log-probabilities keep their dtype, NaN at padding
 reaches the weights, and bounds of k1 are inverted. For right results use the rules of ``rollout_correction`` instead.
+
+Kept in weights: they are multiplied by the mask, so NaN or inf at padding becomes NaN; a NaN mean silently turns batch
+normalisation off, with factor 1. Batch normalisation is a single process's, and ``log_ratio`` is then the whole batch.
+Kept in 0.6.0: a veto that is on by default; quantiles, which torch refuses in half precision and above 16 million
+tokens (RuntimeError); an all-zero mask that fails an assertion.
 """
 
 from __future__ import annotations
