@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner

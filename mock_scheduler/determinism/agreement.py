@@ -18,7 +18,6 @@ from mock_scheduler.determinism.agreement_rounds import (
     Reduction,
     Words,
     agreement_rounds,
-    all_equal_rounds,
     describe_disagreement,
 )
 from mock_scheduler.errors import RankDisagreementError
@@ -85,11 +84,6 @@ def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
     lines = _drive(agreement_rounds(values, global_rank=group.global_rank, world_size=group.world_size), group)
     if lines:
         raise RankDisagreementError(describe_disagreement(lines, world_size=group.world_size))
-
-
-def all_equal(digest: bytes, group: RankGroup) -> bool:
-    """Says whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
-    return _drive(all_equal_rounds(digest), group)
 
 
 def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:

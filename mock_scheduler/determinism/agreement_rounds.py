@@ -89,12 +89,6 @@ def agreement_rounds(values: Mapping[str, str], *, global_rank: int, world_size:
     return lines
 
 
-def all_equal_rounds(digest: bytes) -> Generator[Reduction, Words, bool]:
-    """Says whether all ranks hold the same digest (a multiple of 8 bytes)."""
-    differs = yield from _differing(digest_words(digest))
-    return not any(differs)
-
-
 def _differing(words: Words) -> _Step:
     """Returns 1 for each word with different values on the ranks, else 0."""
     # The complement turns the minimum into a maximum (min(~w) == ~max(w)) without overflow: one reduction gives both.

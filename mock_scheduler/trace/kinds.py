@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
-from mock_scheduler.config.trace import DEFAULT_KINDS, LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
+from mock_scheduler.config.instruments import DEFAULT_KINDS, LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
 
 __all__ = [
     "DEFAULT_KINDS",

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
-from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.text import bullet_list
 
 EVERYTHING = "*"

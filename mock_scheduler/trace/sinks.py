@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.trace.entries import RankPlace, TraceSink
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.sketch.files import SketchSink

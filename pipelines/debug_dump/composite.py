@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.trained_model import TrainedModel

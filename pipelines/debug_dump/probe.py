@@ -22,7 +22,7 @@ from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from pipelines.debug_dump.micro_batch import batch_inputs, forward_content, loss_content, token_table
 from pipelines.debug_dump.parameters import ParameterDump

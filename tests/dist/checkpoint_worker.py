@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from benchmarks.layouts.cases import parallel_of
 from benchmarks.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import PerturbationConfig
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name

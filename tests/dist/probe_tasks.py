@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.support.tensor_bytes import as_bytes
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput
 from pipelines.config.schema import PipelineConfig

@@ -22,7 +22,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step

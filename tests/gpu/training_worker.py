@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mock_scheduler.determinism.settings import AREAS, FAMILIES, Between, Kind, Setting
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.rules import RULES, MegatronRule
+from mock_scheduler.megatron.rules import RULES
+from mock_scheduler.megatron.rules.rule import MegatronRule
 
 _BEGIN, _END = "<!-- begin {name} -->", "<!-- end {name} -->"
 _BETWEEN = {Between.MUST_MATCH: "must match", Between.REPORTED: "reported", Between.RECORDED: "recorded"}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from pipelines.megatron.places import OwnBatch
 from pipelines.micro_batches import MicroBatch
 

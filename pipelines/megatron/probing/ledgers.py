@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.trace import LedgerKind
+from mock_scheduler.config.instruments import LedgerKind
 from mock_scheduler.determinism.operations.operators import (
     SENDS,
     OperatorFacts,
